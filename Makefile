@@ -5,6 +5,8 @@
 # make setup DEVICE=cpu (or gpu): packages for CPUs whatever there is; without it, for GPUs where there is one.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 DEVICE ?= auto
+# make setup ENGINE=transformers: without vLLM; later calls leave it out, too, until ENGINE=vllm.
+ENGINE ?= auto
 BIN := .venv/bin
 
 .PHONY: demo test test-all docs gpu-check chaos bench-check setup check format clean
@@ -25,10 +27,9 @@ test-all: setup
 docs: setup
 	$(BIN)/python -m scripts.site
 
-# What needs a GPU: the learner's numbers, weights by NCCL, the engine, a whole run.
+# What only a GPU can show: the learner's numbers, weights, engines, a complete run, figures; without one it says so.
 gpu-check: setup
-	$(BIN)/python -m pytest -m gpu tests/gpu --ignore=tests/gpu/test_gpu_engine.py
-	$(BIN)/python -m pytest -m gpu tests/gpu/test_gpu_engine.py
+	$(BIN)/python -m tests.gpu_check
 
 # Kills, stops and damages at length: about forty minutes.
 chaos: setup
@@ -43,7 +44,7 @@ bench-check: setup
 	$(BIN)/asyncrl bench --quick --against $(AGAINST)
 
 setup:
-	@scripts/setup $(PYTHON) $(DEVICE)
+	@scripts/setup $(PYTHON) $(DEVICE) $(ENGINE)
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from asyncrl.config import Config, load_config
 from asyncrl.errors import ConfigError
-from asyncrl.generator.vllm_backend.engine import Completion, Engine
+from asyncrl.generator.engine import Completion
+from asyncrl.generator.vllm_backend.engine import VllmEngine
 from asyncrl.generator.vllm_backend.sent_weights import SentWeights
 from asyncrl.learner.collate import make_batch
 from asyncrl.learner.model.loading import load_policy_model
@@ -82,7 +83,7 @@ def sample(folder: Path, dtype: str, disturbed: Path) -> list[list[Completion]]:
     """Returns an engine's completions of PROMPTS with the folder's model: with the model's own weights, and after a
     swap to those in the file `disturbed`. Raises ConfigError or one of NO_ENGINE if vLLM cannot run the model."""
     config = family_config(folder, dtype)
-    engine = Engine(config, seed=1, sent=SentWeights(config))
+    engine = VllmEngine(config, seed=1, sent=SentWeights(config))
     try:
         engine.use_own_weights(0)
         before = complete(engine)
@@ -123,7 +124,7 @@ def _answer(sender: Connection, *arguments: Any) -> None:
         sender.send(f"{type(error).__name__}: {str(error).splitlines()[0]}")
 
 
-def complete(engine: Engine) -> list[Completion]:
+def complete(engine: VllmEngine) -> list[Completion]:
     for index, prompt in enumerate(PROMPTS):
         engine.add(str(index), prompt)
     done: dict[str, Completion] = {}

@@ -31,7 +31,7 @@ from benchmarks.synchronous import all_prompts, sampling
 if TYPE_CHECKING:
     from vllm import LLM
 
-    from asyncrl.generator.vllm_backend.engine import Engine
+    from asyncrl.generator.vllm_backend.engine import VllmEngine
 
 RUN = "bench-generator"
 RUNNING_GROUPS = 32
@@ -88,12 +88,12 @@ def in_turns(config: Config, blocks: int) -> list[float]:
     `LLM.generate`. The thread that is measured does all the work: libraries have one thread."""
     from transformers import AutoModelForCausalLM
 
-    from asyncrl.generator.vllm_backend.engine import Engine
+    from asyncrl.generator.vllm_backend.engine import VllmEngine
 
     weights = [
         (name, one.data) for name, one in AutoModelForCausalLM.from_pretrained(config.model.path).named_parameters()
     ]
-    llm, engine, prompts = default_llm(config), Engine(config, seed=0), all_prompts(config)
+    llm, engine, prompts = default_llm(config), VllmEngine(config, seed=0), all_prompts(config)
     ratios: list[float] = []
     for block in range(-1, blocks):  # the first one warms up
         asked, rates = list(islice(prompts, BLOCK_GROUPS)), dict[str, float]()
@@ -131,7 +131,7 @@ def generated(llm: LLM, config: Config, prompts: list[list[int]]) -> int:
     return sum(len(output.outputs[0].token_ids) for output in outputs)
 
 
-def completed(engine: Engine, weights: list, prompts: list[list[int]]) -> int:
+def completed(engine: VllmEngine, weights: list, prompts: list[list[int]]) -> int:
     """Returns the tokens that the generator's engine makes of a group for each prompt, with a swap at the start and
     then every second of the same processor time. As many wait in the engine as the generator's loop would hand it."""
     left = [(f"{group} {member}", prompt) for group, prompt in enumerate(prompts) for member in range(GROUP_SIZE)][::-1]

@@ -21,8 +21,8 @@ from benchmarks.gateway import save_tokenizer
 from benchmarks.queue_load import processor_s
 
 if TYPE_CHECKING:
+    from asyncrl.generator.engine import Completion
     from asyncrl.generator.episodes import Episodes
-    from asyncrl.generator.vllm_backend.completion import Completion
 
 TURNS, TURN_TOKENS, GROUP_SIZE = 8, 32, 8
 LIVE_GROUPS = 32
@@ -54,7 +54,7 @@ class InstantEngine:
         self._keys.append(key)
 
     def step(self) -> list[Completion]:
-        from asyncrl.generator.vllm_backend.completion import Completion
+        from asyncrl.generator.engine import Completion
 
         keys, self._keys = self._keys, []
         return [Completion(key, self._tokens, self._logprobs, self._versions, "completed") for key in keys]

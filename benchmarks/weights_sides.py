@@ -144,10 +144,10 @@ def _copy(source: Tensor, target: Tensor) -> float:
 def swap(model: str, swaps: int) -> None:
     """Measures a decoding engine: median seconds of a step, of a swap, and of copying as many bytes."""
     from asyncrl.config import load_config
-    from asyncrl.generator.vllm_backend.engine import Engine
+    from asyncrl.generator.vllm_backend.engine import VllmEngine
 
     config = load_config("demo", {"model.path": model, "generator.max_new_tokens": 48})
-    engine = Engine(config, seed=0)
+    engine = VllmEngine(config, seed=0)
     tensors = [(name, tensor.clone()) for name, tensor in _weights_of(model)]
     target = [tensor.clone() for _, tensor in tensors]
     steps, stalls, copies = [], [], []

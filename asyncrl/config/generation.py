@@ -14,6 +14,10 @@ from asyncrl.config.passthrough import check_engine_options
 class GeneratorConfig(Section):
     """Sampling of training completions, the engine, and the workers that compute rewards."""
 
+    engine: str = "vllm"
+    """The library that generates: an engine of `asyncrl list`, or your own as `module:Class` or `file.py:Class`."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """Devices of one generator, among which the engine divides the model: GPUs of one host, on a CPU cores."""
     group_size: int = Field(default=8, ge=1)
     """Trajectories of one prompt; advantages that compare within a group need at least 2."""
     temperature: float = Field(default=1.0, gt=0.0)
@@ -29,7 +33,8 @@ class GeneratorConfig(Section):
     max_running_groups: int = Field(default=64, ge=1)
     """Groups that one generator processes at once (continuous batching); an eighth more wait inside the engine."""
     kv_cache_bytes: int | None = Field(default=None, ge=1 << 20)
-    """Key-value cache of each engine; by default 1 GiB on a CPU and the engine's own choice on a GPU."""
+    """Key-value cache of each engine, on all its devices together; by default 1 GiB on a CPU and the engine's own
+    choice on a GPU."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0.0, le=1.0)
     """Fraction of a GPU's memory that all roles on it use together, if one is an engine. The engine gets what the
     others and the staged weights leave, by arithmetic. Not used on a CPU."""
@@ -43,7 +48,7 @@ class GeneratorConfig(Section):
     (default: where vLLM supports it for the model); async_scheduling schedules a batch while the one before is computed
     (default: true on a GPU; never on a CPU); others are max_num_batched_tokens, kv_cache_dtype, enforce_eager. With
     `deterministic` both are off. Refused: those that have a key here, and those that versions or log-probs depend
-    on."""
+    on. With the engine transformers, max_model_len and max_num_batched_tokens alone."""
 
     @property
     def stop_texts(self) -> list[str]:
@@ -62,7 +67,7 @@ class GeneratorConfig(Section):
 
     @model_validator(mode="after")
     def _check_engine_options(self) -> Self:
-        check_engine_options(self.engine_options)
+        check_engine_options(self.engine_options, self.engine)
         return self
 
     @model_validator(mode="after")

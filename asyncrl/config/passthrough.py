@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 _OF_THE_RUN = "the run sets it"
-_IN_PROCESS = (
-    "new weights reach the engine inside its one process, and its steps are counted there; one GPU is one generator, "
-    "see launch.generators"
-)
+_IN_PROCESS = "steps are counted and new weights are shown to the engine in one process on one host"
+_PARALLEL = f"the engine divides a model by generator.tensor_parallel only: {_IN_PROCESS}"
 _VERSIONS = "the run's own scheduler labels each token with its policy version"
 _LOGPROBS = "the log-probs of sampled tokens would not be those of the policy that the learner trains"
 _WEIGHTS = "the learner sends the weights of model.path, and no others"
@@ -56,12 +54,12 @@ ENGINE_REFUSED = {
     "enable_sleep_mode": "the engine runs all the time",
     "worker_cls": _IN_PROCESS,
     "worker_extension_cls": _IN_PROCESS,
-    "distributed_executor_backend": _IN_PROCESS,
-    "tensor_parallel_size": _IN_PROCESS,
-    "pipeline_parallel_size": _IN_PROCESS,
-    "prefill_context_parallel_size": _IN_PROCESS,
-    "decode_context_parallel_size": _IN_PROCESS,
-    "enable_expert_parallel": _IN_PROCESS,
+    "distributed_executor_backend": "it follows from generator.tensor_parallel",
+    "tensor_parallel_size": "it is generator.tensor_parallel",
+    "pipeline_parallel_size": _PARALLEL,
+    "prefill_context_parallel_size": _PARALLEL,
+    "decode_context_parallel_size": _PARALLEL,
+    "enable_expert_parallel": _PARALLEL,
     "nnodes": _IN_PROCESS,
     "node_rank": _IN_PROCESS,
     "enable_elastic_ep": _IN_PROCESS,
@@ -69,13 +67,16 @@ ENGINE_REFUSED = {
     "kv_transfer_config": _KEYS_AND_VALUES,
     "kv_offloading_size": _KEYS_AND_VALUES,
     "kv_offloading_backend": _KEYS_AND_VALUES,
-    "device_ids": "the run gives each generator its GPU",
+    "device_ids": "the run gives each generator its GPUs",
 }
 ENGINE_REFUSED_PREFIXES = {
-    "data_parallel_": _IN_PROCESS,
+    "data_parallel_": "the replicas of a run are its generators (launch.generators)",
     "offload_": _PREFETCH,
     "_": "it is none of vLLM's public options",
 }
+
+TRANSFORMERS_OPTIONS = ("max_model_len", "max_num_batched_tokens")
+"""Options in `generator.engine_options` of the engine "transformers"."""
 
 _KEPT = "the log-prob of each sampled token is all that is kept"
 _TEXT = "the engine makes text only to find generator.stop in it"
@@ -103,9 +104,12 @@ DEEPSPEED_REFUSED = {
     "gradient_clipping": "it is learner.max_grad_norm",
     "zero_allow_untested_optimizer": _OF_THE_RUN,
     "zero_optimization.stage": "it is learner.zero_stage",
-    "zero_optimization.offload_optimizer": "the learner clips the gradients, which it needs on the GPU for that",
-    "zero_optimization.offload_param": "the learner gathers and sends the weights, which it needs on the GPU for that",
-    "zero_optimization.cpu_offload": "the learner clips the gradients, which it needs on the GPU for that",
+    "zero_force_ds_cpu_optimizer": _OF_THE_RUN,
+    "zero_optimization.offload_optimizer": "it is learner.offload",
+    "zero_optimization.offload_param": "it is learner.offload",
+    "zero_optimization.cpu_offload": "it is learner.offload",
+    "zero_optimization.cpu_offload_param": "it is learner.offload",
+    "zero_optimization.cpu_offload_use_pin_memory": "it is learner.offload",
     "optimizer": "it is learner.optimizer with learner.lr and learner.optimizer_options",
     "scheduler": "it is learner.lr_schedule",
     "bf16": "it is model.dtype",
@@ -123,18 +127,30 @@ DEEPSPEED_REFUSED = {
 }
 
 
-def check_engine_options(options: Mapping[str, Any]) -> None:
-    """Raises ValueError naming the first option of vLLM's engine that a config cannot set, and why."""
+def check_engine_options(options: Mapping[str, Any], engine: str) -> None:
+    """Raises ValueError naming the first option of the engine that a config cannot set, and why."""
     for name in options:
-        by_prefix = (why for prefix, why in ENGINE_REFUSED_PREFIXES.items() if name.startswith(prefix))
-        if reason := ENGINE_REFUSED.get(name) or next(by_prefix, None):
+        if reason := _refusal(name, engine):
             raise ValueError(f"engine_options.{name} = {options[name]!r}: cannot be set here: {reason}")
     window = options.get("max_model_len")
     if window is not None and (type(window) is not int or window < 2):
         raise ValueError(f"engine_options.max_model_len = {window!r}: must be a number of tokens, at least 2, or null")
+    tokens = options.get("max_num_batched_tokens")
+    if engine == "transformers" and tokens is not None and (type(tokens) is not int or tokens < 1):
+        raise ValueError(f"engine_options.max_num_batched_tokens = {tokens!r}: must be a number of tokens, at least 1")
     for name in ("async_scheduling", "enable_prefix_caching"):
         if type(value := options.get(name, False)) is not bool:
             raise ValueError(f"engine_options.{name} = {value!r}: must be true or false")
+
+
+def _refusal(name: str, engine: str) -> str | None:
+    """Why the engine cannot have the option; None if it can."""
+    if engine == "vllm":
+        by_prefix = (why for prefix, why in ENGINE_REFUSED_PREFIXES.items() if name.startswith(prefix))
+        return ENGINE_REFUSED.get(name) or next(by_prefix, None)
+    if engine == "transformers" and name not in TRANSFORMERS_OPTIONS:
+        return f"it is none of those of the engine transformers, {' and '.join(TRANSFORMERS_OPTIONS)}"
+    return None
 
 
 def check_sampling(options: Any) -> None:

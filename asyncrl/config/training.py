@@ -105,6 +105,9 @@ class LearnerConfig(Section):
     """An update whose loss or gradient is not finite is skipped; more consecutive ones than this end the run."""
     zero_stage: Literal[0, 1, 2, 3] = 0
     """DeepSpeed ZeRO stage. Sharded over learner ranks: 0 nothing, 1 optimizer, 2 also gradients, 3 also weights."""
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """What is kept in host memory: the optimizer's state, which is updated there (from `zero_stage` 1 on), or also the
+    weights, of which each layer is on the GPU while it computes (`zero_stage: 3`)."""
     epochs: int = Field(default=1, ge=1)
     """Passes over the batch of a step."""
     minibatches: int = Field(default=1, ge=1)
@@ -135,6 +138,16 @@ class LearnerConfig(Section):
                     f"optimizer_options.{name} = {value!r}: {self.optimizer} has no such option; it takes "
                     f"{', '.join(taken)}"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _check_offload(self) -> Self:
+        needed = {"none": 0, "optimizer": 1, "all": 3}[self.offload]
+        if self.zero_stage < needed:
+            raise ValueError(
+                f"offload = {self.offload!r}: needs zero_stage {'>= 1' if needed == 1 else '= 3'}, but it is "
+                f"{self.zero_stage}"
+            )
         return self
 
     @model_validator(mode="after")

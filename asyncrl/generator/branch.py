@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from asyncrl.generator.vllm_backend.completion import Completion
+from asyncrl.generator.engine import Completion
 from asyncrl.types import NO_VERSION, Status
 
 

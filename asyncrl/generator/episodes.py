@@ -19,9 +19,8 @@ from msgspec import structs
 from asyncrl.config import Config
 from asyncrl.errors import InvariantError
 from asyncrl.generator.branch import Branch
+from asyncrl.generator.engine import Completion, Engine
 from asyncrl.generator.groups import EndedEpisode, Running
-from asyncrl.generator.vllm_backend.completion import Completion
-from asyncrl.generator.vllm_backend.engine import Engine
 from asyncrl.types import EpisodeOutcome
 from asyncrl.wire.environment_messages import EpisodeEnded, GroupPlace
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from asyncrl.config import Config
+from asyncrl.generator.engine import Engine
 from asyncrl.generator.group_runner import GroupRunner
 from asyncrl.generator.groups import make_evaluated, make_group
-from asyncrl.generator.vllm_backend.engine import Engine
 from asyncrl.types import Group, Lease, Prompt
 from asyncrl.wire.messages import Evaluated
 

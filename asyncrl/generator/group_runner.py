@@ -13,11 +13,10 @@ from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from asyncrl.config import Config
+from asyncrl.generator.engine import Completion, Engine
 from asyncrl.generator.episodes import Episodes
 from asyncrl.generator.groups import Running, free_capacity
 from asyncrl.generator.scoring import scored_by_environment, submit
-from asyncrl.generator.vllm_backend.completion import Completion
-from asyncrl.generator.vllm_backend.engine import Engine
 from asyncrl.types import Lease
 
 if TYPE_CHECKING:

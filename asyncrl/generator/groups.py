@@ -12,7 +12,7 @@ import numpy as np
 
 from asyncrl.config import Config
 from asyncrl.errors import InvariantError
-from asyncrl.generator.vllm_backend.engine import Completion, Sampling
+from asyncrl.generator.engine import Completion, Sampling
 from asyncrl.replay.codec import group_block
 from asyncrl.replay.ledger import wanted_groups
 from asyncrl.types import NO_VERSION, EpisodeOutcome, Group, Lease, Prompt, Trajectory

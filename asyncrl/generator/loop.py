@@ -30,10 +30,10 @@ import structlog
 from asyncrl.config import Config
 from asyncrl.errors import PeerTimeoutError
 from asyncrl.generator.cost_model import StepCosts
+from asyncrl.generator.engine import Engine
 from asyncrl.generator.group_runner import GroupRunner, Member
 from asyncrl.generator.groups import Asked, Running, make_evaluated, make_group
 from asyncrl.generator.scoring import evaluated_rows
-from asyncrl.generator.vllm_backend.engine import Engine
 from asyncrl.replay.client import GeneratorClient, LeaseReply
 from asyncrl.replay.evaluation.samples import pack_rows
 from asyncrl.types import NO_VERSION

@@ -13,8 +13,8 @@ import structlog
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
+from asyncrl.generator.engine import make_engine
 from asyncrl.generator.loop import GeneratorLoop
-from asyncrl.generator.vllm_backend.engine import Engine
 from asyncrl.replay.client import GeneratorClient
 from asyncrl.util.files import read_tensor_descriptions
 from asyncrl.util.processes import set_time_slice, use_batch_scheduling
@@ -65,7 +65,7 @@ def run_generator(
         receiver = make_receiver(config, index, endpoints, run_dir, device="cuda:0" if on_gpu else "cpu")
         stack.callback(receiver.close)
         receiver.start()  # joins while the engine starts, so that the learners do not wait for it
-        engine = Engine(config, seed=engine_seed(config.seed, index, start))
+        engine = make_engine(config, seed=engine_seed(config.seed, index, start))
         stack.callback(engine.close)
         receiver.engine_is_up()
         if not on_gpu:

@@ -54,12 +54,18 @@ PRELOADED = (
     "asyncrl.learner.critic.remote",
     "asyncrl.rewards.model_server",
     "asyncrl.generator.role",
-    "asyncrl.generator.vllm_backend.weight_transfer",
-    "vllm.v1.engine.llm_engine",
-    "vllm.v1.worker.cpu_worker",
-    "vllm.model_executor.model_loader.default_loader",
 )
-"""Modules of all roles, and modules that vLLM imports while it builds an engine."""
+"""Modules of all roles."""
+ENGINE_MODULES = {
+    "vllm": (
+        "asyncrl.generator.vllm_backend.weight_transfer",
+        "vllm.v1.engine.llm_engine",
+        "vllm.v1.worker.cpu_worker",
+        "vllm.model_executor.model_loader.default_loader",
+    ),
+    "transformers": ("asyncrl.generator.transformers_backend.engine", "transformers.models.qwen2.modeling_qwen2"),
+}
+"""Modules that are imported while an engine is built, by `generator.engine`."""
 ENVIRONMENT = {
     # No other thread may run during a fork; Arrow's allocator would start one.
     "JE_ARROW_MALLOC_CONF": "background_thread:false",
@@ -118,13 +124,14 @@ class ForkServer:
     _open = 0
     """Number of open fork servers of this process. While it is positive, this process adopts their orphans."""
 
-    def __init__(self, module: str = "asyncrl.launch.fork_server") -> None:
-        """Starts `module`, which calls `main`; returns immediately, before its imports are done."""
+    def __init__(self, module: str = "asyncrl.launch.fork_server", *, engine: str = "vllm") -> None:
+        """Starts `module`, which calls `main`; returns immediately, before its imports are done. `engine` is
+        `generator.engine`."""
         self._adopt()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process: subprocess.Popen[bytes] | Forked = subprocess.Popen(
-                [sys.executable, "-m", module, str(os.getpid())],
+                [sys.executable, "-m", module, str(os.getpid()), engine],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -206,16 +213,19 @@ class ForkServer:
         self.reap()
 
 
-def main(run: Callable[[list[str]], int], preloaded: Sequence[str] = PRELOADED) -> int:
-    """Imports the modules, then serves the parent, whose process id is the only command-line argument: each request
-    forks a child that calls `run` with the requested arguments. Returns when the parent has closed its socket."""
+def main(run: Callable[[list[str]], int], preloaded: Sequence[str] | None = None) -> int:
+    """Imports the modules, by default those of all roles and of the engine, then serves the parent, whose process id
+    and engine are the command-line arguments: each request forks a child that calls `run` with the requested arguments.
+    Returns when the parent has closed its socket."""
     parent = int(sys.argv[1])
     end_with_parent(parent)
     own = socket.socket(fileno=os.dup(0))
     _redirect(os.open(os.devnull, os.O_RDONLY), 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     setproctitle("asyncrl forker")  # locates the title by the environment, which a child replaces
-    own.send(json.dumps(_preload(preloaded)).encode())
+    engine = sys.argv[2]
+    modules = (*PRELOADED, *ENGINE_MODULES.get(engine, ())) if preloaded is None else preloaded
+    own.send(json.dumps(_preload(modules, engine=engine)).encode())
     return serve(own, parent, run)
 
 
@@ -241,13 +251,14 @@ def serve(own: socket.socket, parent: int, run: Callable[[list[str]], int]) -> i
         own.send(json.dumps(answer).encode())
 
 
-def _preload(modules: Sequence[str]) -> dict[str, Any]:
-    """Imports the modules; returns the message to the parent."""
+def _preload(modules: Sequence[str], *, engine: str) -> dict[str, Any]:
+    """Imports the modules, in the environment of the engine; returns the message to the parent."""
     try:
-        from asyncrl.generator.vllm_backend import setup as vllm_setup
+        if engine == "vllm":
+            from asyncrl.generator.vllm_backend import setup as vllm_setup
 
-        for name, value in vllm_setup.ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
+            for name, value in vllm_setup.ENVIRONMENT.items():
+                os.environ.setdefault(name, value)
         for module in modules:
             importlib.import_module(module)
     except Exception as error:

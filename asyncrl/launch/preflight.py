@@ -15,7 +15,8 @@ from rich.console import Console
 from asyncrl.config import AUTO, ENVIRONMENT, Config, Rewards
 from asyncrl.data.rows import Split
 from asyncrl.errors import ConfigError
-from asyncrl.generator.vllm_backend.setup import check_engine_options
+from asyncrl.generator.engine import check_installed
+from asyncrl.generator.vllm_backend.setup import check_engine_options, check_tensor_parallel
 from asyncrl.rewards.auto import choose_rewards, describe_choice
 from asyncrl.rewards.table import evaluation_config, reward_names
 from asyncrl.util.files import read_json
@@ -100,12 +101,17 @@ def check_inputs(config: Config, console: Console) -> Inputs:
     config, rows = check_data_and_rewards(config, console)
     if config.environment.name is not None:
         check_environments(config, console, prompt_tokens)
-    check_engine_options(config)
+    check_installed(config)
+    if config.generator.engine == "vllm":
+        check_engine_options(config)
+        check_tensor_parallel(config)
     # Last, because these import torch.
     from asyncrl.launch.registry import check_parts
     from asyncrl.learner.algorithm import check_algorithm, is_group_relative, needs_greedy_baseline
 
-    announce_imports(console, [config.weights.transport, config.launch.cluster, *config.observe.trackers])
+    announce_imports(
+        console, [config.generator.engine, config.weights.transport, config.launch.cluster, *config.observe.trackers]
+    )
     check_parts(config)
     announce_imports(console, [config.algorithm.advantage, config.algorithm.loss])
     advantage, _ = check_algorithm(config)

@@ -13,6 +13,8 @@ from rich.text import Text
 from asyncrl.config import Config
 from asyncrl.util.user_code import resolve
 
+OF_THE_RUN = ("seed", "sent")
+"""Keyword-only arguments of engines that the run gives."""
 OWN_PARTS = "One of your own goes by module:function or file.py:function, wherever the config takes one of these names."
 """Printed below the tables: the form in which a config names a part of the user's own."""
 
@@ -23,6 +25,8 @@ def tables() -> dict[str, Mapping[str, Any]]:
     from asyncrl.algorithms.losses import LOSSES
     from asyncrl.data.custom import SEAMS
     from asyncrl.environments.table import ENVIRONMENTS, SCHEMES, find_environment, find_loader
+    from asyncrl.generator.engine import ENGINES
+    from asyncrl.generator.engine import KEY as ENGINE
     from asyncrl.launch.local import LAUNCHERS
     from asyncrl.observe.trackers import TRACKERS
     from asyncrl.rewards.load import REWARDS, load_reward
@@ -35,6 +39,7 @@ def tables() -> dict[str, Mapping[str, Any]]:
         "data.custom": SEAMS,
         "algorithm.advantage": ADVANTAGES,
         "algorithm.loss": LOSSES,
+        ENGINE: {name: resolve(ENGINE, name, ENGINES) for name in ENGINES},
         "weights.transport": {name: find_transport(name) for name in TRANSPORTS},
         "launch.cluster": {name: resolve("launch.cluster", name, LAUNCHERS) for name in LAUNCHERS},
         "observe.trackers": TRACKERS,
@@ -42,13 +47,17 @@ def tables() -> dict[str, Mapping[str, Any]]:
 
 
 def check_parts(config: Config) -> None:
-    """Raises ConfigError for a transport, launcher or tracker that does not exist or cannot be used in the run."""
+    """Raises ConfigError for an engine, transport, launcher or tracker that does not exist or cannot be used in the
+    run."""
+    from asyncrl.generator.engine import ENGINES
+    from asyncrl.generator.engine import KEY as ENGINE
     from asyncrl.launch.local import find_launcher
     from asyncrl.observe.trackers import find_tracker
     from asyncrl.weights.files.folder import Folder
     from asyncrl.weights.transports import goes_by_files
 
     find_launcher(config)
+    resolve(ENGINE, config.generator.engine, ENGINES)
     for name in config.observe.trackers:
         find_tracker(name)
     if goes_by_files(config) and config.weights.url:
@@ -76,5 +85,5 @@ def _options(part: Callable[..., Any]) -> str:
     from asyncrl.learner.algorithm import HIDDEN
 
     parameters = inspect.signature(part).parameters.values() if callable(part) else []
-    options = [p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in HIDDEN]
+    options = [p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in (*HIDDEN, *OF_THE_RUN)]
     return ", ".join(f"{p.name}={p.default}" for p in options)

@@ -64,11 +64,11 @@ def _launch(config: Config, console: Console, launcher: Launcher, *, reward_mode
     placement = place_roles(config, reward_model=reward_model, hosts=hosts)
     check_run_dir(config, placement, hosts)
     run_recipes(config, console)
-    with preloaded(placement, launcher):
+    with preloaded(config, placement, launcher):
         inputs = check_inputs(config, console)
         config = inputs.config.model_copy(update=length_of(config, inputs.rows, console))
         check_transport(config, placement)
-        if not placement.gpus:
+        if config.generator.engine == "vllm" and not placement.gpus:
             check_cpu(config)
         placement = fit_memory(config, placement, reward_model=reward_model)
         if placement.gpus and config.model.dtype == "float32":
@@ -128,12 +128,12 @@ def length_of(config: Config, rows: int, console: Console) -> dict[str, Any]:
 
 
 @contextmanager
-def preloaded(placement: Placement, launcher: Launcher) -> Iterator[None]:
+def preloaded(config: Config, placement: Placement, launcher: Launcher) -> Iterator[None]:
     """Gives a launcher of this machine the process that roles are forked from, unless one of them has a GPU."""
     if not isinstance(launcher, LocalLauncher) or placement.gpus:
         yield
         return
-    fork_server = launcher.fork_server = ForkServer()
+    fork_server = launcher.fork_server = ForkServer(engine=config.generator.engine)
     try:
         yield
     finally:

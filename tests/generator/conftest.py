@@ -11,7 +11,7 @@ import torch
 from generator_model import async_scheduling, close_all, save_tiny_model, small_config
 from transformers import Qwen2ForCausalLM
 
-from asyncrl.generator.vllm_backend.engine import Engine
+from asyncrl.generator.vllm_backend.engine import VllmEngine
 
 
 @pytest.fixture(scope="session")
@@ -37,17 +37,17 @@ def policies(model_path: str) -> list[Qwen2ForCausalLM]:
 
 
 @pytest.fixture(scope="module")
-def make_engine(model_path: str) -> Iterator[Callable[..., Engine]]:
+def make_engine(model_path: str) -> Iterator[Callable[..., VllmEngine]]:
     """Engines of a module, by overrides of the config; each is built once. With `ahead` vLLM schedules one batch ahead,
     as on a GPU; on a CPU it would not."""
-    engines: dict[str, Engine] = {}
+    engines: dict[str, VllmEngine] = {}
     set_num_threads = torch.set_num_threads
 
-    def make(*, ahead: bool = False, **overrides: object) -> Engine:
+    def make(*, ahead: bool = False, **overrides: object) -> VllmEngine:
         key = repr((ahead, sorted(overrides.items())))
         if key not in engines:
             with async_scheduling() if ahead else nullcontext():
-                engines[key] = Engine(small_config(model_path, **overrides), seed=1)
+                engines[key] = VllmEngine(small_config(model_path, **overrides), seed=1)
         return engines[key]
 
     yield make

@@ -15,7 +15,8 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.config import Config, load_config
-from asyncrl.generator.vllm_backend.engine import Completion, Engine
+from asyncrl.generator.engine import Completion, Engine
+from asyncrl.generator.vllm_backend.engine import VllmEngine
 
 EOS = (1, 2)
 """Both end a completion; the second only through the generation config."""
@@ -126,10 +127,10 @@ def kept_cache_logprobs(
 
 
 @contextmanager
-def deterministic_engine(model_path: str) -> Iterator[Engine]:
+def deterministic_engine(model_path: str) -> Iterator[VllmEngine]:
     """An engine with the model's own weights as version 0."""
     set_num_threads = torch.set_num_threads
-    engine = Engine(small_config(model_path, deterministic=True, replay__max_staleness=0), seed=1)
+    engine = VllmEngine(small_config(model_path, deterministic=True, replay__max_staleness=0), seed=1)
     engine.use_own_weights(0)
     try:
         yield engine

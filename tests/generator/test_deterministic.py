@@ -11,8 +11,9 @@ from generator_model import close_all, run_all, small_config, weights_of
 from transformers import Qwen2ForCausalLM
 
 from asyncrl.errors import InvariantError
+from asyncrl.generator.engine import Completion
 from asyncrl.generator.loop import GeneratorLoop
-from asyncrl.generator.vllm_backend.engine import Completion, Engine
+from asyncrl.generator.vllm_backend.engine import VllmEngine
 from asyncrl.replay.client import LeaseReply
 from asyncrl.types import NO_VERSION, Group, Lease
 
@@ -22,14 +23,14 @@ OPTIONS = {"deterministic": True, "replay.max_staleness": 0}
 
 
 @pytest.fixture(scope="module")
-def engines(model_path: str) -> Iterator[list[Engine]]:
+def engines(model_path: str) -> Iterator[list[VllmEngine]]:
     """Two engines of two generators."""
-    both = [Engine(small_config(model_path, **OPTIONS), seed=seed) for seed in (1, 2)]
+    both = [VllmEngine(small_config(model_path, **OPTIONS), seed=seed) for seed in (1, 2)]
     yield both
     close_all(both)
 
 
-def complete(engine: Engine, keys: list[str], company: int = 0) -> dict[str, tuple[list[int], bytes]]:
+def complete(engine: VllmEngine, keys: list[str], company: int = 0) -> dict[str, tuple[list[int], bytes]]:
     for key in keys:
         engine.add(key, PROMPTS[key], seed=100 + int(key))
         for other in range(company):
@@ -42,7 +43,7 @@ def bits(completion: Completion) -> tuple[list[int], bytes]:
     return completion.tokens, completion.logprobs.tobytes()
 
 
-def test_company_order_and_engine_do_not_matter(engines: list[Engine], policies: Policies) -> None:
+def test_company_order_and_engine_do_not_matter(engines: list[VllmEngine], policies: Policies) -> None:
     keys = list(PROMPTS)
     for engine in engines:
         engine.swap(0, weights_of(policies[0]))
@@ -55,7 +56,7 @@ def test_company_order_and_engine_do_not_matter(engines: list[Engine], policies:
     assert complete(engines[0], keys[:2]) == {key: expected[key] for key in keys[:2]}
 
 
-def test_the_seed_of_a_request_matters(engines: list[Engine], policies: Policies) -> None:
+def test_the_seed_of_a_request_matters(engines: list[VllmEngine], policies: Policies) -> None:
     engines[0].swap(9, weights_of(policies[0]))
     for seed in range(4):
         engines[0].add(str(seed), PROMPTS["1"], seed=seed)
@@ -65,7 +66,7 @@ def test_the_seed_of_a_request_matters(engines: list[Engine], policies: Policies
     assert len({tuple(completion.tokens) for completion in run_all(engines[0]).values()}) == 1
 
 
-def run_loop(engine: Engine, model_path: str, policies: Policies, leases: list[Lease], index: int) -> list[Group]:
+def run_loop(engine: VllmEngine, model_path: str, policies: Policies, leases: list[Lease], index: int) -> list[Group]:
     """The groups of these leases."""
     engine.version = NO_VERSION
     left = iter(leases)
@@ -88,7 +89,7 @@ def run_loop(engine: Engine, model_path: str, policies: Policies, leases: list[L
 
 
 def test_a_group_is_the_same_in_every_attempt_and_generator(
-    engines: list[Engine], model_path: str, policies: Policies
+    engines: list[VllmEngine], model_path: str, policies: Policies
 ) -> None:
     first = run_loop(engines[0], model_path, policies, [lease(ticket) for ticket in range(4)], 0)
     again = run_loop(engines[1], model_path, policies, [lease(t, attempt=1) for t in (3, 1, 2, 0)], 5)
@@ -103,7 +104,7 @@ def test_a_group_is_the_same_in_every_attempt_and_generator(
     assert len(texts) == 8  # the same prompt, but other tickets and members
 
 
-def test_completions_are_of_one_version(engines: list[Engine], model_path: str, policies: Policies) -> None:
+def test_completions_are_of_one_version(engines: list[VllmEngine], model_path: str, policies: Policies) -> None:
     engine = engines[0]
     engine.version = NO_VERSION
     left = iter([lease(0), lease(1)])
@@ -130,7 +131,7 @@ def test_completions_are_of_one_version(engines: list[Engine], model_path: str, 
     assert receiver.acknowledged == [0, 1]
 
 
-def test_a_seed_of_its_own_needs_the_option(make_engine: Callable[..., Engine], policies: Policies) -> None:
+def test_a_seed_of_its_own_needs_the_option(make_engine: Callable[..., VllmEngine], policies: Policies) -> None:
     engine = make_engine(weights__kv_cache="recompute")
     engine.swap(0, weights_of(policies[0]))
     with pytest.raises(InvariantError, match="request a: a seed of its own works with `deterministic` only"):

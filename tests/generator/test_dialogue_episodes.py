@@ -20,8 +20,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.environments.dialogue import ChatDialogue
 from asyncrl.environments.pool import EnvironmentPool
+from asyncrl.generator.engine import Engine
 from asyncrl.generator.loop import GeneratorLoop
-from asyncrl.generator.vllm_backend.engine import Engine
 from asyncrl.types import Group, Lease, Prompt
 from asyncrl.util.tokenizer import load_tokenizer
 from asyncrl.wire.endpoints import Endpoints

@@ -14,26 +14,26 @@ from generator_model import EOS, kept_cache_logprobs, reference_logprobs, run_al
 from transformers import Qwen2ForCausalLM
 
 from asyncrl.errors import ConfigError, InvariantError, RunError
-from asyncrl.generator.vllm_backend import setup as vllm_setup
-from asyncrl.generator.vllm_backend.engine import Completion, Engine
-from asyncrl.generator.vllm_backend.plugin import register
+from asyncrl.generator.engine import Completion
+from asyncrl.generator.vllm_backend import plugin
+from asyncrl.generator.vllm_backend.engine import VllmEngine
 
 TOLERANCE = 1e-4
 DIFFERENT = 1e-2
 
-EngineMaker = Callable[..., Engine]
+EngineMaker = Callable[..., VllmEngine]
 Policies = list[Qwen2ForCausalLM]
 
 
 IN_FLIGHT = pytest.mark.parametrize("ahead", [False, True], ids=["one at a time", "a batch in flight"])
 
 
-def recomputing(make_engine: EngineMaker, ahead: bool = False) -> Engine:
+def recomputing(make_engine: EngineMaker, ahead: bool = False) -> VllmEngine:
     options = {"max_num_batched_tokens": 256}
     return make_engine(ahead=ahead, weights__kv_cache="recompute", generator__engine_options=options)
 
 
-def keeping(make_engine: EngineMaker, ahead: bool = False) -> Engine:
+def keeping(make_engine: EngineMaker, ahead: bool = False) -> VllmEngine:
     options = {"enable_prefix_caching": True}
     return make_engine(ahead=ahead, generator__temperature=0.7, generator__engine_options=options)
 
@@ -42,7 +42,7 @@ def prompts(count: int, first: int = 0) -> dict[str, list[int]]:
     return {str(first + i): [3 + (7 * i + 5 * j) % 60 for j in range(4 + i)] for i in range(count)}
 
 
-def complete(engine: Engine, requests: dict[str, list[int]]) -> dict[str, Completion]:
+def complete(engine: VllmEngine, requests: dict[str, list[int]]) -> dict[str, Completion]:
     for key, prompt in requests.items():
         engine.add(key, prompt)
     return run_all(engine)
@@ -82,7 +82,7 @@ def test_layers_are_made_anew_only_where_the_engine_gave_up_their_weights(
     reload = transfer.initialize_layerwise_reload
     monkeypatch.setattr(transfer, "initialize_layerwise_reload", lambda model: (reloads.append(model), reload(model)))
     if not kept:
-        monkeypatch.setattr(vllm_setup, "_keep_weights_beside_packed", lambda: None)
+        monkeypatch.setattr(plugin, "_keep_weights_beside_packed", lambda: None)
         monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", inspect.unwrap(utils.dispatch_cpu_unquantized_gemm))
     engine = make_engine(generator__max_running_groups=2 if kept else 3)  # engines of no other test
     for version, policy in enumerate(policies):
@@ -95,7 +95,7 @@ def test_layers_are_made_anew_only_where_the_engine_gave_up_their_weights(
 
 
 def swap_in_flight(
-    engine: Engine, policies: Policies, requests: dict[str, list[int]], dropped: int = 0
+    engine: VllmEngine, policies: Policies, requests: dict[str, list[int]], dropped: int = 0
 ) -> dict[str, Completion]:
     """Version 0 for 5 tokens, version 1 for 6, version 2 for the rest. `dropped` tokens less where a swap drops those
     that are in flight."""
@@ -258,8 +258,8 @@ def test_nothing_runs_before_the_first_version(make_engine: EngineMaker) -> None
 
 
 def test_registering_the_plugin_twice_is_fine() -> None:
-    register()
-    register()
+    plugin.register()
+    plugin.register()
 
 
 def test_engine_options_reach_the_engine(make_engine: EngineMaker) -> None:

@@ -11,18 +11,19 @@ from generator_model import EOS, run_all, small_config, weights_of
 from transformers import Qwen2ForCausalLM
 
 from asyncrl.errors import InvariantError
+from asyncrl.generator.engine import Completion, Sampling
 from asyncrl.generator.vllm_backend import engine as engine_module
-from asyncrl.generator.vllm_backend.engine import Completion, Engine, Sampling
+from asyncrl.generator.vllm_backend.engine import VllmEngine
 from asyncrl.util.tokenizer import load_decoder
 
-EngineMaker = Callable[..., Engine]
+EngineMaker = Callable[..., VllmEngine]
 Policies = list[Qwen2ForCausalLM]
 PROMPTS = {str(i): [3 + (7 * i + 5 * j) % 60 for j in range(4 + i)] for i in range(8)}
 DETERMINISTIC = {"deterministic": True, "replay__max_staleness": 0}
 MINIMUM = 8
 
 
-def complete(engine: Engine, policy: Qwen2ForCausalLM, kind: Sampling = "training") -> dict[str, Completion]:
+def complete(engine: VllmEngine, policy: Qwen2ForCausalLM, kind: Sampling = "training") -> dict[str, Completion]:
     engine.swap(engine.version + 1, weights_of(policy))
     seeded = engine._config.deterministic
     for key, prompt in PROMPTS.items():

@@ -11,7 +11,7 @@ from generator_model import small_config, weights_of
 from transformers import AutoModelForCausalLM
 
 from asyncrl.errors import ConfigError
-from asyncrl.generator.vllm_backend.engine import Engine
+from asyncrl.generator.vllm_backend.engine import VllmEngine
 from asyncrl.generator.vllm_backend.sent_weights import SentWeights
 from benchmarks.agreement import compare, sample_apart
 from benchmarks.families import save_family
@@ -61,7 +61,7 @@ def test_a_model_whose_weights_the_engine_does_not_take_is_refused_at_the_first_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(save_family("llama", tmp_path))
-    engine = Engine(small_config(str(tmp_path)), seed=1)
+    engine = VllmEngine(small_config(str(tmp_path)), seed=1)
     weights = weights_of(model)
     others = [(name, weight) for name, weight in weights if name != "model.norm.weight"]
     faults = {

@@ -10,10 +10,10 @@ from generator_model import small_config
 from structlog.testing import capture_logs
 
 from asyncrl.generator.vllm_backend import setup as vllm_setup
-from asyncrl.generator.vllm_backend.engine import Engine
-from asyncrl.launch.resources.memory import ENGINE_STEP_TOKENS
+from asyncrl.generator.vllm_backend.engine import VllmEngine
+from asyncrl.launch.resources.engine_memory import ENGINE_STEP_TOKENS
 
-EngineMaker = Callable[..., Engine]
+EngineMaker = Callable[..., VllmEngine]
 
 
 def test_a_step_has_the_tokens_of_llm(make_engine: EngineMaker) -> None:
@@ -43,13 +43,13 @@ def test_memory_is_counted_for_the_largest_default_of_a_step(monkeypatch: pytest
 
 
 @pytest.fixture
-def deterministic(model_path: str) -> Iterator[Engine]:
-    engine = Engine(small_config(model_path, deterministic=True, replay__max_staleness=0), seed=1)
+def deterministic(model_path: str) -> Iterator[VllmEngine]:
+    engine = VllmEngine(small_config(model_path, deterministic=True, replay__max_staleness=0), seed=1)
     yield engine
     engine.close()
 
 
-def test_a_deterministic_engine_neither_schedules_ahead_nor_shares_prompts(deterministic: Engine) -> None:
+def test_a_deterministic_engine_neither_schedules_ahead_nor_shares_prompts(deterministic: VllmEngine) -> None:
     assert deterministic._engine.vllm_config.scheduler_config.async_scheduling is False
     assert not deterministic.prefix_caching
 
@@ -57,7 +57,7 @@ def test_a_deterministic_engine_neither_schedules_ahead_nor_shares_prompts(deter
 def test_a_device_without_batches_in_flight_is_named(model_path: str) -> None:
     options = {"async_scheduling": True}
     with capture_logs() as logs:
-        engine = Engine(small_config(model_path, generator__engine_options=options), seed=1)
+        engine = VllmEngine(small_config(model_path, generator__engine_options=options), seed=1)
     engine.close()
     (event,) = [event for event in logs if event["log_level"] == "warning"]
     assert event["event"] == "vLLM schedules no batch ahead on this device"

@@ -19,10 +19,10 @@ from transformers import Qwen2ForCausalLM
 
 from asyncrl.environments.pool import NextTurn
 from asyncrl.generator import episodes
+from asyncrl.generator.engine import Engine
 from asyncrl.generator.evaluator import Evaluator
 from asyncrl.generator.groups import Running
 from asyncrl.generator.loop import GeneratorLoop
-from asyncrl.generator.vllm_backend.engine import Engine
 from asyncrl.replay.codec import pack_group
 from asyncrl.replay.refunds import refund_reason
 from asyncrl.types import Group, Prompt

@@ -14,9 +14,9 @@ from generator_model import reference_logprobs, run_all, small_config, weights_o
 from transformers import Qwen2ForCausalLM
 
 from asyncrl.errors import InvariantError
+from asyncrl.generator.engine import Completion, Engine
 from asyncrl.generator.groups import Running, make_evaluated
 from asyncrl.generator.loop import GeneratorLoop
-from asyncrl.generator.vllm_backend.engine import Completion, Engine
 from asyncrl.replay.client import LeaseReply
 from asyncrl.rewards.workers import Scored
 from asyncrl.types import NO_VERSION, Lease

@@ -15,8 +15,8 @@ from transformers import Qwen2ForCausalLM
 
 from asyncrl.errors import PeerTimeoutError
 from asyncrl.generator import loop as loop_module
+from asyncrl.generator.engine import Engine
 from asyncrl.generator.loop import _DENIED_IDLE_S, GeneratorLoop
-from asyncrl.generator.vllm_backend.engine import Engine
 from asyncrl.replay.client import LeaseReply
 from asyncrl.types import NO_VERSION, Lease
 

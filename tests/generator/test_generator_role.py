@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from functools import partialmethod
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -17,8 +18,9 @@ from asyncrl.config import load_config
 from asyncrl.config.passthrough import ENGINE_REFUSED
 from asyncrl.errors import ConfigError
 from asyncrl.generator import role
+from asyncrl.generator.engine import check_installed, make_engine
 from asyncrl.generator.role import engine_seed, max_weight_bytes
-from asyncrl.generator.vllm_backend.engine import Engine
+from asyncrl.generator.vllm_backend.engine import VllmEngine
 from asyncrl.generator.vllm_backend.setup import check_cpu, check_engine_options
 
 
@@ -71,7 +73,7 @@ def test_the_receiver_joins_before_the_engine_starts_and_receives_when_it_is_up(
     monkeypatch.setattr("asyncrl.rewards.workers.RewardPool", MagicMock())
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr(role, "max_weight_bytes", lambda path: 1)
-    monkeypatch.setattr(role, "Engine", engine)
+    monkeypatch.setattr(role, "make_engine", engine)
     monkeypatch.setattr(role, "GeneratorClient", MagicMock(side_effect=UpError))
     with pytest.raises(UpError):
         role.run_generator(
@@ -90,6 +92,16 @@ def test_engine_options_must_be_ones_of_the_installed_vllm(model_path: str) -> N
         check_engine_options(small_config(model_path, generator__engine_options=options))
 
 
+def test_an_engine_that_is_not_installed_is_refused_with_the_way_out(
+    model_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    check_installed(small_config(model_path, generator__engine="transformers"))
+    for refuses in (check_installed, lambda config: make_engine(config, seed=1)):
+        with pytest.raises(ConfigError, match=r"vLLM is not installed; install it with `make setup`, or use .*transf"):
+            refuses(small_config(model_path))
+
+
 def test_bfloat16_is_refused_where_the_engine_would_die_of_an_illegal_instruction(
     model_path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,7 +116,7 @@ def test_bfloat16_is_refused_where_the_engine_would_die_of_an_illegal_instructio
         with pytest.raises(ConfigError, match=r"model.dtype = 'bfloat16': .*AMX tiles.*use model.dtype=float32"):
             check_cpu(small_config(model_path, model__dtype="bfloat16"))
         with pytest.raises(ConfigError, match="AMX"):
-            Engine(small_config(model_path, model__dtype="bfloat16"), seed=1)
+            VllmEngine(small_config(model_path, model__dtype="bfloat16"), seed=1)
 
 
 def test_refused_engine_options_are_ones_of_the_installed_vllm() -> None:

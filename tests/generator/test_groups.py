@@ -10,9 +10,9 @@ import pytest
 from generator_fakes import lease
 
 from asyncrl.errors import InvariantError
+from asyncrl.generator.engine import Completion
 from asyncrl.generator.groups import Running, make_evaluated, make_group
 from asyncrl.generator.scoring import evaluated_rows
-from asyncrl.generator.vllm_backend.engine import Completion
 from asyncrl.replay.codec import check_group, pack_group
 from asyncrl.replay.evaluation.samples import pack_rows, unpack_rows
 from asyncrl.rewards.workers import Scored

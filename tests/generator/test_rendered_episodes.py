@@ -15,7 +15,7 @@ from test_episodes import hf_logprobs
 from transformers import Qwen2ForCausalLM
 
 from asyncrl.environments.dialogue import ChatDialogue
-from asyncrl.generator.vllm_backend.engine import Engine
+from asyncrl.generator.engine import Engine
 from asyncrl.util.tokenizer import load_tokenizer
 from tests.helpers.chat_models import THINKING
 from tests.helpers.talking_models import save_talking_model

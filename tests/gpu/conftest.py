@@ -3,18 +3,59 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.gpu_check import report
+
 for area in ("learner", "weights", "generator"):
     sys.path.append(str(Path(__file__).parents[1] / area))
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def gpu() -> torch.device:
     """The first GPU."""
     if not torch.cuda.is_available():
-        pytest.fail("torch finds no GPU; run this on a machine with one, with `make gpu-check`")
+        pytest.skip("torch finds no GPU")
     return torch.device("cuda", 0)
+
+
+@pytest.fixture
+def figure(record_property: Callable[[str, object], None]) -> Callable[[str, float], None]:
+    """A function that records a figure, with its unit in the name."""
+    return record_property
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Reports the names of all checks, for the case that the process does not live to run them."""
+    if session.items:
+        report({"names": [_name(item.nodeid) for item in session.items]})
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Reports a check when it is known what became of it."""
+    result = yield
+    if result.failed or result.skipped or result.when == "call":
+        reason = ""
+        if result.skipped and isinstance(result.longrepr, tuple):
+            reason = result.longrepr[2].removeprefix("Skipped: ")
+        elif result.failed:
+            reason = result.longreprtext.strip().splitlines()[-1]
+        report(
+            {
+                "name": _name(item.nodeid),
+                "outcome": result.outcome,
+                "reason": reason,
+                "seconds": round(result.duration, 2),
+                "figures": dict(item.user_properties),
+            }
+        )
+    return result
+
+
+def _name(nodeid: str) -> str:
+    return nodeid.rpartition("/")[2]

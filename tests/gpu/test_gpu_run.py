@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from tests.helpers.runs import Launched, check_ledger, start_launch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
-STEPS = 40
+STEPS = 60
 
 
 @pytest.fixture
@@ -25,16 +26,27 @@ def started() -> Iterator[list[Launched]]:
         run.kill()
 
 
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
 @pytest.mark.parametrize("count", [1, 2])
 def test_the_demo_trains_on_gpus(
-    count: int, tmp_path: Path, started: list[Launched], monkeypatch: pytest.MonkeyPatch
+    count: int,
+    engine: str,
+    tmp_path: Path,
+    started: list[Launched],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    figure: Callable[[str, float], None],
 ) -> None:
+    if engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
     names = [gpu.name for gpu in visible_gpus()][:count]
     if len(names) < count:
         pytest.skip(f"needs {count} GPUs")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(names))
-    folder = make_demo(tmp_path)
-    run = start_launch(folder, "gpu", "--steps", str(STEPS), "launch.start_timeout_s=400")
+    assert request.config.cache is not None
+    folder = make_demo(tmp_path, request.config.cache)
+    overrides = ["--steps", str(STEPS), "launch.start_timeout_s=400", f"generator.engine={engine}"]
+    run = start_launch(folder, "gpu", *overrides, preloaded=None)
     started.append(run)
     code, output = run.end(timeout_s=550)
     assert code == 0, output
@@ -46,4 +58,7 @@ def test_the_demo_trains_on_gpus(
     shares = {event["name"]: event["gpus"] for event in run.events("launcher") if event["event"] == "role started"}
     assert shares["learner-0"] == [names[0]] and shares["generator-0"] == [names[-1]]
     rows = run.rows()
-    assert max(abs(row["staleness/0/kl"]) for row in rows if "staleness/0/kl" in row) < 0.01
+    kl = max(abs(row["staleness/0/kl"]) for row in rows if "staleness/0/kl" in row)
+    figure(f"demo, {engine}, {count} GPUs: reward of the last steps", summary["reward_last"])
+    figure(f"demo, {engine}, {count} GPUs: largest KL of fresh tokens", kl)
+    assert kl < 0.01

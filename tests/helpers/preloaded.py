@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
-from asyncrl.launch.fork_server import PRELOADED, Forked, ForkServer, main, serve
+from asyncrl.launch.fork_server import ENGINE_MODULES, PRELOADED, Forked, ForkServer, main, serve
 from asyncrl.util.processes import end_with_parent
 
 COMMANDS = (
@@ -86,7 +86,7 @@ def run_command(arguments: list[str]) -> int:
         forked = OwnFork(lambda arguments: role.main(arguments[2:]))
 
         @contextmanager
-        def preloaded(placement, launcher):  # type: ignore[no-untyped-def]
+        def preloaded(config, placement, launcher):  # type: ignore[no-untyped-def]
             launcher.fork_server = forked
             yield
             forked.close()
@@ -97,4 +97,4 @@ def run_command(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(run_command, [*PRELOADED, *COMMANDS]))
+    sys.exit(main(run_command, [*PRELOADED, *ENGINE_MODULES["vllm"], *COMMANDS]))

@@ -9,6 +9,7 @@ import pytest
 from helpers.replay import EndlessPrompts, make_group, small_config
 
 from asyncrl.errors import ConfigError
+from asyncrl.generator.engine import make_engine
 from asyncrl.launch.local import LocalLauncher, find_launcher
 from asyncrl.launch.registry import check_parts
 from asyncrl.observe.trackers import make_trackers
@@ -35,6 +36,10 @@ def without_arguments(): ...
 
 class Mine(LocalLauncher): ...
 
+class Decoder:
+    def __init__(self, config, *, seed):
+        self.seed = seed
+
 RAILS = Transport(lambda member: None, what="By rails.", on_device=True, needs_own_gpu=True)
 """
 
@@ -54,6 +59,7 @@ def test_user_defined_parts_are_used(where: str, tmp_path: Path) -> None:
         weights__transport=f"{where}:{names['transport']}",
         launch__cluster=f"{where}:{names['cluster']}",
         observe__trackers=[f"{where}:Rows"],
+        generator__engine=f"{where}:Decoder",
     )
     check_parts(config)
     trackers = make_trackers(config, tmp_path)
@@ -61,6 +67,7 @@ def test_user_defined_parts_are_used(where: str, tmp_path: Path) -> None:
     trackers.close()
     assert (tmp_path / "rows.closed").read_text() == "1 {'a': 2.0}"
     assert isinstance(find_launcher(config)(), LocalLauncher)
+    assert make_engine(config, seed=7).seed == 7  # type: ignore[attr-defined]
     assert find_transport(config.weights.transport).what == "By rails."
     assert choose_transport(f"{where}:RAILS", ["cuda a", "cuda b"]) == f"{where}:RAILS"
 
@@ -71,6 +78,7 @@ def test_user_defined_parts_are_used(where: str, tmp_path: Path) -> None:
         ("observe__trackers", "without_arguments", "cannot be called with the config, the run's folder and the last"),
         ("observe__trackers", "RAILS", "is a Transport, not a function"),
         ("launch__cluster", "Rows", "must be a subclass of asyncrl.launch.launcher.Launcher"),
+        ("generator__engine", "Decodr", "has no 'Decodr'; did you mean Decoder?"),
         ("weights__transport", "Rows", "is a type, not a Transport"),
         ("weights__transport", "RALS", "has no 'RALS'; did you mean RAILS?"),
     ],

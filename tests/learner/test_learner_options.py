@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from asyncrl.algorithms.advantages import ADVANTAGES
 from asyncrl.algorithms.losses import PolicyTerms, decoupled_ppo, ppo_clip
@@ -230,11 +230,40 @@ def test_shipped_configs_name_algorithms_that_work(path: Path) -> None:
 def test_options_of_deepspeed_override_those_of_the_learner(tiny_model: Path) -> None:
     from worlds import make_config
 
-    from asyncrl.learner.model.engine import deepspeed_config
+    from asyncrl.learner.model.settings import deepspeed_config
 
     options = {"zero_optimization": {"overlap_comm": True}, "wall_clock_breakdown": True}
-    plain = deepspeed_config(make_config(tiny_model))
-    settings = deepspeed_config(make_config(tiny_model, learner={"deepspeed_options": options}))
+    plain = deepspeed_config(make_config(tiny_model), nn.Identity())
+    settings = deepspeed_config(make_config(tiny_model, learner={"deepspeed_options": options}), nn.Identity())
     assert settings["wall_clock_breakdown"] is True
     assert settings["zero_optimization"] == plain["zero_optimization"] | {"overlap_comm": True}
     assert settings["data_types"] == plain["data_types"]
+
+
+def test_stage_3_keeps_two_layers_gathered(tiny_model: Path) -> None:
+    from worlds import make_config
+
+    from asyncrl.learner.model.settings import deepspeed_config
+
+    layers = nn.ModuleList([nn.Linear(3, 5), nn.Sequential(nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 1)]))])
+    network = nn.Sequential(nn.Embedding(100, 3), layers)
+    settings = deepspeed_config(make_config(tiny_model, learner={"zero_stage": 3}), network)
+    for name in ("stage3_max_live_parameters", "stage3_max_reuse_distance"):
+        assert settings["zero_optimization"][name] == 2 * (20 + 5)
+
+
+@pytest.mark.parametrize(
+    ("stage", "offload", "expected"),
+    [(2, "none", set()), (1, "optimizer", {"offload_optimizer"}), (3, "all", {"offload_optimizer", "offload_param"})],
+)
+def test_offload_is_passed_to_deepspeed(stage: int, offload: str, expected: set[str], tiny_model: Path) -> None:
+    from worlds import make_config
+
+    from asyncrl.learner.model.settings import deepspeed_config
+
+    config = make_config(tiny_model, learner={"zero_stage": stage, "offload": offload})
+    settings = deepspeed_config(config, nn.Identity())
+    assert settings["zero_force_ds_cpu_optimizer"] is False
+    zero = settings["zero_optimization"]
+    assert {name for name in zero if name.startswith("offload")} == expected
+    assert all(zero[name]["device"] == "cpu" for name in expected)

@@ -17,8 +17,9 @@ from worlds import CRITIC, LR, MAX_GRAD_NORMS, SKIPS, endpoints, make_config, ma
 from asyncrl.errors import PeerTimeoutError, RunError
 from asyncrl.learner.distributed import Ranks, process_group
 
-FLOAT32 = ["zero0", "zero1", "zero2", "zero3"]
-BFLOAT16 = ["bfloat16-zero0", "bfloat16-zero3"]
+FLOAT32 = ["zero0", "zero1", "zero2", "zero3", "offload-zero1", "offload-zero2", "offload-zero3"]
+BFLOAT16 = ["bfloat16-zero0", "bfloat16-zero3", "bfloat16-offload1", "bfloat16-offload3"]
+WITH_CRITIC = ["critic-zero0", "critic-zero3", "critic-offload"]
 
 Record = tuple[dict[str, Tensor], dict[str, float]]
 
@@ -43,7 +44,7 @@ def alone_with_critic(one_rank: Ranks, tiny_model: Path) -> Record:
     return record(make_config(tiny_model, **CRITIC), one_rank, make_groups())
 
 
-@pytest.mark.parametrize("name", [*FLOAT32, "critic-zero0", "critic-zero3", "dropped-zero2", "dropped-zero3"])
+@pytest.mark.parametrize("name", [*FLOAT32, *WITH_CRITIC, "dropped-zero2", "dropped-zero3"])
 def test_two_ranks_are_one_rank(name: str, alone: Record, alone_with_critic: Record, two_ranks: Path) -> None:
     if name.startswith("critic"):
         alone = alone_with_critic

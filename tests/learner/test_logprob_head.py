@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
+from worlds import make_config, make_groups, pack_groups
 
 from asyncrl.learner.model import logprob_head
+from asyncrl.learner.model.loading import hidden_states, load_policy_model
 from asyncrl.learner.model.logprob_head import LogprobHead
+from asyncrl.learner.model.policy import PolicyNetwork
 
 TOKENS, HIDDEN, VOCABULARY, TEMPERATURE = 23, 6, 50, 0.7
 
@@ -103,3 +108,37 @@ def test_gradients_in_bfloat16_do_not_depend_on_the_number_of_chunks(monkeypatch
     for chunk_tokens in (tokens, 16):
         for gradient, expected in zip(of_parameters(rounded, chunk_tokens), exactly, strict=True):
             assert (gradient - expected).norm() < 0.004 * expected.norm(), chunk_tokens
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("chunk_tokens", [16, 64])
+def test_logprobs_of_bfloat16_states_are_those_of_float64(
+    chunk_tokens: int, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With logits of up to 30, which bfloat16 would round by 0.06."""
+    monkeypatch.setattr(logprob_head, "CHUNK_BYTES", 4 * VOCABULARY * chunk_tokens)
+    torch.manual_seed(0)
+    output = nn.Linear(64, VOCABULARY, bias=bias, dtype=torch.bfloat16)
+    hidden, targets = (20 * torch.randn(64, 64)).bfloat16(), torch.randint(VOCABULARY, (64,))
+    logits = hidden.double() @ output.weight.double().t() + (output.bias.double() if bias else 0.0)
+    assert logits.abs().max() > 30
+    exact = torch.log_softmax(logits / TEMPERATURE, dim=-1)
+    logprobs, entropies = LogprobHead(output, TEMPERATURE)(hidden, targets)
+    assert logprobs.dtype == entropies.dtype == torch.float32
+    expected = exact.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(logprobs.double(), expected, atol=1e-5, rtol=0.0)
+    torch.testing.assert_close(entropies.double(), -(exact.exp() * exact).sum(dim=-1), atol=1e-5, rtol=0.0)
+
+
+@torch.no_grad()
+def test_logprobs_of_a_bfloat16_model_are_those_of_float64_logits_of_its_states(tiny_model: Path) -> None:
+    config = make_config(tiny_model, model={"dtype": "bfloat16"})
+    model = load_policy_model(config, str(tiny_model))
+    micro = pack_groups(config, make_groups(3)).micro_batches[0]
+    states = hidden_states(model, micro)
+    output = model.get_output_embeddings()
+    assert isinstance(output, nn.Linear) and states.dtype == output.weight.dtype == torch.bfloat16
+    logprobs, _ = PolicyNetwork(config, model)(micro)
+    logits = states.double() @ output.weight.double().t() / TEMPERATURE
+    expected = logits.log_softmax(dim=-1).gather(-1, micro.targets.unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(logprobs.double(), expected, atol=1e-5, rtol=0.0)

@@ -67,21 +67,26 @@ def train_with_bad_gradient(trainer: Trainer, batch: Batch, step: int) -> dict[s
 
 BAD = [train_with_bad_logprob, train_with_bad_output, train_with_bad_gradient]
 BAD_AT_STAGE = [
-    *(("float32", 0, bad) for bad in BAD),
-    ("float32", 1, train_with_bad_gradient),
-    ("float32", 2, train_with_bad_output),
-    ("float32", 3, train_with_bad_logprob),
-    ("bfloat16", 0, train_with_bad_logprob),
-    ("bfloat16", 2, train_with_bad_gradient),
-    ("bfloat16", 3, train_with_bad_output),
+    *(("float32", 0, "none", bad) for bad in BAD),
+    ("float32", 1, "none", train_with_bad_gradient),
+    ("float32", 2, "none", train_with_bad_output),
+    ("float32", 3, "none", train_with_bad_logprob),
+    ("bfloat16", 0, "none", train_with_bad_logprob),
+    ("bfloat16", 2, "none", train_with_bad_gradient),
+    ("bfloat16", 3, "none", train_with_bad_output),
+    ("float32", 1, "optimizer", train_with_bad_output),
+    ("float32", 2, "optimizer", train_with_bad_logprob),
+    ("float32", 3, "all", train_with_bad_logprob),
+    ("bfloat16", 2, "optimizer", train_with_bad_output),
+    ("bfloat16", 3, "all", train_with_bad_gradient),
 ]
 
 
-@pytest.mark.parametrize(("dtype", "stage", "bad"), BAD_AT_STAGE)
+@pytest.mark.parametrize(("dtype", "stage", "offload", "bad"), BAD_AT_STAGE)
 def test_training_continues_as_if_the_update_had_not_happened(
-    dtype: str, stage: int, bad: Callable[..., dict[str, float]], one_rank: Ranks, tiny_model: Path
+    dtype: str, stage: int, offload: str, bad: Callable[..., dict[str, float]], one_rank: Ranks, tiny_model: Path
 ) -> None:
-    config = make_config(tiny_model, model={"dtype": dtype}, learner={"zero_stage": stage})
+    config = make_config(tiny_model, model={"dtype": dtype}, learner={"zero_stage": stage, "offload": offload})
     whole, without = (make_trainer(config, one_rank) for _ in range(2))
     for trainer in (whole, without):
         trainer.train(batch_of(trainer, 1), step=1)

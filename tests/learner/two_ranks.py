@@ -11,10 +11,19 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from worlds import CRITIC, SKIPS, copy_weights, endpoints, make_config, make_groups, make_trainer, pack_groups, record
+from worlds import (
+    CRITIC,
+    SKIPS,
+    copy_weights,
+    endpoints,
+    make_config,
+    make_groups,
+    make_trainer,
+    pack_groups,
+    partitioning,
+    record,
+)
 
-import asyncrl.learner.model.engine as engine_module
-import asyncrl.learner.model.policy as policy_module
 from asyncrl.config import Config
 from asyncrl.errors import AsyncrlError
 from asyncrl.learner.distributed import Ranks, process_group
@@ -32,10 +41,16 @@ RUNS: dict[str, dict[str, Any]] = {
     "zero1": {"learner": {"zero_stage": 1}},
     "zero2": {"learner": {"zero_stage": 2}},
     "zero3": {"learner": {"zero_stage": 3, "gradient_checkpointing": True}},
+    "offload-zero1": {"learner": {"zero_stage": 1, "offload": "optimizer"}},
+    "offload-zero2": {"learner": {"zero_stage": 2, "offload": "optimizer"}},
+    "offload-zero3": {"learner": {"zero_stage": 3, "offload": "all"}},
+    "critic-offload": {**CRITIC, "learner": {"zero_stage": 3, "offload": "all"}},
     "dropped-zero2": {"learner": {"zero_stage": 2}, "replay": {"zero_variance": "drop"}},
     "dropped-zero3": {"learner": {"zero_stage": 3}, "replay": {"zero_variance": "drop"}},
     "bfloat16-zero0": {"learner": {"zero_stage": 0}, "model": {"dtype": "bfloat16"}},
     "bfloat16-zero3": {"learner": {"zero_stage": 3, "gradient_checkpointing": True}, "model": {"dtype": "bfloat16"}},
+    "bfloat16-offload1": {"learner": {"zero_stage": 1, "offload": "optimizer"}, "model": {"dtype": "bfloat16"}},
+    "bfloat16-offload3": {"learner": {"zero_stage": 3, "offload": "all"}, "model": {"dtype": "bfloat16"}},
 }
 
 
@@ -84,27 +99,20 @@ def meet_errors(config: Config, ranks: Ranks) -> dict[str, Any]:
     batches: Any = SimpleNamespace(take=lambda step: Shard(step, make_groups(2, version=version)))
     stale = error_of(Learner(config, trainer, batches, None, None, Path())._train, 8)
     skips = {
-        name: skip_an_update(make_config(config.model.path, **sections), ranks) for name, sections in SKIPS.items()
+        name: skip_an_update(make_config(config.model.path, **partitioning(sections, 0)), ranks)
+        for name, sections in SKIPS.items()
     }
     return {"stale": stale, "skips": skips}
 
 
 def main(rank: int, port: int, model: Path, out: Path) -> None:
     torch.set_num_threads(1)
-    original = engine_module.deepspeed_config
-
-    def partition_everything(config: Config) -> dict[str, Any]:
-        settings = original(config)
-        settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0
-        return settings
-
-    engine_module.deepspeed_config = policy_module.deepspeed_config = partition_everything
     logprob_head.CHUNK_BYTES = 4 * 48 * 7  # splits log-probs into chunks, more of them on rank 0
     errors: dict[str, Any] = {}
     try:
         with process_group(endpoints(port), rank, 2, start_timeout_s=120, timeout_s=60) as ranks:
             for name, sections in RUNS.items():
-                train(name, make_config(model, **sections), ranks, out)
+                train(name, make_config(model, **partitioning(sections, 0)), ranks, out)
             errors = meet_errors(make_config(model, learner={"zero_stage": 2}), ranks)
             if rank == 1:
                 (out / "errors-1.json").write_text(json.dumps(errors))

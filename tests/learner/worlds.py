@@ -62,11 +62,26 @@ STATE_RUNS: dict[str, dict[str, Any]] = {
     "zero3": {"learner": {"zero_stage": 3}, "steps": 4},
     "bfloat16-zero1": {"learner": {"zero_stage": 1}, "model": {"dtype": "bfloat16"}, "steps": 4},
     "bfloat16-zero3": {"learner": {"zero_stage": 3}, "model": {"dtype": "bfloat16"}, "steps": 4},
+    "offload-zero3": {"learner": {"zero_stage": 3, "offload": "all"}, "steps": 4},
+    "bfloat16-offload": {
+        "learner": {"zero_stage": 2, "offload": "optimizer"},
+        "model": {"dtype": "bfloat16"},
+        "steps": 4,
+    },
 }
 """Settings with which two ranks save and restore their training state, by name."""
 SKIPS: dict[str, dict[str, Any]] = {
-    f"{dtype}-zero{stage}": {"learner": {"zero_stage": stage, "max_skipped_updates": 1}, "model": {"dtype": dtype}}
-    for dtype, stage in (("float32", 0), ("float32", 3), ("bfloat16", 2))
+    f"{dtype}-zero{stage}-{offload}": {
+        "learner": {"zero_stage": stage, "offload": offload, "max_skipped_updates": 1},
+        "model": {"dtype": dtype},
+    }
+    for dtype, stage, offload in (
+        ("float32", 0, "none"),
+        ("float32", 3, "none"),
+        ("bfloat16", 2, "none"),
+        ("bfloat16", 2, "optimizer"),
+        ("float32", 3, "all"),
+    )
 }
 """Settings with which an update is skipped, by name."""
 MAX_GRAD_NORMS = (0.05, 10.0)
@@ -109,6 +124,12 @@ def make_config(folder: Path, /, **sections: Any) -> Config:
     for name, section in sections.items():
         values[name] = values.get(name, {}) | section if isinstance(section, dict) else section
     return Config.model_validate(values)
+
+
+def partitioning(sections: dict[str, Any], threshold: int) -> dict[str, Any]:
+    """The sections with parameters of at least `threshold` elements partitioned in ZeRO stage 3."""
+    options = {"zero_optimization": {"stage3_param_persistence_threshold": threshold}}
+    return sections | {"learner": sections.get("learner", {}) | {"deepspeed_options": options}}
 
 
 def make_trajectory(rng: np.random.Generator, version: int = 0) -> Trajectory:

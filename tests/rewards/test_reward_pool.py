@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from asyncrl.errors import ConfigError
+from asyncrl.generator.engine import Completion
 from asyncrl.generator.groups import Running, make_group
-from asyncrl.generator.vllm_backend.engine import Completion
 from asyncrl.replay.codec import pack_group
 from asyncrl.replay.refunds import refund_reason
 from asyncrl.rewards.table import check_rewards

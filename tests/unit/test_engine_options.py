@@ -83,7 +83,19 @@ def test_every_option_of_the_installed_vllm_is_judged_once() -> None:
     assert sorted({*allowed, *ENGINE_REFUSED} - {*installed}) == [], "vLLM has these options no more"
 
 
+def test_another_engine_has_its_own_options() -> None:
+    check_engine_options({"max_model_len": 64, "max_num_batched_tokens": 8}, "transformers")
+    for options, why in (
+        ({"enforce_eager": True}, "it is none of those of the engine transformers, max_model_len and max_num_batched"),
+        ({"max_num_batched_tokens": 0}, "must be a number of tokens, at least 1"),
+        ({"max_model_len": 1}, "must be a number of tokens, at least 2"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            check_engine_options(options, "transformers")
+    check_engine_options({"anything": 1}, "own.py:Engine")
+
+
 @pytest.mark.parametrize("name", [*ENGINE_REFUSED, "data_parallel_size", "offload_group_size", "_api_process_rank"])
 def test_what_is_refused_says_why(name: str) -> None:
     with pytest.raises(ValueError, match=rf"engine_options.{name} = 1: cannot be set here: \w+ \w+"):
-        check_engine_options({name: 1})
+        check_engine_options({name: 1}, "vllm")

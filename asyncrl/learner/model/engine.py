@@ -12,45 +12,16 @@ from torch.nn.utils import get_total_norm
 from transformers import PreTrainedModel
 
 from asyncrl.config import Config
-from asyncrl.config.passthrough import merged
 from asyncrl.errors import InvariantError
 from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.model.deepspeed_import import BF16_Optimizer, ZeROOptimizer, deepspeed
 from asyncrl.learner.model.optimizers import make_optimizer
+from asyncrl.learner.model.settings import deepspeed_config
 from asyncrl.weights.shares import slice_of
 
 GATHER_ELEMENTS = 1 << 26
 """Number of weights gathered at a time from the ranks of ZeRO stage 3."""
-BUCKET_ELEMENTS = 50_000_000
-"""Number of gradients or weights that the ranks exchange at a time."""
-
-
-def deepspeed_config(config: Config) -> dict[str, Any]:
-    """Returns DeepSpeed's settings.
-
-    Gradient accumulation ends at the micro-batch that `TrainedModel.backward` marks as last, and `TrainedModel.step`
-    clips gradients. In bfloat16, stage 0 runs as stage 1, since DeepSpeed accumulates gradients in float32 only from
-    stage 1 on. Ranks also exchange gradients in float32; by default DeepSpeed rounds them to bfloat16 first, even with
-    one rank. The config's `learner.deepspeed_options` override these settings.
-    """
-    bfloat16 = config.model.dtype == "bfloat16"
-    stage = config.learner.zero_stage
-    settings = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": 0.0,
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {
-            "stage": max(stage, 1) if bfloat16 else stage,
-            "reduce_bucket_size": BUCKET_ELEMENTS,
-            "allgather_bucket_size": BUCKET_ELEMENTS,
-        },
-        "bf16": {"enabled": bfloat16},
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "communication_data_type": "fp32",
-    }
-    return merged(settings, config.learner.deepspeed_options)
 
 
 class TrainedModel:
@@ -62,7 +33,7 @@ class TrainedModel:
         self.network = network.to(ranks.device)
         self.optimizer = make_optimizer(config.learner, model, self.network, lr=lr)
         self.engine, *_ = deepspeed.initialize(
-            model=self.network, optimizer=self.optimizer, config=deepspeed_config(config)
+            model=self.network, optimizer=self.optimizer, config=deepspeed_config(config, self.network)
         )
         self.engine.train()
         self.skipped = 0
@@ -71,6 +42,8 @@ class TrainedModel:
         """True if each rank has only a part of the optimizer's state."""
         self.partitioned: bool = self.engine.zero_optimization_partition_weights()
         """True if each rank also has only a part of the weights (ZeRO stage 3)."""
+        self.offloaded = config.learner.offload != "none"
+        """True if the optimizer's state and the reduced gradient are in host memory."""
 
     @torch.no_grad()
     def score(self, micro: MicroBatch) -> Any:
@@ -116,8 +89,14 @@ class TrainedModel:
         if not self.sharded:
             self.engine.zero_grad()
             return
+        # Makes DeepSpeed drop the step and reset its state of the update.
+        optimizer: Any = self.engine.optimizer
+        if self.offloaded:  # it looks at what it has noted of the gradients, and would keep their sums on the GPU
+            optimizer.local_overflow = True
+            optimizer.norm_for_param_grads = dict.fromkeys(optimizer.norm_for_param_grads, torch.tensor(torch.nan))
+            optimizer.averaged_gradients.clear()
         for gradient in self._gradients():
-            gradient.fill_(torch.nan)  # makes DeepSpeed drop the step and reset its state of the update
+            gradient.fill_(torch.nan)
         self.engine.step()
         if self.engine.was_step_applied():
             raise InvariantError("DeepSpeed applied an update although its gradient is not finite")
@@ -186,11 +165,24 @@ class TrainedModel:
     def _gathered(self, parameters: list[nn.Parameter]) -> AbstractContextManager[Any]:
         return deepspeed.zero.GatheredParameters(parameters) if self.partitioned else nullcontext()
 
+    def flat_weights(self) -> list[Tensor]:
+        """Returns the tensors that the optimizer updates on this rank: flat float32 weights, or the parameters."""
+        optimizer: Any = self.engine.optimizer
+        if isinstance(optimizer, BF16_Optimizer):
+            return optimizer.fp32_groups_flat_partition
+        if self.partitioned:
+            return optimizer.fp32_partitioned_groups_flat
+        return optimizer.single_partition_of_fp32_groups if self.sharded else list(self.network.parameters())
+
     def _gradients(self) -> list[Tensor]:
         """Returns this rank's shards of the reduced gradient; with stage 0, the complete gradient."""
         optimizer: Any = self.engine.optimizer
         if isinstance(optimizer, BF16_Optimizer):
             return optimizer.fp32_groups_gradient_flat_partition
+        if self.offloaded:
+            if self.ranks.device.type == "cuda":
+                torch.cuda.synchronize(self.ranks.device)  # the gradients may be on their way to the host
+            return [flat.grad for flat in self.flat_weights() if flat.grad is not None]
         if self.sharded:
             return [gradient for group in optimizer.averaged_gradients.values() for gradient in group]
         return [p.grad for p in self.network.parameters() if p.grad is not None]

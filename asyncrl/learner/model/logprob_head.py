@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import linear
+
+from asyncrl.learner.model.stand_in import is_on_gpu
 
 CHUNK_BYTES = 128 << 20
 """Size of the float32 logits of a chunk of tokens. The peak memory on any device is twice this size, plus half of it
-for gradients in bfloat16. Every chunk reads the output layer's weights and their gradient."""
+for gradients in bfloat16 on a GPU, or a float32 copy of bfloat16 weights on a CPU. Every chunk reads the output layer's
+weights and their gradient."""
 CUDA_CHUNK_BYTES = 1 << 30
 """Size of the float32 logits of a chunk on a GPU, where small chunks would be limited by memory bandwidth."""
 
@@ -44,7 +46,7 @@ class LogprobHead(nn.Module):
 
         `excludes` [N] is true for the distributions without the excluded tokens.
         """
-        chunk_tokens = max(1, (CUDA_CHUNK_BYTES if hidden.is_cuda else CHUNK_BYTES) // (4 * self.vocabulary))
+        chunk_tokens = max(1, (CUDA_CHUNK_BYTES if is_on_gpu(hidden) else CHUNK_BYTES) // (4 * self.vocabulary))
         columns = None if excludes is None else torch.tensor(self.excluded, device=hidden.device)
         settings = _Settings(self.temperature, chunk_tokens, self.entropy_gradient, excludes, columns)
         return _Score.apply(hidden, self.weight, self.bias, targets, settings)  # pyright: ignore[reportReturnType]
@@ -69,9 +71,10 @@ class _Score(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, settings: _Settings
     ) -> tuple[Tensor, Tensor]:
         logprobs, entropies = (torch.empty(len(targets), device=hidden.device) for _ in range(2))
+        factor = _factor(weight)
         kept: Tensor | None = None
         for part in _parts(len(targets), settings.chunk_tokens):
-            scores = _logits(hidden[part], weight, bias, settings, part).log_softmax(dim=-1)
+            scores = _logits(hidden[part], factor, bias, settings, part).log_softmax(dim=-1)
             logprobs[part] = scores.gather(-1, targets[part].unsqueeze(-1)).squeeze(-1)
             probs = scores.exp()
             if settings.entropy_gradient:
@@ -97,12 +100,13 @@ class _Score(torch.autograd.Function):
         # The sum over chunks is in float32 and rounded once: in bfloat16 every chunk would round it.
         of_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         of_bias = torch.zeros_like(bias, dtype=torch.float32) if wants_bias else None
+        factor = _factor(weight)
         for part in _parts(len(targets), settings.chunk_tokens):
             slope = (slopes[part] / settings.temperature).unsqueeze(-1)
             if kept is not None:
                 table = kept
             else:
-                logits = _logits(hidden[part], weight, bias, settings, part)
+                logits = _logits(hidden[part], factor, bias, settings, part)
                 table = logits.softmax(dim=-1) if entropies is None else logits.log_softmax(dim=-1)
                 del logits
             if entropies is None:
@@ -111,13 +115,13 @@ class _Score(torch.autograd.Function):
                 entropy_slope = (entropy_slopes[part] / settings.temperature).unsqueeze(-1)
                 precise = _of_distribution(table, slope, entropy_slope, entropies[part].unsqueeze(-1))
             precise.scatter_add_(-1, targets[part].unsqueeze(-1), slope)
-            of_logits = precise.to(weight.dtype)
-            if of_hidden is not None:
-                torch.mm(of_logits, weight, out=of_hidden[part])
-            if of_weight is not None:
-                _add_product(of_weight, precise, of_logits, hidden[part])
             if of_bias is not None:
                 of_bias += precise.sum(dim=0)
+            of_logits = precise.to(factor.dtype)
+            if of_hidden is not None:
+                of_hidden[part] = of_logits @ factor
+            if of_weight is not None:
+                _add_product(of_weight, of_logits.t(), hidden[part])
             del table, precise, of_logits  # before the logits of the next chunk
         return of_hidden, _rounded(of_weight, weight), _rounded(of_bias, bias), None, None
 
@@ -135,29 +139,35 @@ def _parts(count: int, size: int) -> Iterator[slice]:
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: _Settings, part: slice) -> Tensor:
     """Returns float32 logits [N, vocabulary] of one chunk at the temperature, those of excluded tokens `EXCLUDED`."""
-    logits = _all_logits(hidden, weight, bias, settings.temperature)
+    logits = _product(hidden, weight.t())
+    if bias is not None:
+        logits += bias
+    logits /= settings.temperature
     if settings.excludes is not None:
         without = settings.excludes[part].unsqueeze(-1)
         logits[:, settings.columns] = logits[:, settings.columns].masked_fill(without, EXCLUDED)
     return logits
 
 
-def _all_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    """Returns float32 logits [N, vocabulary] at the temperature. On a CPU the logits of a bfloat16 model are rounded to
-    bfloat16, since torch has no product of bfloat16 matrices with a float32 result there."""
-    if hidden.is_cuda and hidden.dtype is not torch.float32:
-        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-        return (logits if bias is None else logits.add_(bias)).div_(temperature)
-    return linear(hidden, weight, bias).float().div_(temperature)
+def _factor(weight: Tensor) -> Tensor:
+    """Returns the weight as products take it: a float32 copy where torch has no product of bfloat16 matrices with a
+    float32 result, on a CPU."""
+    return weight if is_on_gpu(weight) else weight.float()
 
 
-def _add_product(total: Tensor, precise: Tensor, of_logits: Tensor, hidden: Tensor) -> None:
-    """Adds one chunk's gradient of the weights [vocabulary, size] to `total`, in float32. `precise` and `of_logits` are
-    the same gradient of the logits [N, vocabulary], in float32 and in the dtype of the weights."""
-    if hidden.is_cuda and hidden.dtype is not torch.float32:
-        total += torch.mm(of_logits.t(), hidden, out_dtype=torch.float32)
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """Returns the product of two matrices in float32, also if they are in bfloat16."""
+    if is_on_gpu(left) and left.dtype is not torch.float32:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Adds the product of two matrices to `total`, in float32."""
+    if is_on_gpu(left) and left.dtype is not torch.float32:
+        total += torch.mm(left, right, out_dtype=torch.float32)
     else:
-        total.addmm_(precise.t(), hidden.float())
+        total.addmm_(left.float(), right.float())
 
 
 def _rounded(gradient: Tensor | None, parameter: Tensor | None) -> Tensor | None:

@@ -1,8 +1,9 @@
 """Causal attention over packed sequences: a flat row of tokens in which no sequence attends to another.
 
-Registered with transformers under the name PACKED. Only the attention itself uses padding: it gathers sequences of
-similar length into [batch, length] buckets; all other layers work on the flat row. Sequences of one group begin with
-the same tokens, which have the same hidden states; all other layers compute those tokens once.
+Registered with transformers under the name PACKED. Sequences of one group begin with the same tokens, which have the
+same hidden states; all layers but the attention compute those tokens once. The attention is one call of torch's kernel
+for sequences of all lengths where there is one (`varlen`). Elsewhere it uses padding: it gathers sequences of similar
+length into [batch, length] buckets.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from asyncrl.errors import ConfigError
+from asyncrl.learner.model import varlen
+from asyncrl.learner.model.stand_in import is_on_gpu
+from asyncrl.learner.model.varlen import Segments, make_segments
 
 Integers = NDArray[np.int64]
 PACKED = "asyncrl_packed"
@@ -53,12 +57,13 @@ class Layout:
     buckets: list[Bucket]
     restore: Tensor
     """int64 [D], position of each computed token in the concatenated buckets."""
+    segments: Segments
     max_length: int
 
     def to(self, device: torch.device) -> Layout:
         buckets = [Bucket(b.batch, b.length, b.source.to(device)) for b in self.buckets]
         computed, twins, restore = (tensor.to(device) for tensor in (self.computed, self.twins, self.restore))
-        return Layout(computed, twins, buckets, restore, self.max_length)
+        return Layout(computed, twins, buckets, restore, self.segments.to(device), self.max_length)
 
 
 def make_layout(lengths: Integers, firsts: Integers | None = None) -> Layout:
@@ -87,7 +92,8 @@ def make_layout(lengths: Integers, firsts: Integers | None = None) -> Layout:
         buckets.append(Bucket(len(members), length, torch.from_numpy(twins[source.reshape(-1)])))
         offset += source.size
     tensors = [torch.from_numpy(array) for array in (computed, twins, restore[computed])]
-    return Layout(tensors[0], tensors[1], buckets, tensors[2], int(lengths.max(initial=0)))
+    segments = make_segments(lengths, computed, twins)
+    return Layout(tensors[0], tensors[1], buckets, tensors[2], segments, int(lengths.max(initial=0)))
 
 
 def find_firsts(tokens: Integers, lengths: Integers, groups: Integers, members: Integers | None = None) -> Integers:
@@ -138,16 +144,27 @@ def packed_attention(
     """
     if softcap is not None or s_aux is not None:
         raise ConfigError("model.path: models with capped attention scores or attention sinks cannot be trained")
-    flat = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    if varlen.has_kernel(q):
+        output = varlen.attend(q, k, v, packing.segments, scaling=scaling, window=sliding_window)
+    else:
+        output = attend_in_buckets(q, k, v, packing, scaling=scaling, window=sliding_window)
+    return output.unsqueeze(0), None
+
+
+def attend_in_buckets(
+    query: Tensor, key: Tensor, value: Tensor, packing: Layout, *, scaling: float | None, window: int | None
+) -> Tensor:
+    """Returns the attention output [D, heads, size] of query [D, heads, size], key and value [D, key heads, size]."""
     outputs: list[Tensor] = []
     for bucket in packing.buckets:
         q, k, v = (
             tensor.index_select(0, bucket.source).unflatten(0, (bucket.batch, bucket.length)).transpose(1, 2)
-            for tensor in flat
+            for tensor in (query, key, value)
         )
         mask = None
-        if sliding_window is not None and bucket.length > sliding_window:
-            mask = window_mask(bucket.length, sliding_window, q.device)
+        if window is not None and bucket.length > window:
+            mask = window_mask(bucket.length, window, q.device)
         groups = q.shape[1] // k.shape[1]
         if groups > 1 and lacks_grouped_kernel(q, mask):
             k, v = (tensor.repeat_interleave(groups, dim=1) for tensor in (k, v))
@@ -156,7 +173,7 @@ def packed_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=groups > 1
         )
         outputs.append(output.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs).index_select(0, packing.restore).unsqueeze(0), None
+    return torch.cat(outputs).index_select(0, packing.restore)
 
 
 def window_mask(length: int, window: int, device: torch.device) -> Tensor:
@@ -168,7 +185,7 @@ def window_mask(length: int, window: int, device: torch.device) -> Tensor:
 def lacks_grouped_kernel(query: Tensor, mask: Tensor | None) -> bool:
     """True if torch has no memory-efficient attention kernel for grouped key and value heads: on a GPU in float32 or
     with a mask, where only the kernel that writes all scores supports them. Not measured on a GPU yet."""
-    return query.is_cuda and (query.dtype is torch.float32 or mask is not None)
+    return is_on_gpu(query) and (query.dtype is torch.float32 or mask is not None)
 
 
 AttentionInterface.register(PACKED, packed_attention)

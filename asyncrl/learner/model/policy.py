@@ -11,11 +11,12 @@ from asyncrl.errors import ConfigError
 from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.model.deepspeed_import import deepspeed
-from asyncrl.learner.model.engine import TrainedModel, deepspeed_config
+from asyncrl.learner.model.engine import TrainedModel
 from asyncrl.learner.model.excluded import Excluded
 from asyncrl.learner.model.loading import hidden_states, load_policy_model
 from asyncrl.learner.model.logprob_head import LogprobHead
 from asyncrl.learner.model.packing_check import check_packing
+from asyncrl.learner.model.settings import deepspeed_config
 
 
 class PolicyNetwork(nn.Module):
@@ -70,7 +71,7 @@ class Reference:
         network = PolicyNetwork(config, model).to(ranks.device).eval().requires_grad_(False)
         self._network: nn.Module = network
         if config.learner.zero_stage == 3:
-            self._network, *_ = deepspeed.initialize(model=network, config=deepspeed_config(config))
+            self._network, *_ = deepspeed.initialize(model=network, config=deepspeed_config(config, network))
             self._network.eval()
         check_packing(model, self.logprobs, ranks.device, f"algorithm.reference = {path!r}")
 

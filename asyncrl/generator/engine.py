@@ -1,0 +1,150 @@
+"""The seam between the generator's loop and an inference library, and the table of engines.
+
+An engine completes many prompts at the same time, one token of each per step, and takes new weights between two steps.
+Every token of a `Completion` carries the log-prob and the version of the weights that sampled it. For example:
+
+    engine = make_engine(config, seed=0)
+    engine.swap(0, weights)                            # [(name, tensor), ...] as the learner sends them
+    engine.add("a", prompt_tokens)
+    while engine.num_running:
+        for completion in engine.step():
+            print(completion.key, completion.tokens, completion.versions)
+    engine.close()
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.config import Config
+from asyncrl.errors import ConfigError
+from asyncrl.types import Status
+from asyncrl.util.user_code import resolve_function
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+KEY = "generator.engine"
+ENGINES = {
+    "vllm": "asyncrl.generator.vllm_backend.engine:VllmEngine",
+    "transformers": "asyncrl.generator.transformers_backend.engine:TransformersEngine",
+}
+"""An entry is imported when it is used."""
+
+GPU_FRACTION = "ASYNCRL_GPU_MEMORY_FRACTION"
+"""Environment variable with the fraction of the GPU's memory that the launcher assigns to the engine."""
+
+Sampling = Literal["training", "evaluation", "greedy"]
+"""How a completion is sampled: as in section `generator`, as in section `eval`, or greedily."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One completion of a prompt. All arrays are [tokens] and include the tokens that ended it: the end-of-sequence
+    token, or those of a text of `generator.stop`."""
+
+    key: str
+    tokens: list[int]
+    logprobs: NDArray[np.float32]
+    """Nats, at the sampling temperature, under the weights that sampled the token."""
+    versions: NDArray[np.int32]
+    status: Status
+    action_mask: NDArray[np.bool_] | None = None
+    """[tokens], true where the policy sampled the token; None if it sampled all of them. Log-prob and version of the
+    others are 0 and NO_VERSION."""
+    prompt: NDArray[np.int32] | None = None
+    """The tokens before it, if they differ from the prompt of its lease."""
+
+    @property
+    def num_action_tokens(self) -> int:
+        """Tokens sampled by the policy."""
+        return len(self.tokens) if self.action_mask is None else int(self.action_mask.sum())
+
+
+class Engine(Protocol):
+    """Continuous batching with weights that change between two steps.
+
+    It is made as `Class(config, seed=...)` in the generator's process, and used by one thread. Nothing is added before
+    the first `swap`.
+    """
+
+    @property
+    def version(self) -> int:
+        """Version of the loaded weights; NO_VERSION before the first `swap`."""
+        ...
+
+    @property
+    def window_tokens(self) -> int:
+        """The longest sequence, of prompt and completion."""
+        ...
+
+    @property
+    def num_running(self) -> int:
+        """Number of completions in progress."""
+        ...
+
+    def add(
+        self,
+        key: str,
+        prompt: Sequence[int] | NDArray[np.int32],
+        *,
+        kind: Sampling = "training",
+        seed: int | None = None,
+        max_tokens: int | None = None,
+        salt: int | None = None,
+        stop: Sequence[str] = (),
+        priority: int = 0,
+    ) -> None:
+        """Starts a completion of `prompt` (token ids); never blocks. `kind` selects the sampling. `seed` is for
+        `deterministic` runs only. `max_tokens` is at most, and by default, `generator.max_new_tokens`; `stop` are texts
+        that end it in addition to those of `generator.stop`. Cached keys and values are shared among requests of the
+        same `salt`, by default the loaded version. With an environment the waiting completion of the lowest `priority`
+        takes the next free place. Raises RunError when the prompt does not fit the window."""
+        ...
+
+    def step(self) -> list[Completion]:
+        """Runs one decoding step of all requests and returns the completions known to have ended."""
+        ...
+
+    def num_generated(self, key: str) -> int:
+        """Tokens sampled so far for a running request."""
+        ...
+
+    def abort(self, keys: Iterable[str]) -> None:
+        """Drops requests in progress."""
+        ...
+
+    def swap(self, version: int, tensors: Sequence[tuple[str, Tensor]]) -> float:
+        """Loads weights, named as in `TrainedModel.weights`, between two steps; returns the time it took in ms. Tokens
+        that are sampled afterwards carry `version`. Requests in progress continue, with their keys and values kept or
+        recomputed (`weights.kv_cache`). Raises RunError, and changes nothing, when the weights do not match the
+        model."""
+        ...
+
+    def use_own_weights(self, version: int) -> None:
+        """Uses the weights in `model.path` as `version`, instead of a first `swap`."""
+        ...
+
+    def close(self) -> None:
+        """Aborts all requests and frees the engine's memory."""
+        ...
+
+
+def check_installed(config: Config) -> None:
+    """Raises ConfigError if the engine of the config needs vLLM, which is not installed."""
+    if config.generator.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            f"{KEY} = 'vllm': vLLM is not installed; install it with `make setup`, or use {KEY}=transformers"
+        )
+
+
+def make_engine(config: Config, *, seed: int) -> Engine:
+    """Returns the engine of `generator.engine`. Raises ConfigError if it cannot be imported."""
+    check_installed(config)
+    return cast(Engine, resolve_function(KEY, config.generator.engine, ENGINES)(config, seed=seed))

@@ -1,0 +1,199 @@
+"""An engine around the forward pass of transformers, in this process, with weights swapped between two steps."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from asyncrl.config import Config
+from asyncrl.config.mappings import Sampling as How
+from asyncrl.errors import InvariantError, RunError
+from asyncrl.generator.engine import Completion, Sampling
+from asyncrl.generator.transformers_backend.decoder import Decoder
+from asyncrl.generator.transformers_backend.sampler import sample
+from asyncrl.generator.transformers_backend.scheduler import Request, Scheduler
+from asyncrl.generator.transformers_backend.stops import StopTexts
+from asyncrl.generator.weight_fit import check_fit
+from asyncrl.types import NO_VERSION
+from asyncrl.util.tokenizer import end_tokens
+
+
+class TransformersEngine:
+    """The transformers library, with continuous batching of asyncrl's own: for models that vLLM lacks, and where it
+    cannot be installed.
+
+    Not thread-safe. There is no cache of prompts, so that a `salt` means nothing. With `deterministic` requests run one
+    after the other, each with random numbers of its own.
+    """
+
+    def __init__(self, config: Config, *, seed: int) -> None:
+        self.version = NO_VERSION
+        self._config = config
+        self._decoder = Decoder(config)
+        self._device = self._decoder.device
+        self.window_tokens = self._decoder.window_tokens
+        self._ends = frozenset(end_tokens(config.model.path, trust_remote_code=config.model.trust_remote_code))
+        self._early = torch.tensor(sorted(self._ends), device=self._device)
+        self._how: dict[Sampling, How] = {
+            # Of the full distribution: log-probs of a cut one would bias importance ratios.
+            "training": How(temperature=config.generator.temperature),
+            "evaluation": config.eval.sampling,
+            "greedy": How(temperature=0.0),
+        }
+        self._generator = torch.Generator(self._device).manual_seed(seed)
+        self._stops: StopTexts | None = None
+        self._requests: dict[str, Request] = {}
+        self._arrivals = 0
+        generator = config.generator
+        self._scheduler = Scheduler(
+            self._decoder.cache,
+            max_running=1 if config.deterministic else generator.max_running_groups * generator.group_size,
+            step_tokens=self._decoder.step_tokens,
+        )
+        gc.collect()
+        gc.freeze()  # keeps the engine's many objects out of later collections
+
+    @property
+    def num_running(self) -> int:
+        """Number of completions in progress."""
+        return len(self._requests)
+
+    def add(
+        self,
+        key: str,
+        prompt: Sequence[int] | NDArray[np.int32],
+        *,
+        kind: Sampling = "training",
+        seed: int | None = None,
+        max_tokens: int | None = None,
+        salt: int | None = None,
+        stop: Sequence[str] = (),
+        priority: int = 0,
+    ) -> None:
+        """Starts a completion, as in `Engine.add`."""
+        config, generator = self._config, self._config.generator
+        if seed is not None and not config.deterministic:
+            raise InvariantError(f"request {key}: a seed of its own works with `deterministic` only")
+        if self.version == NO_VERSION:
+            raise InvariantError(f"request {key}: the engine has no version yet; swap weights in first")
+        if key in self._requests:
+            raise InvariantError(f"request {key}: the key is in use")
+        window = self.window_tokens
+        if not 0 < len(prompt) < window:
+            raise RunError(
+                f"request {key}: a prompt of {len(prompt)} tokens does not fit the window of {window} tokens"
+            )
+        limit = min(max_tokens or generator.max_new_tokens, window - len(prompt))
+        self._arrivals += 1
+        # When many environments answer at once, more turns wait than fit: those of the oldest groups go first.
+        rank = priority if config.environment.name is not None else 0
+        request = Request(
+            key=key,
+            order=(rank, self._arrivals),
+            tokens=np.asarray(prompt).tolist(),
+            num_prompt=len(prompt),
+            kind=kind,
+            min_tokens=min(generator.min_new_tokens, limit),
+            max_tokens=limit,
+            stop=(*generator.stop_texts, *stop),
+            generator=None if seed is None else torch.Generator(self._device).manual_seed(seed),
+        )
+        if request.stop and self._stops is None:
+            self._stops = StopTexts(config)
+        self._requests[key] = request
+        self._scheduler.add(request)
+
+    def step(self) -> list[Completion]:
+        """Runs one decoding step of all requests and returns the completions that ended in it."""
+        requests, rows = self._scheduler.schedule()
+        if not rows:
+            return []
+        logits = self._decoder.logits(rows)
+        sampling = [i for i, (one, row) in enumerate(zip(requests, rows, strict=True)) if row.end == len(one.tokens)]
+        ended: list[Request] = []
+        for _, members in groupby(sorted(sampling, key=lambda i: requests[i].kind), key=lambda i: requests[i].kind):
+            indices = list(members)
+            ended += self._sample([requests[i] for i in indices], self._rows_of(logits, indices))
+        self._scheduler.remove(ended)
+        return [self._completion(request) for request in ended]
+
+    def _rows_of(self, logits: Tensor, indices: list[int]) -> Tensor:
+        if len(indices) == len(logits):
+            return logits
+        return logits.index_select(0, torch.tensor(indices, device=self._device))
+
+    @torch.inference_mode()
+    def _sample(self, requests: list[Request], logits: Tensor) -> list[Request]:
+        """Samples a token for each of the requests, which are of one kind. Returns those that ended."""
+        early = [i for i, one in enumerate(requests) if one.num_generated < one.min_tokens]
+        if early and len(self._early):
+            logits[torch.tensor(early, device=self._device)[:, None], self._early] = -torch.inf
+        first = requests[0]  # with `deterministic` the only one
+        histories = [(one.tokens, one.num_prompt) for one in requests]
+        drawn = sample(logits, self._how[first.kind], first.generator or self._generator, histories)
+        tokens, logprobs = (tensor.tolist() for tensor in drawn)
+        for request, token, logprob in zip(requests, tokens, logprobs, strict=True):
+            request.tokens.append(token)
+            request.logprobs.append(logprob)
+            request.versions.append(self.version)
+        return [one for one in requests if self._is_complete(one) or one.num_generated >= one.max_tokens]
+
+    def _is_complete(self, request: Request) -> bool:
+        """True if the last token ends the completion."""
+        if request.tokens[-1] in self._ends:
+            return True
+        if not request.stop or request.num_generated < request.min_tokens:
+            return False
+        assert self._stops is not None
+        return self._stops.completed(request.tokens[request.num_prompt :], request.stop)
+
+    def _completion(self, request: Request) -> Completion:
+        del self._requests[request.key]
+        return Completion(
+            request.key,
+            request.tokens[request.num_prompt :],
+            np.array(request.logprobs, dtype=np.float32),
+            np.array(request.versions, dtype=np.int32),
+            "completed" if self._is_complete(request) else "truncated",
+        )
+
+    def num_generated(self, key: str) -> int:
+        """Tokens sampled so far for a running request."""
+        return self._requests[key].num_generated
+
+    def abort(self, keys: Iterable[str]) -> None:
+        """Drops requests in progress."""
+        self._scheduler.remove([self._requests.pop(key) for key in list(keys)])
+
+    def swap(self, version: int, tensors: Sequence[tuple[str, Tensor]]) -> float:
+        """Copies weights into the model between two steps, as in `Engine.swap`. On a GPU the copies may end after the
+        return, in the order of the calling thread's stream."""
+        started_s = time.perf_counter()
+        given = {name: tuple(tensor.shape) for name, tensor in tensors}
+        check_fit(version, given, self._decoder.shapes, self._config.model.path)
+        self._decoder.load(tensors)
+        self.version = version
+        # A prompt is of one version, also if it is computed in several steps.
+        self._scheduler.recompute(all_requests=self._config.weights.kv_cache == "recompute")
+        return (time.perf_counter() - started_s) * 1e3
+
+    def use_own_weights(self, version: int) -> None:
+        """Uses the weights in `model.path` as `version`, instead of a first `swap`."""
+        if self.version != NO_VERSION:
+            raise InvariantError(f"engine: version {self.version} is loaded already, over the model's own weights")
+        self.version = version
+
+    def close(self) -> None:
+        """Aborts all requests and frees the memory of model and cache."""
+        self.abort(list(self._requests))
+        del self._decoder, self._scheduler
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
