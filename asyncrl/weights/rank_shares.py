@@ -157,7 +157,7 @@ def buffer_of(
                 "weights.staging = 'buckets': the transport sends from host memory, and the weights are on a GPU; use "
                 "weights.transport=nccl or weights.staging=whole"
             )
-        return WeightReferences(share)
+        return WeightReferences(share, device)
     if not on_device:
         device = torch.device("cpu")
     cuts = [(cut.own, cut.own + cut.num_bytes) for cut in share.cuts]

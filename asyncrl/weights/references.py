@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
-from asyncrl.errors import InvariantError, RunError
+from asyncrl.errors import ConfigError, InvariantError, RunError
 from asyncrl.weights.buckets import WeightBuffer
 from asyncrl.weights.shares import RankShare
 
@@ -21,8 +21,9 @@ class WeightReferences:
     """A rank's slices of the weights, until they are released. One thread fills and releases them, another takes
     buckets, which are views."""
 
-    def __init__(self, share: RankShare) -> None:
-        """The cuts of the share are parts of one parameter each."""
+    def __init__(self, share: RankShare, device: torch.device) -> None:
+        """The cuts of the share are parts of one parameter each; the weights are on the device."""
+        self._device = device
         self._entries = share.layout.entries
         self._cuts = share.cuts
         self._slices: list[Tensor] | None = None
@@ -35,13 +36,19 @@ class WeightReferences:
         self._slices, self.is_released = None, False
 
     def fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Takes the slices. Raises InvariantError unless they are those of the share, in its order."""
+        """Takes the slices. Raises InvariantError unless they are those of the share, in its order, and
+        ConfigError if they are on another device."""
         slices: list[Tensor] = []
         for (name, tensor), entry in zip(weights, self._entries, strict=True):
             if (name, tensor.dtype, tensor.nbytes) != (entry.name, entry.dtype, entry.num_bytes):
                 raise InvariantError(
                     f"weights to send: {name} {tensor.dtype} with {tensor.nbytes} bytes where the manifest has "
                     f"{entry.name} {entry.dtype} with {entry.num_bytes}"
+                )
+            if tensor.device.type != self._device.type:
+                raise ConfigError(
+                    f"weights.staging = 'buckets': {name} is on {tensor.device}, the transport sends from "
+                    f"{self._device}; use weights.staging=whole"
                 )
             slices.append(tensor.detach().view(-1).view(torch.uint8))
         with self._changed:

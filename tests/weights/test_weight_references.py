@@ -151,7 +151,7 @@ def test_a_generator_that_comes_after_the_update_of_another_rank_gets_the_next_v
 def test_buckets_are_views_of_the_weights() -> None:
     layout = WeightManifest.of((name, tensor.dtype, tensor.shape) for name, tensor in weights(0))
     share = share_of(layout, 0, 1, ROW_BYTES * 3, by_parameter=True)
-    references, tensors = WeightReferences(share), weights(0)
+    references, tensors = WeightReferences(share, torch.device("cpu")), weights(0)
     references.fill(tensors)
     places = {tensor.untyped_storage().data_ptr() for _, tensor in tensors}
     parts = list(references.buckets(timeout_s=1.0, check=lambda: None))
@@ -163,6 +163,8 @@ def test_buckets_are_views_of_the_weights() -> None:
         assert name == expected_name and torch.equal(found, expected)
     with pytest.raises(InvariantError, match=r"head.weight .* where the manifest has norm.weight"):
         references.fill([tensors[0], tensors[2], tensors[1]])
+    with pytest.raises(ConfigError, match=r"embed.weight is on meta, the transport sends from cpu"):
+        references.fill([(name, tensor.to("meta")) for name, tensor in tensors])
 
 
 def test_a_gpu_with_a_transport_through_host_memory_is_refused() -> None:
