@@ -1,5 +1,5 @@
-"""`python -m benchmarks.models [--engine ENGINE] [FAMILY ...]`: a table of the model families that the learner can pack,
-and for which the engine computes the same log-probs."""
+"""`python -m benchmarks.models [--engine ENGINE] [FAMILY ...]`: a table of the model families that the learner can
+pack, and for which the engine computes the same log-probs."""
 
 from __future__ import annotations
 

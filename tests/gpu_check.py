@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import signal
@@ -40,15 +41,19 @@ class Stage:
     name: str
     file: str
     limit_s: float
+    select: str = ""
+    """Words that the names of its checks contain."""
+    alone: bool = False
+    """True if it measures time, and so runs when no other stage does."""
 
 
 STAGES = (
     Stage("learner", "test_gpu_learner.py", 420),
     Stage("weights", "test_gpu_weights.py", 180),
-    Stage("transformers", "test_gpu_transformers.py", 300),
-    Stage("vLLM", "test_gpu_engine.py", 900),
-    Stage("figures", "test_gpu_figures.py", 240),
+    Stage("transformers", "test_gpu_engine.py", 300, "transformers"),
+    Stage("vLLM", "test_gpu_engine.py", 900, "vllm"),
     Stage("run", "test_gpu_run.py", 900),
+    Stage("figures", "test_gpu_figures.py", 300, alone=True),
 )
 
 
@@ -72,10 +77,11 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="file for the results; benchmarks/results/CARD.json")
     parser.add_argument("--stage", action="append", choices=[stage.name for stage in STAGES], help="only this one")
     parser.add_argument("--parallel", type=int, default=1, help="stages that run at a time")
+    parser.add_argument("--limit-s", type=float, default=math.inf, help="deadline of all stages together")
     arguments = parser.parse_args()
     stages = [stage for stage in STAGES if not arguments.stage or stage.name in arguments.stage]
     started = time.monotonic()
-    checks = run_stages(stages, arguments.parallel)
+    checks = run_stages(stages, arguments.parallel, arguments.limit_s)
     print_table(stages, checks)
     origin = asdict(origin_here())
     cards = origin["machine"]["gpus"]
@@ -90,18 +96,20 @@ def main() -> int:
     return int(any(check.outcome == "failed" for check in checks))
 
 
-def run_stages(stages: list[Stage], parallel: int) -> list[Check]:
-    """Runs the stages, `parallel` of them at a time, and returns their checks in the order of the stages."""
+def run_stages(stages: list[Stage], parallel: int, limit_s: float) -> list[Check]:
+    """Runs the stages, `parallel` of them at a time, and returns their checks in the order of the stages. After
+    `limit_s` those that run are ended."""
     waiting, running = list(stages), list[Running]()
+    end_s = time.monotonic() + limit_s
     found: dict[str, list[Check]] = {}
     while waiting or running:
-        while waiting and len(running) < parallel:
-            running.append(Running(waiting.pop(0)))
+        while waiting and len(running) < parallel and not (waiting[0].alone and running):
+            running.append(Running(waiting.pop(0), end_s))
         for one in list(running):
             if one.has_ended():
                 running.remove(one)
                 found[one.stage.name] = one.checks()
-                print(f"{one.stage.name}: {counts(found[one.stage.name])}", flush=True)
+                print_stage(one.stage, found[one.stage.name])
         time.sleep(0.1)
     return [check for stage in stages for check in found[stage.name]]
 
@@ -109,15 +117,17 @@ def run_stages(stages: list[Stage], parallel: int) -> list[Check]:
 class Running:
     """A stage in progress."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: Stage, end_s: float) -> None:
+        """`end_s` is the time (`time.monotonic`) at which it is ended, unless its own deadline is earlier."""
         self.stage = stage
         self._folder = tempfile.TemporaryDirectory(prefix="gpu-check-")
         self._report = Path(self._folder.name) / "report.jsonl"
         self._output = (Path(self._folder.name) / "output").open("w+b")
         command = [sys.executable, "-m", "pytest", "-m", "gpu", f"tests/gpu/{stage.file}", "-p", "no:randomly", "-q"]
-        self._started = time.monotonic()
+        self._started_s = time.monotonic()
+        self._end_s = min(end_s, self._started_s + stage.limit_s)
         self._process = subprocess.Popen(
-            [*command, "--tb=short"],
+            [*command, "--tb=short", "-k", stage.select],
             cwd=ROOT,
             env=os.environ | {REPORT: str(self._report), "ASYNCRL_MAY_SKIP": "1"},
             stdout=self._output,
@@ -128,7 +138,7 @@ class Running:
 
     def has_ended(self) -> bool:
         """True if its process has ended, by itself or, after its deadline, by a signal."""
-        if self._process.poll() is None and time.monotonic() - self._started > self.stage.limit_s:
+        if self._process.poll() is None and time.monotonic() > self._end_s:
             self._late = True
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait(END_S)
@@ -141,7 +151,7 @@ class Running:
         done = {line["name"]: Check(stage=self.stage.name, **line) for line in lines[1:]}
         ended = f"exit code {self._process.returncode}"
         if self._late:
-            ended = f"it did not end within {self.stage.limit_s:g} s"
+            ended = f"it did not end within {self._end_s - self._started_s:.0f} s"
         if not names or (missing := [name for name in names if name not in done]):
             for name in missing if names else [self.stage.file]:
                 done[name] = Check(self.stage.name, name, "failed", f"the stage ended without it: {ended}")
@@ -166,20 +176,25 @@ def last_line(checks: list[Check]) -> str:
     return f"ran {ran} of {len(checks)} checks: {counts(checks)}" + (f" ({why})" if why else "")
 
 
+def print_stage(stage: Stage, checks: list[Check]) -> None:
+    """Prints what became of a stage, its figures and its failures."""
+    print(f"{stage.name}: {counts(checks)}")
+    for check in checks:
+        for name, value in check.figures.items():
+            print(f"  {name}: {value:,.4g}")
+        if check.outcome == "failed":
+            print(f"  FAILED {check.name}\n    {check.reason}")
+    sys.stdout.flush()
+
+
 def print_table(stages: list[Stage], checks: list[Check]) -> None:
-    """Prints a row for each stage, then figures, then failures."""
+    """Prints a row for each stage."""
     print(f"\n{'stage':<16}{'checks':>8}{'passed':>8}{'failed':>8}{'skipped':>9}{'s':>8}")
     for stage in stages:
         own = [check for check in checks if check.stage == stage.name]
         found = Counter(check.outcome for check in own)
         numbers = f"{found['passed']:>8}{found['failed']:>8}{found['skipped']:>9}"
         print(f"{stage.name:<16}{len(own):>8}{numbers}{sum(check.seconds for check in own):>8.0f}")
-    for check in checks:
-        for name, value in check.figures.items():
-            print(f"  {name}: {value:,.4g}")
-    for check in checks:
-        if check.outcome == "failed":
-            print(f"FAILED {check.stage}: {check.name}\n  {check.reason}")
 
 
 def slug(card: str) -> str:

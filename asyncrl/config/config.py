@@ -112,6 +112,16 @@ class Config(Section):
                     f"deterministic with generator.engine_options.{option}: log-probs would depend on what is {on}; "
                     "switch one off"
                 )
+        if self.deterministic and self.generator.tensor_parallel > 1:
+            raise ValueError(
+                f"deterministic with generator.tensor_parallel = {self.generator.tensor_parallel}: it is not shown "
+                "that the sums of several devices round the same each time; use generator.tensor_parallel=1"
+            )
+        if self.generator.engine == "transformers" and self.generator.tensor_parallel > 1:
+            raise ValueError(
+                f"generator.tensor_parallel = {self.generator.tensor_parallel}: the engine 'transformers' computes on "
+                "one device; use generator.engine=vllm, or generator.tensor_parallel=1"
+            )
         self._check_environment()
         window = self.generator.max_model_tokens
         if window is not None and window <= self.generator.max_new_tokens:

@@ -16,6 +16,8 @@ class GeneratorConfig(Section):
 
     engine: str = "vllm"
     """The library that generates: an engine of `asyncrl list`, or your own as `module:Class` or `file.py:Class`."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """Devices of one generator, among which the engine divides the model: GPUs of one host, on a CPU cores."""
     group_size: int = Field(default=8, ge=1)
     """Trajectories of one prompt; advantages that compare within a group need at least 2."""
     temperature: float = Field(default=1.0, gt=0.0)
@@ -31,7 +33,8 @@ class GeneratorConfig(Section):
     max_running_groups: int = Field(default=64, ge=1)
     """Groups that one generator processes at once (continuous batching); an eighth more wait inside the engine."""
     kv_cache_bytes: int | None = Field(default=None, ge=1 << 20)
-    """Key-value cache of each engine; by default 1 GiB on a CPU and the engine's own choice on a GPU."""
+    """Key-value cache of each engine, on all its devices together; by default 1 GiB on a CPU and the engine's own
+    choice on a GPU."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0.0, le=1.0)
     """Fraction of a GPU's memory that all roles on it use together, if one is an engine. The engine gets what the
     others and the staged weights leave, by arithmetic. Not used on a CPU."""

@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 _OF_THE_RUN = "the run sets it"
-_IN_PROCESS = (
-    "new weights reach the engine inside its one process, and its steps are counted there; one GPU is one generator, "
-    "see launch.generators"
-)
+_IN_PROCESS = "steps are counted and new weights are shown to the engine in one process on one host"
+_PARALLEL = f"the engine divides a model by generator.tensor_parallel only: {_IN_PROCESS}"
 _VERSIONS = "the run's own scheduler labels each token with its policy version"
 _LOGPROBS = "the log-probs of sampled tokens would not be those of the policy that the learner trains"
 _WEIGHTS = "the learner sends the weights of model.path, and no others"
@@ -56,12 +54,12 @@ ENGINE_REFUSED = {
     "enable_sleep_mode": "the engine runs all the time",
     "worker_cls": _IN_PROCESS,
     "worker_extension_cls": _IN_PROCESS,
-    "distributed_executor_backend": _IN_PROCESS,
-    "tensor_parallel_size": _IN_PROCESS,
-    "pipeline_parallel_size": _IN_PROCESS,
-    "prefill_context_parallel_size": _IN_PROCESS,
-    "decode_context_parallel_size": _IN_PROCESS,
-    "enable_expert_parallel": _IN_PROCESS,
+    "distributed_executor_backend": "it follows from generator.tensor_parallel",
+    "tensor_parallel_size": "it is generator.tensor_parallel",
+    "pipeline_parallel_size": _PARALLEL,
+    "prefill_context_parallel_size": _PARALLEL,
+    "decode_context_parallel_size": _PARALLEL,
+    "enable_expert_parallel": _PARALLEL,
     "nnodes": _IN_PROCESS,
     "node_rank": _IN_PROCESS,
     "enable_elastic_ep": _IN_PROCESS,
@@ -69,10 +67,10 @@ ENGINE_REFUSED = {
     "kv_transfer_config": _KEYS_AND_VALUES,
     "kv_offloading_size": _KEYS_AND_VALUES,
     "kv_offloading_backend": _KEYS_AND_VALUES,
-    "device_ids": "the run gives each generator its GPU",
+    "device_ids": "the run gives each generator its GPUs",
 }
 ENGINE_REFUSED_PREFIXES = {
-    "data_parallel_": _IN_PROCESS,
+    "data_parallel_": "the replicas of a run are its generators (launch.generators)",
     "offload_": _PREFETCH,
     "_": "it is none of vLLM's public options",
 }

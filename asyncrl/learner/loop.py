@@ -7,7 +7,7 @@
     raise_on_all..  an error of any rank is raised on all ranks     all learner ranks            a collective
     trainer.train   version step - 1 becomes version step           all learner ranks, critic    collectives, its reply
     _commit         rank 0 records the step in the replay queue     the journal                  the queue's reply
-    _send           rank 0 hands the weights over                   the broadcast before it      the sender's thread
+    _send           hands this rank's share of the weights over     the broadcast before it      the sender's thread
     _save           starts a checkpoint, if one is due              the checkpoint before it     the writer's thread
          |
          +-- back to _agree, until the last step
@@ -58,7 +58,7 @@ REWARD_STEPS = 50
 
 @dataclass(slots=True)
 class Learner:
-    """The loop of one rank. Rank 0 has a sender and a tracker, another one at most a sender of its share."""
+    """The loop of one rank. Each has at most a sender of its share, and rank 0 a tracker."""
 
     config: Config
     trainer: Trainer
@@ -225,16 +225,18 @@ class Learner:
         return collate(shard.groups, self.config, version=step - 1)
 
     def _send(self, version: int) -> None:
-        """Passes the weights to the sender, which copies them in the background unless all ranks gather them. Versions
-        sent before this start are not sent again, and the last one is sent only to be evaluated."""
+        """Passes the weights to the sender, which copies them in the background unless all ranks gather them for it.
+        Versions sent before this start are not sent again, and the last one is sent only to be evaluated."""
         if version < self.committed or not (version < self.config.steps or self.config.evaluates(version)):
             return
         self.watch.switch("syncing")
         policy = self.trainer.policy
-        if self.sender is not None:
-            self.sender.send(version, policy.weights(), copy_later=not policy.partitioned)
-        else:
+        if self.sender is None:
             policy.join_gathering()
+        elif self.sender.takes_slices:
+            self.sender.send(version, policy.slices(), copy_later=True)
+        else:
+            self.sender.send(version, policy.weights(), copy_later=not policy.partitioned)
 
     def _await_copy(self) -> None:
         """Waits until the weights that were sent may change."""

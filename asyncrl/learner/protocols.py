@@ -25,7 +25,7 @@ class Batches(Protocol):
 
 
 class SyncStats(Protocol):
-    """Sums over the broadcasts so far; `asyncrl.weights.broadcast.WeightSyncStats`."""
+    """Sums over the broadcasts so far; `asyncrl.weights.stats.WeightSyncStats`."""
 
     count: int
     broadcast_s: float
@@ -38,6 +38,8 @@ class Sender(Protocol):
 
     @property
     def stats(self) -> SyncStats: ...
+    @property
+    def takes_slices(self) -> bool: ...
 
     def send(self, version: int, weights: Iterable[tuple[str, Tensor]], *, copy_later: bool = False) -> None: ...
     def copied(self) -> None: ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -68,24 +68,30 @@ def _make_sender(
 ) -> BackgroundSender | None:
     """The sender of this rank's weights: to the generators, or to a store; None if it sends nothing."""
     from asyncrl.weights.buckets import WeightManifest
+    from asyncrl.weights.rank_share_sender import RankShareSender
     from asyncrl.weights.sender import WeightSender
     from asyncrl.weights.transports import goes_by_files, transport_of
 
     manifest = WeightManifest.of(trainer.policy.shapes())
     if goes_by_files(config):
         return _make_file_sender(config, trainer.ranks, manifest, endpoints, run_dir, parts)
-    if trainer.ranks.rank:
-        return None
+    ranks = trainer.ranks
+    options: dict[str, Any] = {
+        "timeout_s": config.weights.timeout_s,
+        "start_timeout_s": config.launch.start_timeout_s,
+        "device": str(ranks.device),
+    }
+    if ranks.rank:
+        return RankShareSender(manifest, endpoints, rank=ranks.rank, ranks=ranks.count, **options)
     sender = WeightSender(
         endpoints.listening(endpoints.weights),
         manifest,
+        ranks=ranks.count,
         expected_generators=config.launch.generators,
         transport=transport_of(config),
-        timeout_s=config.weights.timeout_s,
-        start_timeout_s=config.launch.start_timeout_s,
-        device=str(trainer.ranks.device),
         run_id=endpoints.run_id,
         keys=endpoints.keys,
+        **options,
     )
     announce(endpoints, endpoints.weights, sender.address)
     return sender
@@ -96,10 +102,11 @@ def _make_file_sender(
 ) -> BackgroundSender | None:
     """The sender of this rank's share; rank 0 publishes what all have written."""
     from asyncrl.replay.announcer import Announcer
-    from asyncrl.weights.files.other_ranks import OtherRanks
     from asyncrl.weights.files.rank_sender import RankSender
     from asyncrl.weights.files.sender import FileSender, StoreOptions
     from asyncrl.weights.files.shards import shares_of
+    from asyncrl.weights.files.share_writer import Written
+    from asyncrl.weights.other_ranks import OtherRanks
 
     options, shares = StoreOptions.of(config, run_dir), shares_of(manifest, ranks.count)
     timeout_s, device = config.weights.timeout_s, str(ranks.device)
@@ -113,7 +120,7 @@ def _make_file_sender(
         store = StoreServer(address, "shares of weights", run_id=endpoints.run_id, keys=endpoints.keys)
         parts.callback(store.close)
         announce(endpoints, endpoints.weights, store.channel.address)
-        others = OtherRanks(store, len(shares) - 1, timeout_s=timeout_s)
+        others = OtherRanks(store, len(shares) - 1, Written, timeout_s=timeout_s)
     announcer = Announcer(endpoints, timeout_s=config.launch.progress_timeout_s)
     parts.callback(announcer.close)
     return FileSender(

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from asyncrl.errors import AsyncrlError, PeerTimeoutError, RunError
 from asyncrl.weights import transports
-from asyncrl.weights.broadcast import WeightSyncStats
 from asyncrl.weights.buckets import WeightBuffer, WeightManifest
 from asyncrl.weights.staging import StagedWeights, Staging
+from asyncrl.weights.stats import WeightSyncStats
 from asyncrl.weights.waits import Interrupted, Wait
 from asyncrl.wire.version_messages import Announced, Following
 
@@ -45,6 +45,9 @@ class BackgroundSender(ABC):
     Errors of the background thread are raised by the next `send` or `wait`: an AsyncrlError if the cause is known,
     otherwise the error itself.
     """
+
+    takes_slices = False
+    """True if `send` takes a rank's slices of the weights (`TrainedModel.slices`), else complete weights."""
 
     def __init__(self, manifest: WeightManifest, *, timeout_s: float, device: str, look_s: float | None = None) -> None:
         """`manifest` describes the weights of every `send`; `timeout_s` is the deadline of each phase. `_wants` is

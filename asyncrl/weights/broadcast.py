@@ -17,6 +17,8 @@ A round. Messages (-->) go through the channel, transfers (==>) through the tran
     its checksum                    -------- sent ------->  waits timeout_s; staging is complete if the checksums agree
     waits timeout_s                 <------ received -----  its checksum, or an error
 
+With several learner ranks, each sends its share over a link of its own, by orders of rank 0 (`rank_shares.py`).
+
 A wrong checksum repeats the round for that receiver once. The round is aborted when the transport raises or misses a
 deadline on the sender's side: the sender says "abort", and each live receiver answers "received" with what happened to
 it. The receiver abandons its round at an "abort" or a newer offer. A receiver that misses a deadline, says nothing for
@@ -28,19 +30,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import structlog
 import torch
-from torch import Tensor
 
 from asyncrl.errors import AsyncrlError, RunError
-from asyncrl.weights.buckets import RunningChecksum, WeightBuffer
+from asyncrl.weights.buckets import WeightBuffer
 from asyncrl.weights.membership import Membership, Peer, T
+from asyncrl.weights.rank_shares import Finish, Has, OtherShares, SendShare, VersionGoneError, link_of, send_share
+from asyncrl.weights.shares import RankShare
+from asyncrl.weights.stats import WeightSyncStats
 from asyncrl.weights.transports import Link, Member, Transport, device_name, host_name, problem
+from asyncrl.wire.bounds import MAX_NUMBER
 from asyncrl.wire.store import Store
-from asyncrl.wire.torch_store import GROUP_KEYS, group_store
+from asyncrl.wire.torch_store import GROUP_KEYS
 from asyncrl.wire.weight_messages import Abort, Go, Patience, Ready, Received, Sent
 
 log = structlog.get_logger()
@@ -50,26 +55,15 @@ _TRIES = 3
 
 
 @dataclass(slots=True)
-class WeightSyncStats:
-    """Counters of the sender, summed over the run of its process."""
-
-    count: int = 0
-    """Versions that were received by all generators present."""
-    dropped: int = 0
-    """Number of times a generator was dropped: it was late, or its answer or its bytes were wrong."""
-    wait_s: float = 0.0
-    """Time that `WeightSender.send` waited for the previous broadcast."""
-    broadcast_s: float = 0.0
-    """Time from the start of the copy until all generators have the version, summed."""
-    bytes: int = 0
-    """Bytes of weights sent, each version counted once."""
-
-
-@dataclass(slots=True)
 class Delivery:
     """The sender's side of all rounds: rank 0 of every link. `check` is polled during every wait and may raise."""
 
     store: Store
+    share: RankShare
+    """What this rank sends."""
+    others: OtherShares
+    num_bytes: int
+    """Bytes of all weights."""
     membership: Membership
     stats: WeightSyncStats
     bucket_bytes: int
@@ -89,6 +83,10 @@ class Delivery:
     """Failed broadcasts of the current version with all generators alive."""
     counted: int | None = None
     """The last version counted in `stats.count`."""
+    finished: int | None = None
+    """The last version that the other ranks may replace."""
+    gone: int | None = None
+    """The last version that they had replaced when a generator came late: it gets the next one."""
     offered: list[Peer] = field(default_factory=list[Peer])
     """The peers of the last round."""
     checksums: dict[int, int] = field(default_factory=dict[int, int])
@@ -101,19 +99,26 @@ class Delivery:
 
     def wants(self, version: int) -> bool:
         """True if there is somebody to deliver this version to."""
-        return bool(self.membership.behind(version))
+        return version != self.gone and bool(self.membership.behind(version))
 
     def deliver(self, version: int, buffer: WeightBuffer) -> None:
         """Runs rounds until no generator is behind. Raises RunError if the transport does not work, or the learner
         does not fill the buffer."""
         started = time.monotonic()
         self.failures = 0
-        while behind := self._behind(version):
-            self._round(version, buffer, behind)
+        while version != self.gone and (behind := self._behind(version)):
+            try:
+                self.others.order(Has(version), self.check)
+                self._round(version, buffer, behind)
+            except VersionGoneError:
+                self.gone = version
+        if version != self.finished:
+            self.others.order(Finish(version), self.check)
+            self.finished = version
         if self.counted != version and self.membership.present():
             self.counted = version
             self.stats.count += 1
-            self.stats.bytes += buffer.data.numel()
+            self.stats.bytes += self.num_bytes
             self.stats.broadcast_s += time.monotonic() - started
 
     def _behind(self, version: int) -> list[Peer]:
@@ -137,12 +142,12 @@ class Delivery:
         connect_deadline_s = 0.0 if self.link else time.monotonic() + self.timeout_s
         reason, patience_s = "", self.timeout_s
         try:
-            link = self._linked(len(peers) + 1, buffer)
-            checksum = self._send(link, version, buffer, peers)
+            checksum = self._send(version, buffer, peers)
         except AsyncrlError:
             raise
         except (RuntimeError, OSError) as error:
             reason = problem(error)
+            self.gone = version if isinstance(error, VersionGoneError) else self.gone
             patience_s = max(0.0, connect_deadline_s - time.monotonic()) + self._grace_s
             self.membership.tell(peers, Abort, reason=reason)
         else:
@@ -193,33 +198,41 @@ class Delivery:
         for position, peer in enumerate(peers, start=1):
             self.membership.tell([peer], Go, group=self.group_number, rank=position, size=len(peers) + 1)
 
-    def _linked(self, size: int, buffer: WeightBuffer) -> Link:
-        assert self.way is not None and self.way.connect is not None
-        if self.link is None:
-            needs_group = self.way.needs_group
-            store = group_store(self.store, self.group_number, self.timeout_s) if needs_group else None
-            num_bytes = buffer.data.numel()
-            self.link = self.way.connect(Member(0, size, self.device, self.timeout_s, self.check, num_bytes, store))
-        return self.link
+    def _send(self, version: int, buffer: WeightBuffer, peers: Sequence[Peer]) -> int:
+        """Has all ranks send their shares. Returns the checksum of all bytes."""
+        told_s = time.monotonic()
 
-    def _send(self, link: Link, version: int, buffer: WeightBuffer, peers: Sequence[Peer]) -> int:
-        """Sends the buckets. Returns the checksum of their bytes."""
-        total, told_s = RunningChecksum(), time.monotonic()
-
-        def taken() -> Iterator[Tensor]:
+        def tell() -> None:
             nonlocal told_s
-            for bucket in total.over(buffer.buckets(timeout_s=self.timeout_s, check=self.check)):
-                yield bucket
-                if time.monotonic() - told_s > self.timeout_s / 4:  # a receiver may have all, and wait for "sent"
-                    told_s = time.monotonic()
-                    self.membership.tell(peers, Patience)
+            if time.monotonic() - told_s > self.timeout_s / 4:  # a receiver may have all, and wait for "sent"
+                told_s = time.monotonic()
+                self.membership.tell(peers, Patience)
+
+        def own() -> int:
+            link, check = self._linked(len(peers) + 1), self._check_sending
+            return send_share(link, version, self.share, buffer, timeout_s=self.timeout_s, check=check, told=tell)
+
+        def check() -> None:
+            self.check()
+            tell()
 
         try:
-            link.send(version, taken())
+            order = SendShare(version, self.group_number, len(peers) + 1)
+            return self.others.send(order, own, check) % MAX_NUMBER
         except BaseException:
             self.drop_link()
             raise
-        return total.of(buffer.data)
+
+    def _linked(self, size: int) -> Link:
+        assert self.way is not None
+        if self.link is None:
+            member = Member(0, size, self.device, self.timeout_s, self._check_sending, self.share.num_bytes)
+            self.link = link_of(self.store, self.way, self.group_number, member)
+        return self.link
+
+    def _check_sending(self) -> None:
+        self.check()
+        self.others.raise_if_failed()
 
     def _conclude(self, peers: Sequence[Peer], version: int, reason: str, patience_s: float) -> None:
         """Records what the peers received, and drops those that do not answer. The `reason` is that of an aborted
@@ -238,7 +251,7 @@ class Delivery:
             reason = errors[0]
         outcomes = "; ".join(f"{peer.name}: {answer.error or 'received all'}" for peer, answer in answers)
         log.info("a broadcast of weights failed", reason=reason, alive=outcomes)
-        self.failures += len(answers) == len(peers)
+        self.failures += len(answers) == len(peers) and version != self.gone
         if self.failures == _TRIES:
             raise RunError(
                 f"weights: no generator did not {phase}, yet it failed {_TRIES} times ({reason}); {outcomes}"

@@ -112,11 +112,21 @@ class WeightBuffer:
     """A copy of the weights in one buffer (`data`), so that the learner may change the originals. One thread fills it,
     while another takes the buckets as they become full."""
 
-    def __init__(self, manifest: WeightManifest, device: torch.device, *, pinned: bool, bucket_bytes: int) -> None:
+    def __init__(
+        self,
+        manifest: WeightManifest,
+        device: torch.device,
+        *,
+        pinned: bool,
+        bucket_bytes: int,
+        cuts: Sequence[tuple[int, int]] | None = None,
+    ) -> None:
+        """The buckets are the `cuts`, from a first byte to before a last one, or all bytes in buckets of this size."""
         self.manifest = manifest
         self.data = empty_buffer(manifest.num_bytes, device, pinned=pinned).zero_()
-        self._buckets = buckets(self.data, bucket_bytes)
-        self._bucket_bytes = self._buckets[0].numel()
+        self._bucket_bytes = step = max(bucket_bytes // ROW_BYTES, 1) * ROW_BYTES
+        size = manifest.num_bytes
+        self._cuts = [(at, min(at + step, size)) for at in range(0, size, step)] if cuts is None else cuts
         self._filled_bytes = 0
         """Bytes, from the start of the buffer, that are filled."""
         self._failed = False
@@ -139,9 +149,7 @@ class WeightBuffer:
     def buckets(self, *, timeout_s: float, check: Callable[[], None]) -> Iterator[Tensor]:
         """Yields the buckets, each as soon as it is full. `check` is polled during the wait and may raise. Raises
         RunError if a bucket is not full within `timeout_s`, or `fill` has failed."""
-        end = 0
-        for bucket in self._buckets:
-            end += bucket.numel()
+        for start, end in self._cuts:
             deadline_s = time.monotonic() + timeout_s
             with self._changed:
                 while self._filled_bytes < end:
@@ -151,7 +159,7 @@ class WeightBuffer:
                     if time.monotonic() > deadline_s:
                         raise RunError(f"weights: the learner did not copy a bucket of them within {timeout_s:g} s")
                     self._changed.wait(_LOOK_S)
-            yield bucket
+            yield self.data[start:end]
 
     def _copy_all(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         slots = iter(self.manifest.views(self.data))
@@ -190,11 +198,6 @@ def empty_buffer(num_bytes: int, device: torch.device, *, pinned: bool) -> Tenso
     return torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=pinned and device.type == "cpu")
 
 
-def buckets(buffer: Tensor, bucket_bytes: int) -> list[Tensor]:
-    """Splits the buffer into views of at most `bucket_bytes`, rounded down to complete rows."""
-    return list(buffer.split(max(bucket_bytes // ROW_BYTES, 1) * ROW_BYTES))
-
-
 def checksum(bucket: Tensor, first_byte: int) -> int:
     """The checksum of a bucket that starts at `first_byte` of the buffer. That of the buffer is the sum over its
     buckets.
@@ -202,10 +205,29 @@ def checksum(bucket: Tensor, first_byte: int) -> int:
     Each row's sum of 64-bit words is weighted by the row number, modulo 2**64, so that swapped rows or buckets are
     detected. Runs on the device of the bytes, near memory speed.
     """
-    words = bucket.view(torch.int64).view(-1, ROW_BYTES // 8)
-    first_row = first_byte // ROW_BYTES
-    weights = torch.arange(first_row + 1, first_row + 1 + len(words), device=bucket.device)
-    return int((words.sum(1) * weights).sum()) % (1 << 64)
+    row, skipped = divmod(first_byte, ROW_BYTES)
+    head = min(-skipped % ROW_BYTES, bucket.numel())
+    tail = (bucket.numel() - head) % ROW_BYTES
+    end = bucket.numel() - tail
+    total = _of_rows(bucket[head:end], row + (skipped > 0)) if end > head else 0
+    if head:
+        total += _of_rows(_as_row(bucket[:head], skipped), row)
+    if tail:
+        total += _of_rows(_as_row(bucket[end:], 0), (first_byte + end) // ROW_BYTES)
+    return total % (1 << 64)
+
+
+def _as_row(part: Tensor, offset: int) -> Tensor:
+    """A part of a row at its place, between zeros."""
+    row = torch.zeros(ROW_BYTES, dtype=torch.uint8, device=part.device)
+    row[offset : offset + part.numel()] = part
+    return row
+
+
+def _of_rows(rows: Tensor, first_row: int) -> int:
+    words = rows.view(torch.int64).view(-1, ROW_BYTES // 8)
+    weights = torch.arange(first_row + 1, first_row + 1 + len(words), device=rows.device)
+    return int((words.sum(1) * weights).sum())
 
 
 class RunningChecksum:
@@ -214,19 +236,19 @@ class RunningChecksum:
     def __init__(self) -> None:
         self._sum = self._num_bytes = 0
 
-    def over(self, buckets: Iterable[Tensor]) -> Iterator[Tensor]:
+    def over(self, buckets: Iterable[Tensor], starts: Iterable[int]) -> Iterator[Tensor]:
         """Yields the buckets, and adds each one when the next is asked for: its transfer has begun, and its bytes are
-        in the cache."""
-        for bucket in buckets:
+        in the cache. `starts` are the first byte of each in the buffer of all weights."""
+        for bucket, start in zip(buckets, starts, strict=False):
             yield bucket
-            self._sum += checksum(bucket, self._num_bytes)
+            self._sum += checksum(bucket, start)
             self._num_bytes += bucket.numel()
 
-    def of(self, buffer: Tensor) -> int:
-        """Returns the checksum. Raises RunError if these were not all bytes of the buffer."""
-        if self._num_bytes != buffer.numel():
+    def of(self, num_bytes: int) -> int:
+        """Returns the checksum. Raises RunError if these were not all of so many bytes."""
+        if self._num_bytes != num_bytes:
             raise RunError(
-                f"weights: the transport took {self._num_bytes} of {buffer.numel()} bytes; `send` has to take all "
+                f"weights: the transport took {self._num_bytes} of {num_bytes} bytes; `send` has to take all "
                 "buckets, and `receive` to yield all of them"
             )
         return self._sum % MAX_NUMBER

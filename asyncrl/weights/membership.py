@@ -86,12 +86,12 @@ class Membership:
     def __init__(
         self,
         send: Callable[[bytes, Body], None],
-        manifest: str,
+        manifest: messages.Manifest,
         changed: threading.Condition,
         check: Callable[[], None],
     ) -> None:
         self._send = send
-        self._manifest = messages.Manifest(manifest)
+        self._manifest = manifest
         self._changed = changed
         self._check = check
         self._peers: dict[int, Peer] = {}

@@ -20,23 +20,26 @@ A wait that ends at its deadline loses the session: the receiver joins again.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import structlog
 import torch
+from torch import Tensor
 
 from asyncrl.errors import AsyncrlError, ConfigError, RunError
 from asyncrl.util.processes import normal_priority
 from asyncrl.weights import transports
 from asyncrl.weights.background import BackgroundReceiver
-from asyncrl.weights.buckets import RunningChecksum, WeightManifest, buckets, empty_buffer
+from asyncrl.weights.buckets import RunningChecksum, WeightManifest, empty_buffer
+from asyncrl.weights.rank_shares import link_of
 from asyncrl.weights.session import IDLE_S, PING_S, Session
+from asyncrl.weights.shares import RankShare, in_turn, shares_of_ranks
 from asyncrl.weights.staging import StagedWeights
 from asyncrl.weights.transports import Link, Member, Transport, find_transport, problem
 from asyncrl.weights.waits import RoundAborted, SenderClosed, SessionLost, Wait
+from asyncrl.wire.bounds import MAX_NUMBER
 from asyncrl.wire.channel import BadServerError, ServerLostError
-from asyncrl.wire.torch_store import group_store
 from asyncrl.wire.weight_messages import Go, Holding, Left, Offer, Ready, Received, Sent, Up
 
 log = structlog.get_logger()
@@ -87,9 +90,12 @@ class WeightReceiver(BackgroundReceiver):
         self._buffer = torch.empty(0)
         self._way: Transport | None = None
         """The transport, once the sender has named it."""
-        self._link: Link | None = None
+        self._shares: list[RankShare] = []
+        """What each learner rank sends."""
+        self._links: list[Link] = []
+        """The links in which they send."""
         self._group_number = 0
-        """The number of the link, from "go"."""
+        """The number of the links, from "go"."""
         self._warned = False
 
     def locate(self, address: str) -> None:
@@ -114,7 +120,7 @@ class WeightReceiver(BackgroundReceiver):
             self._join()
 
     def _leave(self) -> None:
-        self._drop_link()
+        self._drop_links()
 
     def _join(self) -> None:
         """Joins a sender and serves it until it closes, is gone, or does not answer."""
@@ -147,7 +153,7 @@ class WeightReceiver(BackgroundReceiver):
         finally:
             self._session = None
             session.client.close()
-            self._drop_link()
+            self._drop_links()
         self._stop.wait(_REJOIN_S)
 
     def _serve(self, session: Session) -> None:
@@ -169,13 +175,13 @@ class WeightReceiver(BackgroundReceiver):
                 with normal_priority():  # the sender waits
                     self._receive(session, offer)
             except RoundAborted as error:
-                self._drop_link()  # a link that failed is not used again
+                self._drop_links()  # a link that failed is not used again
                 log.info("weights not received", version=offer.version, reason=str(error))
                 session.say_once(Received(offer.round, 0, str(error)))
 
     def _receive(self, session: Session, offer: Offer) -> None:
         """Runs one round, from an offer to complete staging. Raises RoundAborted if it fails."""
-        manifest = self._prepare(session, offer.transport)
+        manifest = self._prepare(session, offer.transport, offer.bucket_bytes)
         self._await_staging(session)
         self._say_ready(session, offer.round)
         # Twice the deadline: the other generators have timeout_s of their own to become ready.
@@ -205,7 +211,7 @@ class WeightReceiver(BackgroundReceiver):
             wait.look()
             self._stop.wait(wait.pause_s)  # the engine of this process does not wake this thread
 
-    def _prepare(self, session: Session, name: str) -> WeightManifest:
+    def _prepare(self, session: Session, name: str, bucket_bytes: int) -> WeightManifest:
         if name != self._transport and (self._transport != "auto" or name not in transports.TRANSPORTS):
             raise ConfigError(f"weights.transport: the learner sends by {name!r}, here it is {self._transport!r}")
         if self._manifest is None:
@@ -215,32 +221,41 @@ class WeightReceiver(BackgroundReceiver):
             device = self._device if self._way.on_device else torch.device("cpu")
             if self._buffer.numel() != manifest.num_bytes or self._buffer.device.type != device.type:
                 self._buffer = empty_buffer(manifest.num_bytes, device, pinned=self._device.type == "cuda")
+            self._shares = shares_of_ranks(manifest, session.senders, bucket_bytes)
             self._manifest = manifest
         return self._manifest
 
-    def _linked(self, session: Session, go: Go) -> Link:
-        """Returns the link to receive from: the last one, unless the members have changed."""
-        assert self._way is not None and self._way.connect is not None
-        if self._link is None or self._group_number != go.group:
-            self._drop_link()
-            store = group_store(session.store, go.group, self._timeout_s) if self._way.needs_group else None
-            member = Member(go.rank, go.size, self._device, self._timeout_s, session.check, self._buffer.numel(), store)
-            self._link, self._group_number = self._way.connect(member), go.group
-        return self._link
+    def _linked(self, session: Session, go: Go) -> list[Link]:
+        """Returns the links to receive from: the last ones, unless the members have changed."""
+        assert self._way is not None
+        if not self._links or self._group_number != go.group:
+            self._drop_links()
+            self._group_number = go.group
+            for sender, share in enumerate(self._shares):
+                member = Member(
+                    go.rank, go.size, self._device, self._timeout_s, session.check, share.num_bytes, sender=sender
+                )
+                self._links.append(link_of(session.store, self._way, go.group, member))
+        return self._links
 
-    def _fill(self, link: Link, session: Session, offer: Offer) -> int:
+    def _fill(self, links: list[Link], session: Session, offer: Offer) -> int:
         """Receives the buckets into the buffer. Returns the checksum of their bytes."""
-        total, told_s = RunningChecksum(), time.monotonic()
-        for _ in total.over(link.receive(offer.version, buckets(self._buffer, offer.bucket_bytes))):
+        totals, told_s = [RunningChecksum() for _ in links], time.monotonic()
+        streams: list[Iterator[Tensor]] = []
+        for link, share, total in zip(links, self._shares, totals, strict=True):
+            parts = [self._buffer[cut.start : cut.start + cut.num_bytes] for cut in share.cuts]
+            streams.append(total.over(link.receive(offer.version, parts), [cut.start for cut in share.cuts]))
+        for _ in in_turn(streams):
             if time.monotonic() - told_s > min(PING_S, self._timeout_s / 4):
                 told_s = time.monotonic()
                 session.say(Holding(offer.round))
-        return total.of(self._buffer)
+        sums = [total.of(share.num_bytes) for total, share in zip(totals, self._shares, strict=True)]
+        return sum(sums) % MAX_NUMBER
 
-    def _drop_link(self) -> None:
-        if self._link is not None:
-            self._link.close()
-        self._link = None
+    def _drop_links(self) -> None:
+        for link in self._links:
+            link.close()
+        self._links = []
 
     def _raise_if_over(self, address: str) -> None:
         """Raises Interrupted if the receiver is closed, and SessionLost if the sender is at another address now."""

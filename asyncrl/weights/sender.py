@@ -21,12 +21,14 @@ from asyncrl.weights.background import BackgroundSender
 from asyncrl.weights.broadcast import Delivery
 from asyncrl.weights.buckets import BUCKET_BYTES, WeightBuffer, WeightManifest
 from asyncrl.weights.membership import Membership
+from asyncrl.weights.rank_shares import OtherShares, buffer_of
+from asyncrl.weights.shares import share_of
 from asyncrl.weights.transports import FEW_RECEIVERS, choose_transport, device_name, find_transport, host_name
 from asyncrl.wire.channel import ChannelServer
 from asyncrl.wire.kinds import TO_SENDER
 from asyncrl.wire.service_messages import StoreRequest
 from asyncrl.wire.store import Store
-from asyncrl.wire.weight_messages import MIN_BUCKET_BYTES
+from asyncrl.wire.weight_messages import MIN_BUCKET_BYTES, Manifest
 
 _LEAVE_S = 0.5
 """Time for the generators to leave a sender that closes."""
@@ -34,13 +36,16 @@ _LEAVE_S = 0.5
 
 class WeightSender(BackgroundSender):
     """Broadcasts policy weights to all generators while the learner continues to train. Runs in learner rank 0, listens
-    at `address`, and is rank 0 of every link."""
+    at `address`, and is rank 0 of its link."""
+
+    takes_slices = True
 
     def __init__(
         self,
         address: str,
         manifest: WeightManifest,
         *,
+        ranks: int = 1,
         expected_generators: int,
         transport: str,
         bucket_bytes: int = BUCKET_BYTES,
@@ -50,23 +55,30 @@ class WeightSender(BackgroundSender):
         run_id: str = "",
         keys: str = "",
     ) -> None:
-        """`manifest` describes the weights of every `send`. `timeout_s` is the deadline of each phase. On a GPU, and
+        """`manifest` describes all weights; with several learner `ranks`, `send` takes rank 0's slices of them, and the
+        others send theirs (`rank_shares.py`). `timeout_s` is the deadline of each phase. On a GPU, and
         with more than FEW_RECEIVERS, `transport` "auto" depends on the devices and hosts of the generators: the first
         `send` waits for `expected_generators` of them, at most `start_timeout_s` (default: `timeout_s`). The address is
         one of ZeroMQ. Messages without the `run_id` are refused; with `keys` only peers with the run's keys are
         admitted. Raises ConfigError if the address is in use."""
-        super().__init__(manifest, timeout_s=timeout_s, device=device)
+        self._bucket_bytes = max(bucket_bytes, MIN_BUCKET_BYTES)
+        self._share = share_of(manifest, 0, ranks, self._bucket_bytes)
+        super().__init__(self._share.layout, timeout_s=timeout_s, device=device)
         self._expected_generators = expected_generators
         self._transport = transport
         self._start_timeout_s = start_timeout_s or timeout_s
-        self._bucket_bytes = max(bucket_bytes, MIN_BUCKET_BYTES)
         self._channel = ChannelServer(address, "weights", TO_SENDER, run_id=run_id, keys=keys)
         self.address = self._channel.address
         """The ZeroMQ address that it listens on."""
         self._store = Store(self._channel.send)
-        self._membership = Membership(self._channel.send, manifest.to_json(), self._changed, self._raise_if_stopping)
+        description = Manifest(manifest.to_json(), ranks)
+        self._membership = Membership(self._channel.send, description, self._changed, self._raise_if_stopping)
+        self._others = OtherShares(self._store, ranks - 1, timeout_s=timeout_s)
         self._delivery = Delivery(
             store=self._store,
+            share=self._share,
+            others=self._others,
+            num_bytes=manifest.num_bytes,
             membership=self._membership,
             stats=self.stats,
             bucket_bytes=self._bucket_bytes,
@@ -85,9 +97,9 @@ class WeightSender(BackgroundSender):
         name = self._choose_transport()
         way = find_transport(name)
         self._delivery.transport, self._delivery.way = name, way
+        self._others.announce(name)
         device = self._device if way.on_device else torch.device("cpu")
-        pinned = self._device.type == "cuda"
-        return WeightBuffer(self._manifest, device, pinned=pinned, bucket_bytes=self._bucket_bytes)
+        return buffer_of(self._share, device, pinned=self._device.type == "cuda", bucket_bytes=self._bucket_bytes)
 
     def _wants(self, version: int) -> bool:
         return self._delivery.wants(version)

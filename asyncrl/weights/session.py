@@ -45,6 +45,8 @@ class Session:
         """The sender's next action, for error texts."""
         self.manifest = ""
         """Empty until the sender has admitted this receiver."""
+        self.senders = 1
+        """Number of learner ranks that send."""
         self._timeout_s = timeout_s
         self._told: dict[type, Any] = {}
         """The last message of each kind."""
@@ -140,6 +142,7 @@ class Session:
         if isinstance(message, StoreReply):
             self.store.handle(message)
         elif isinstance(message, messages.Manifest):
+            self.senders = message.senders
             self.manifest = message.text
         else:
             self._told[type(message)] = message

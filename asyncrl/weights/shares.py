@@ -1,6 +1,17 @@
-"""Which part of the weights each learner rank has: arithmetic on shapes and the number of ranks."""
+"""Which part of the weights each learner rank has and sends: arithmetic on names, shapes and the number of ranks.
+
+Each rank sends the slice of every parameter that it would have in ZeRO stage 3, in all stages. So no rank gathers or
+copies what others send, and learner and generators need not tell each other who sends what.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from asyncrl.weights.buckets import ROW_BYTES, Entry, WeightManifest
 
 
 def slice_of(num_elements: int, rank: int, ranks: int) -> tuple[int, int]:
@@ -8,3 +19,70 @@ def slice_of(num_elements: int, rank: int, ranks: int) -> tuple[int, int]:
     Its own tensor is longer in the last ranks, padded to the size of the others."""
     size = -(-num_elements // ranks)
     return min(rank * size, num_elements), min((rank + 1) * size, num_elements)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Bytes that are sent at once."""
+
+    own: int
+    """The first one in the buffer of the rank that sends them."""
+    start: int
+    """The first one in the buffer of all weights."""
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankShare:
+    """The part of each version that a rank sends."""
+
+    layout: WeightManifest
+    """The rank's buffer: of each parameter a flat slice, which may be empty; with one rank, the parameters."""
+    cuts: tuple[Cut, ...]
+    """What is sent, in this order."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Number of bytes that are sent."""
+        return sum(cut.num_bytes for cut in self.cuts)
+
+
+def share_of(layout: WeightManifest, rank: int, ranks: int, bucket_bytes: int) -> RankShare:
+    """Returns the share of a rank, in buckets of at most `bucket_bytes`, rounded down to complete rows."""
+    step = max(bucket_bytes // ROW_BYTES, 1) * ROW_BYTES
+    if ranks == 1:
+        return RankShare(layout, tuple(_cuts(0, 0, layout.num_bytes, step)))
+    entries: list[Entry] = []
+    cuts: list[Cut] = []
+    end = 0
+    for entry in layout.entries:
+        begin, stop = slice_of(entry.num_bytes // entry.dtype.itemsize, rank, ranks)
+        start = entry.offset + begin * entry.dtype.itemsize
+        # At the same place of a row as in all weights, since the checksum works on rows.
+        own = end + (start - end) % ROW_BYTES
+        entries.append(replace(entry, shape=(stop - begin,), offset=own))
+        end = own + entries[-1].num_bytes
+        cuts += _cuts(own, start, end - own, step)
+    return RankShare(WeightManifest(tuple(entries)), tuple(cuts))
+
+
+def shares_of_ranks(layout: WeightManifest, ranks: int, bucket_bytes: int) -> list[RankShare]:
+    """Returns the shares of all ranks."""
+    return [share_of(layout, rank, ranks, bucket_bytes) for rank in range(ranks)]
+
+
+def _cuts(own: int, start: int, num_bytes: int, step: int) -> Iterator[Cut]:
+    for at in range(0, num_bytes, step):
+        yield Cut(own + at, start + at, min(step, num_bytes - at))
+
+
+def in_turn(streams: Sequence[Iterator[Tensor]]) -> Iterator[Tensor]:
+    """Yields one of each stream after another, until all have ended."""
+    left = list(streams)
+    while left:
+        for stream in list(left):
+            bucket = next(stream, None)
+            if bucket is None:
+                left.remove(stream)
+            else:
+                yield bucket

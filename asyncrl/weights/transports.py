@@ -31,7 +31,7 @@ class Member:
     """The place of a process among the sender and the receivers of a version."""
 
     rank: int
-    """0 is learner rank 0; generators have the following ranks."""
+    """0 is the learner rank that sends; generators have the following ranks."""
     size: int
     device: torch.device
     """That of the process; the buckets are there if the transport is `on_device`."""
@@ -41,9 +41,12 @@ class Member:
     """Call it several times a second in every wait. It raises when the round is aborted or the process ends; let that
     pass."""
     num_bytes: int
-    """Bytes of a version."""
+    """Bytes of a version that are sent over this link."""
     store: TorchStore | None = None
     """A torch store that all members have, if the transport `needs_group`."""
+    sender: int = 0
+    """Number of the learner rank that sends over this link. Each has a link of its own to the same generators, which
+    receive over all of them in turn, a bucket at a time."""
 
 
 class Link(ABC):
@@ -56,8 +59,8 @@ class Link(ABC):
 
     @abstractmethod
     def send(self, version: int, buckets: Iterable[Tensor]) -> None:
-        """In rank 0: sends all buckets (uint8, contiguous), which come as soon as each is full. Their memory is
-        written again after the return."""
+        """In rank 0: sends all buckets (uint8, contiguous, of different sizes), which come as soon as each is full.
+        Their memory is written again after the return."""
 
     @abstractmethod
     def receive(self, version: int, buckets: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -81,14 +84,15 @@ class Transport:
                 self.member = member
 
             def send(self, version, buckets):
-                file = Path(f"/shared/{version}")
+                file = Path(f"/shared/{version}-{self.member.sender}")
                 with file.with_suffix(".part").open("wb") as part:
                     for bucket in buckets:
                         part.write(bucket.numpy())
                 file.with_suffix(".part").rename(file)
 
             def receive(self, version, buckets):
-                file, deadline_s = Path(f"/shared/{version}"), time.monotonic() + self.member.timeout_s
+                file = Path(f"/shared/{version}-{self.member.sender}")
+                deadline_s = time.monotonic() + self.member.timeout_s
                 while not file.exists():
                     self.member.check()
                     if time.monotonic() > deadline_s:
@@ -101,7 +105,7 @@ class Transport:
 
         FOLDER = Transport(FolderLink, what="Through a shared folder.")
 
-    The module is imported in the launcher, learner rank 0 and every generator.
+    The module is imported in the launcher, every learner rank and every generator.
     """
 
     connect: Callable[[Member], Link] | None

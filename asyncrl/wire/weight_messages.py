@@ -79,6 +79,8 @@ class Manifest(Body):
     """Names, shapes and dtypes of the weights, as JSON (`WeightManifest.to_json`)."""
 
     text: Document
+    senders: Annotated[int, Meta(ge=1, le=MAX_INDEX + 1)] = 1
+    """Learner ranks, each of which sends a share of them (`weights/shares.py`)."""
 
 
 class Offer(Body):
@@ -91,7 +93,8 @@ class Offer(Body):
 
 
 class Go(Body):
-    """The rank of the receiver among the `size` members of the link number `group`, which it connects to now."""
+    """The rank of the receiver among the `size` members of the link number `group` of each sender, which it connects to
+    now."""
 
     round: _Round
     group: Number

@@ -15,9 +15,8 @@ from transformers import Qwen2ForCausalLM
 
 from asyncrl.errors import ConfigError, InvariantError, RunError
 from asyncrl.generator.engine import Completion
-from asyncrl.generator.vllm_backend import setup as vllm_setup
+from asyncrl.generator.vllm_backend import plugin
 from asyncrl.generator.vllm_backend.engine import VllmEngine
-from asyncrl.generator.vllm_backend.plugin import register
 
 TOLERANCE = 1e-4
 DIFFERENT = 1e-2
@@ -83,7 +82,7 @@ def test_layers_are_made_anew_only_where_the_engine_gave_up_their_weights(
     reload = transfer.initialize_layerwise_reload
     monkeypatch.setattr(transfer, "initialize_layerwise_reload", lambda model: (reloads.append(model), reload(model)))
     if not kept:
-        monkeypatch.setattr(vllm_setup, "_keep_weights_beside_packed", lambda: None)
+        monkeypatch.setattr(plugin, "_keep_weights_beside_packed", lambda: None)
         monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", inspect.unwrap(utils.dispatch_cpu_unquantized_gemm))
     engine = make_engine(generator__max_running_groups=2 if kept else 3)  # engines of no other test
     for version, policy in enumerate(policies):
@@ -259,8 +258,8 @@ def test_nothing_runs_before_the_first_version(make_engine: EngineMaker) -> None
 
 
 def test_registering_the_plugin_twice_is_fine() -> None:
-    register()
-    register()
+    plugin.register()
+    plugin.register()
 
 
 def test_engine_options_reach_the_engine(make_engine: EngineMaker) -> None:

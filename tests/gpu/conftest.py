@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -22,13 +21,6 @@ def gpu() -> torch.device:
     if not torch.cuda.is_available():
         pytest.skip("torch finds no GPU")
     return torch.device("cuda", 0)
-
-
-@pytest.fixture(scope="session")
-def vllm() -> None:
-    """For tests of what needs vLLM."""
-    if importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed")
 
 
 @pytest.fixture

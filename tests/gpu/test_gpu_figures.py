@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -15,10 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from large_steps import CASES
+from generator_model import run_all, small_config, weights_of
+from large_steps import CASES, HALF_B
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from asyncrl.generator.engine import ENGINES, make_engine
 from asyncrl.launch.resources.network import find_port
 from asyncrl.learner.model.logprob_head import LogprobHead
 from asyncrl.weights.buckets import WeightBuffer, WeightManifest
@@ -128,3 +132,44 @@ def test_attention_of_fresh_shapes_by_backend(figure: Record) -> None:
         found[name] = float(np.median(times[1:]))
         figure(f"attention, forward and backward of a fresh shape, {name}: ms", found[name])
     assert found["flash"] < found["cuDNN"]
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_tokens_per_second_of_a_model_of_usual_size(
+    tmp_path: Path, gpu: torch.device, name: str, figure: Record
+) -> None:
+    """256 completions of 256 tokens of a random model of 0.5B, and a swap of its weights."""
+    if name == "vllm" and importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
+    with gpu:
+        model = Qwen2ForCausalLM(Qwen2Config(**HALF_B, dtype=torch.bfloat16))
+    model.save_pretrained(tmp_path)
+    weights = weights_of(model)
+    overrides = {"generator__group_size": 8, "generator__max_running_groups": 32, "generator__max_new_tokens": 256}
+    options = {"max_model_len": 1024}
+    config = small_config(
+        str(tmp_path),
+        **overrides,
+        model__dtype="bfloat16",
+        generator__engine=name,
+        generator__engine_options=options,
+        generator__kv_cache_bytes=4 << 30,
+    )
+    engine = make_engine(config, seed=1)
+    try:
+        swap_ms = [engine.swap(version, weights) for version in range(3)][-1]
+        torch.cuda.synchronize()
+        seconds: list[float] = []
+        for _ in range(2):
+            for index in range(256):
+                engine.add(str(index), [3 + (7 * index + 5 * place) % 1000 for place in range(64)])
+            started = time.perf_counter()
+            done = run_all(engine)
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - started)
+    finally:
+        engine.close()
+    tokens = sum(len(completion.tokens) for completion in done.values())
+    figure(f"{name} 0.5B, 256 sequences: sampled tokens/s", tokens / seconds[-1])
+    figure(f"{name} 0.5B: swap, ms", swap_ms)
+    assert all(np.all(completion.versions == 2) for completion in done.values())

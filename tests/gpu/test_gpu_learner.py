@@ -6,7 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,24 +30,47 @@ CPU = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_model(gpu: torch.device, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model"))
 
 
-def train(model: Path, out: Path, case: str, environment: dict[str, str]) -> tuple[dict[str, torch.Tensor], dict]:
-    script, port = Path(__file__).with_name("train_steps.py"), find_port()
-    command = [sys.executable, str(script), str(port), str(model), str(out), case]
+@pytest.fixture(scope="session")
+def pool(gpu: torch.device) -> Iterator[ThreadPoolExecutor]:
+    """Runs processes: most of their time they start, so that many run together."""
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
+        yield pool
+
+
+def run(script: str, *arguments: object, **environment: str) -> str:
+    """Returns the last line that a script of this folder prints."""
+    command = [sys.executable, str(Path(__file__).with_name(script)), str(find_port()), *map(str, arguments)]
     done = subprocess.run(
-        command, env=os.environ | environment, capture_output=True, text=True, timeout=200, check=False
+        command, env=os.environ | environment, capture_output=True, text=True, timeout=250, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return load_file(out.with_suffix(".safetensors")), json.loads(out.with_suffix(".json").read_text())
+    return (done.stdout.strip().splitlines() or [""])[-1]
+
+
+@pytest.fixture(scope="session")
+def trained(pool: ThreadPoolExecutor, tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Future]:
+    """The folders to which all cases are trained, on the GPU and on the CPU."""
+    model = make_model(tmp_path_factory.mktemp("model"))
+    there, here = (tmp_path_factory.mktemp(device) for device in ("gpu", "cpu"))
+    started = {there: pool.submit(run, "train_steps.py", model, there)}
+    return started | {here: pool.submit(run, "train_steps.py", model, here, **CPU)}
+
+
+def result(folder: Path, case: str) -> tuple[dict[str, torch.Tensor], dict]:
+    error = folder / f"{case}.error"
+    assert not error.exists(), error.read_text()
+    return load_file(folder / f"{case}.safetensors"), json.loads((folder / f"{case}.json").read_text())
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_is_that_of_the_cpu(case: str, tiny_model: Path, tmp_path: Path) -> None:
-    there, scalars = train(tiny_model, tmp_path / "gpu", case, {})
-    here, expected = train(tiny_model, tmp_path / "cpu", case, CPU)
+def test_a_step_is_that_of_the_cpu(case: str, trained: dict[Path, Future]) -> None:
+    for future in trained.values():
+        future.result(timeout=250)
+    (there, scalars), (here, expected) = (result(folder, case) for folder in trained)
     assert scalars.pop("device").startswith("cuda") and expected.pop("device") == "cpu"
     tolerance = 0.05 if case.startswith(("bfloat16", "checkpointing")) else 1e-3
     for name in ("1/learner/loss", "1/learner/grad_norm"):
@@ -136,11 +160,12 @@ def test_logprobs_and_gradients_of_bfloat16_states_are_those_of_float64(
         assert (there.double().cpu() - here).norm() <= 5e-3 * here.norm()
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_memory_is_what_the_arithmetic_says(
-    dtype: str, checkpointing: bool, tmp_path: Path, figure: Callable[[str, float], None]
-) -> None:
+MEMORY = [(dtype, checkpointing) for dtype in ("float32", "bfloat16") for checkpointing in (False, True)]
+
+
+@pytest.fixture(scope="session")
+def measured(pool: ThreadPoolExecutor, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], Any]:
+    """The peak of the memory of two steps by dtype and checkpointing, to come, and the configs."""
     from test_learner_memory import SIZES
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -148,17 +173,25 @@ def test_memory_is_what_the_arithmetic_says(
         "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "num_attention_heads": 16,
         "num_key_value_heads": 4, "vocab_size": 32000,
     }  # fmt: skip
-    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(tmp_path)
-    learner = {"tokens_per_microbatch": 8192, "gradient_checkpointing": checkpointing, "zero_stage": 2}
-    config = make_config(tmp_path, model={"dtype": dtype}, learner=learner, replay={"groups_per_step": 32})
-    shape, port = Shape.read(str(tmp_path)), find_port()
+    folder = tmp_path_factory.mktemp("larger")
+    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder)
+    started: dict[tuple[str, bool], Any] = {}
+    for dtype, checkpointing in MEMORY:
+        learner = {"tokens_per_microbatch": 8192, "gradient_checkpointing": checkpointing, "zero_stage": 2}
+        config = make_config(folder, model={"dtype": dtype}, learner=learner, replay={"groups_per_step": 32})
+        started[dtype, checkpointing] = config, pool.submit(run, "peak_memory.py", config.model_dump_json())
+    return started
+
+
+@pytest.mark.parametrize(("dtype", "checkpointing"), MEMORY)
+def test_memory_is_what_the_arithmetic_says(
+    dtype: str, checkpointing: bool, measured: dict[tuple[str, bool], Any], figure: Callable[[str, float], None]
+) -> None:
+    config, future = measured[dtype, checkpointing]
+    shape = Shape.read(config.model.path)
     assert shape is not None
     parts = learner_parts(config, shape, reference=None, critic=None, packs=False)
     estimate = sum(parts.values()) - PROCESS_BYTES
-    script = Path(__file__).with_name("peak_memory.py")
-    command = [sys.executable, str(script), str(port), config.model_dump_json()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    measured = int(done.stdout.strip().splitlines()[-1])
-    figure(f"learner, {dtype}, checkpointing {checkpointing}: memory by arithmetic / measured", estimate / measured)
-    assert 0.5 * estimate < measured < 1.05 * estimate, parts
+    peak = int(future.result(timeout=250))
+    figure(f"learner, {dtype}, checkpointing {checkpointing}: memory by arithmetic / measured", estimate / peak)
+    assert 0.5 * estimate < peak < 1.05 * estimate, parts

@@ -95,6 +95,22 @@ def test_every_preset_fits_by_arithmetic(monkeypatch: pytest.MonkeyPatch, name: 
     assert min(cache_bytes) > group_bytes, "an engine has not enough memory for the keys and values of a group"
 
 
+def test_the_gpus_of_a_generator_divide_weights_and_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    def needs(parallel: int) -> list[int]:
+        config = load_config(None, SETTINGS | {"generator.tensor_parallel": parallel, "launch.learners": 2})
+        models = models_of(config, QWEN2_7B, 7_615_616_512)
+        placement = fitted(monkeypatch, config, 2 + parallel, MIB_141GB, models)
+        assert placement.generators[0].gpus == tuple(str(2 + index) for index in range(parallel))
+        fraction = placement.generators[0].gpu_memory_utilization
+        assert fraction is not None and 0.5 < fraction < 0.9
+        return [card.needs[0].num_bytes for card in make_cards(config, placement, models)[2:]]
+
+    (whole,), (first, second) = needs(1), needs(2)
+    half = 2 * 7_615_616_512 // 2
+    assert half < whole - first < 1.1 * half
+    assert second < first, "weights are staged on the first one"
+
+
 def _cache_bytes(config: Config, fraction: float | None, total_bytes: int, models: Models) -> float:
     """Returns the memory that vLLM has for keys and values."""
     parts = engine_parts(config, models.policy)

@@ -56,6 +56,21 @@ def test_a_gpu_for_each_process_and_learner_ranks_host_by_host() -> None:
     assert placement.sends_between_gpus
 
 
+def test_the_gpus_of_a_generator_are_of_one_host() -> None:
+    hosts = [host("", gpus=4, cpus=8), host("n1", gpus=4, cpus=8), host("n2", gpus=4, cpus=8)]
+    config = config_of(4, 3, generator__tensor_parallel=2)
+    placement = place_roles(config, hosts=hosts)  # one GPU is left on the first host
+    assert placed(placement) == {"learner": ["", "", ""], "generator": ["n1", "n1", "n2", "n2"]}
+    assert [resources.gpus for resources in placement.generators] == 2 * [("0", "1"), ("2", "3")]
+    assert placement.sends_between_gpus
+    taken = [*placement.learners, *placement.generators[:2], placement.generators[3]]
+    room = find_room(config, "generator", hosts, taken)
+    assert room is not None and (room.host, room.gpus) == ("n2", ("0", "1"))
+    assert find_room(config, "generator", hosts, [*taken, room]) is None
+    learner = find_room(config, "learner", hosts, [*taken, room])
+    assert learner is not None and (learner.host, learner.gpus) == ("", ("3",))
+
+
 def test_pools_say_which_hosts_a_role_gets() -> None:
     hosts = [host("", gpus=0), *(host(f"t{n}", gpus=4, pool="train") for n in (1, 2)), host("g", gpus=8, pool="gen")]
     placement = place_roles(config_of(8, 8, **POOLS), hosts=hosts)

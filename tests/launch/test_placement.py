@@ -42,6 +42,33 @@ def test_one_generator_and_one_learner_split_the_machine() -> None:
     assert generator.environment()["ASYNCRL_HELPER_CPUS"] == "2,3"
 
 
+def test_a_generator_of_several_cores_shares_them_with_no_other_while_there_are_enough() -> None:
+    placement = place_roles(small_config(generator__tensor_parallel=3))
+    assert placement.generators[0].cpus == (0, 1, 2) and placement.learners[0].cpus == (3,)
+    placement = place_roles(small_config(generator__tensor_parallel=4))
+    assert placement.generators[0].cpus == placement.learners[0].cpus == placement.replay.cpus == (0, 1, 2, 3)
+    placement = place_roles(small_config(generator__tensor_parallel=2, launch__generators=2))
+    assert {resources.cpus for resources in placement.generators} == {(0, 1, 2)}
+    with pytest.raises(ConfigError, match=r"tensor_parallel = 5: all cores .* this machine has 4; use .*=4 or less"):
+        place_roles(small_config(generator__tensor_parallel=5))
+
+
+def test_a_generator_gets_adjacent_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,3,5,1,2")
+    placement = place_roles(small_config(generator__tensor_parallel=2, launch__generators=2))
+    assert placement.learners[0].gpus == ("7",)
+    assert [resources.gpus for resources in placement.generators] == [("3", "5"), ("1", "2")]
+    assert placement.generators[0].environment()["CUDA_VISIBLE_DEVICES"] == "3,5"
+    assert placement.sends_between_gpus
+    placement = place_roles(small_config(generator__tensor_parallel=2, launch__generators=3))
+    assert [resources.gpus for resources in placement.generators] == [("3", "5"), ("1", "2"), ("3", "5")]
+    assert not placement.sends_between_gpus
+    placement = place_roles(small_config(generator__tensor_parallel=5))
+    assert placement.generators[0].gpus == ("7", "3", "5", "1", "2") and not placement.sends_between_gpus
+    with pytest.raises(ConfigError, match=r"tensor_parallel = 6: all GPUs of a generator .* this machine has 5"):
+        place_roles(small_config(generator__tensor_parallel=6))
+
+
 def test_more_roles_than_cores_share_with_one_thread_each() -> None:
     placement = place_roles(small_config(launch__generators=8, launch__learners=4, replay__groups_per_step=4))
     assert {resources.threads for resources in placement.generators + placement.learners} == {1}

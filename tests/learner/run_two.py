@@ -1,4 +1,4 @@
-"""Runs `run_learner` as one of two ranks with ZeRO stage 3, with fakes for the replay queue and the weight sender.
+"""Runs `run_learner` as one of two ranks with ZeRO stage 3, with fakes for the replay queue and the weight senders.
 
 In the folder, `begin.json` contains the number of steps committed before, `offline.json` selects `run_offline`, `exact`
 declares that the engine does not round, and with `files` weights go to a folder, in pieces of a kilobyte. The log-probs
@@ -26,10 +26,11 @@ import asyncrl.replay.journal.history
 import asyncrl.weights.deltas
 import asyncrl.weights.files.manifest
 import asyncrl.weights.files.shards
+import asyncrl.weights.rank_share_sender
 import asyncrl.weights.sender
 from asyncrl.learner.role import run_learner, run_offline
 from asyncrl.types import Shard
-from asyncrl.weights.buckets import WeightManifest
+from asyncrl.weights.shares import share_of
 from asyncrl.wire.learner_messages import Committed
 from asyncrl.wire.version_messages import Announced
 
@@ -62,17 +63,23 @@ class Client:
 
 class Sender:
     address = ""
+    takes_slices = True
 
-    def __init__(self, address: str, manifest: WeightManifest, **options: Any) -> None:
-        assert rank == 0 and options["expected_generators"] == 1 and options["transport"] == "gloo"
-        self.expected = [(entry.name, entry.dtype, entry.shape) for entry in manifest.entries]
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        manifest = arguments[1] if rank == 0 else arguments[0]
+        if rank == 0:
+            assert options["expected_generators"] == 1 and options["transport"] == "gloo" and options["ranks"] == 2
+        self.expected = share_of(manifest, rank, 2, 1 << 20).layout.entries
+        self.shapes = {entry.name: list(entry.shape) for entry in manifest.entries}
         self.sent: dict[str, Tensor] = {}
         self.stats = SimpleNamespace(count=0, broadcast_s=0.0, wait_s=0.0, dropped=0)
 
     def send(self, version: int, weights: Iterable[tuple[str, Tensor]], *, copy_later: bool = False) -> None:
-        assert not copy_later, "both ranks must gather the weights"
+        assert copy_later, "nothing has to be gathered"
         copies = {name: weight.clone() for name, weight in weights}
-        assert [(name, weight.dtype, tuple(weight.shape)) for name, weight in copies.items()] == self.expected
+        assert [(name, weight.dtype, tuple(weight.shape)) for name, weight in copies.items()] == [
+            (entry.name, entry.dtype, entry.shape) for entry in self.expected
+        ]
         self.sent |= {f"{version}/{name}": weight for name, weight in copies.items()}
 
     def copied(self) -> None: ...
@@ -80,7 +87,8 @@ class Sender:
 
     def close(self) -> None:
         if self.sent:
-            save_file(self.sent, out / "sent.safetensors")
+            save_file(self.sent, out / f"sent-{rank}.safetensors")
+            (out / "shapes.json").write_text(json.dumps(self.shapes))
 
 
 class JournalBatches(Client):
@@ -109,6 +117,7 @@ class Announcer:
 STEPS = 4
 asyncrl.replay.client.LearnerClient = Client  # pyright: ignore[reportAttributeAccessIssue]
 asyncrl.weights.sender.WeightSender = Sender  # pyright: ignore[reportAttributeAccessIssue]
+asyncrl.weights.rank_share_sender.RankShareSender = Sender  # pyright: ignore[reportAttributeAccessIssue]
 asyncrl.replay.journal.history.JournalBatches = JournalBatches  # pyright: ignore[reportAttributeAccessIssue]
 asyncrl.replay.announcer.Announcer = Announcer  # pyright: ignore[reportAttributeAccessIssue]
 torch.set_num_threads(1)

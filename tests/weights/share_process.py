@@ -22,10 +22,11 @@ from weight_parts import manifest_of
 from asyncrl.errors import AsyncrlError
 from asyncrl.weights.background import BackgroundSender
 from asyncrl.weights.files.folder import Folder
-from asyncrl.weights.files.other_ranks import OtherRanks
 from asyncrl.weights.files.rank_sender import RankSender
 from asyncrl.weights.files.sender import FileSender, StoreOptions
 from asyncrl.weights.files.shards import shares_of
+from asyncrl.weights.files.share_writer import Written
+from asyncrl.weights.other_ranks import OtherRanks
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.store import StoreServer
 from asyncrl.wire.version_messages import Announced, Follower
@@ -43,7 +44,7 @@ def make_sender(rank: int, ranks: int, address: str, url: str, timeout_s: float)
     if rank:
         share = shares_of(manifest, ranks)[rank]
         return RankSender(manifest, share, url, Endpoints("run-0f", "", address, ""), timeout_s=timeout_s)
-    others = OtherRanks(StoreServer(address, "shares", run_id="run-0f"), ranks - 1, timeout_s=timeout_s)
+    others = OtherRanks(StoreServer(address, "shares", run_id="run-0f"), ranks - 1, Written, timeout_s=timeout_s)
     options = StoreOptions(url, full_every=4, keep=2)
     return FileSender(manifest, options, announce, run_id="run-0f", timeout_s=timeout_s, others=others)
 

@@ -26,11 +26,12 @@ from asyncrl.errors import PeerTimeoutError
 from asyncrl.types import NO_VERSION
 from asyncrl.weights.buckets import WeightManifest
 from asyncrl.weights.files.folder import BadFileError, Folder
-from asyncrl.weights.files.other_ranks import OtherRanks
 from asyncrl.weights.files.rank_sender import RankSender
 from asyncrl.weights.files.reader import Reader
 from asyncrl.weights.files.sender import FileSender, StoreOptions
 from asyncrl.weights.files.shards import shares_of
+from asyncrl.weights.files.share_writer import Written
+from asyncrl.weights.other_ranks import OtherRanks
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.store import StoreServer
 from asyncrl.wire.version_messages import Announced, Follower, Following
@@ -111,7 +112,7 @@ class Learner:
         self.followers: Sequence[Follower] = []
         self.shares = shares_of(MANIFEST, ranks)
         self.store = StoreServer(address, "shares", run_id="run-0f")
-        others = OtherRanks(self.store, len(self.shares) - 1, timeout_s=timeout_s) if ranks > 1 else None
+        others = OtherRanks(self.store, len(self.shares) - 1, Written, timeout_s=timeout_s) if ranks > 1 else None
         options, endpoints = StoreOptions(url, full_every=4, keep=2), Endpoints("run-0f", "", address, "")
         self.main = FileSender(MANIFEST, options, self._announce, run_id="run-0f", timeout_s=timeout_s, others=others)
         self.others = [RankSender(MANIFEST, share, url, endpoints, timeout_s=timeout_s) for share in self.shares[1:]]
@@ -247,7 +248,7 @@ def test_a_slow_rank_is_waited_for_and_a_silent_one_is_named(
     learner.publish(1)
     silent.set()
     with pytest.raises(
-        PeerTimeoutError, match=r"learner rank 1 has not written its share, and has been silent for 2 s"
+        PeerTimeoutError, match=r"learner rank 1 has not delivered its share, and has been silent for 2 s"
     ):
         learner.publish(2)
 
@@ -307,7 +308,7 @@ def test_a_rank_that_is_killed_in_a_write_leaves_no_version(
     if killed == 1:
         while "error" not in (said := ranks[0].next()):
             assert said.get("version") != 4
-        assert said["error"].startswith("PeerTimeoutError: weights: learner rank 1 has not written its share")
+        assert said["error"].startswith("PeerTimeoutError: weights: learner rank 1 has not delivered its share")
     stored = {path.parent.name for path in tmp_path.rglob("manifest.json")}
     assert before.folder in stored and not [name for name in stored if name.startswith("v000004")]
     assert [path for path in tmp_path.iterdir() if path.name.startswith("v000004")], "it was being written"

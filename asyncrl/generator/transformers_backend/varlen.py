@@ -6,11 +6,19 @@ GPU.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
+from inspect import signature
+from typing import Any
 
 import structlog
 import torch
 from torch import Tensor
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:
+    varlen_attn = None
 
 from asyncrl.generator.transformers_backend.attention import Kernel, padded_attention
 from asyncrl.generator.transformers_backend.batch import Batch, Row, sort_rows
@@ -30,9 +38,7 @@ def table_attention(
     batch: Batch, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, window: int | None
 ) -> Tensor:
     """Reads keys and values through the table of pages."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    assert batch.cache is not None
+    assert batch.cache is not None and varlen_attn is not None
     keys, values = (tensor.unflatten(0, (-1, batch.cache.page_tokens)) for tensor in batch.cache.layers[layer])
     return varlen_attn(
         q.contiguous(),
@@ -44,7 +50,7 @@ def table_attention(
         batch.max_key,
         scale=scale,
         window_size=_window(window),
-        enable_gqa=q.shape[1] != keys.shape[2],
+        **_grouped(varlen_attn, q.shape[1] != keys.shape[2]),
         seqused_k=batch.key_lengths,
         block_table=batch.page_table,
     )  # type: ignore[return-value]
@@ -54,9 +60,7 @@ def gathered_attention(
     batch: Batch, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, window: int | None
 ) -> Tensor:
     """Copies keys and values of all rows from the cache first."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    assert batch.cache is not None
+    assert batch.cache is not None and varlen_attn is not None
     keys, values = (tensor.index_select(0, batch.key_source) for tensor in batch.cache.layers[layer])
     return varlen_attn(
         q.contiguous(),
@@ -68,8 +72,14 @@ def gathered_attention(
         batch.max_key,
         scale=scale,
         window_size=_window(window),
-        enable_gqa=q.shape[1] != keys.shape[1],
+        **_grouped(varlen_attn, q.shape[1] != keys.shape[1]),
     )  # type: ignore[return-value]
+
+
+@cache
+def _grouped(function: Callable[..., Any], grouped: bool) -> dict[str, Any]:
+    """The option for several query heads for a head of keys, which releases before 2.12 accept without it."""
+    return {"enable_gqa": grouped} if "enable_gqa" in signature(function).parameters else {}
 
 
 def _window(window: int | None) -> tuple[int, int]:
@@ -81,7 +91,7 @@ def choose_kernel(
 ) -> tuple[Kernel, int]:
     """Returns the fastest kernel that computes what `padded_attention` does for a model with these keys and values and
     this number of query heads, and the tokens of a page."""
-    if device.type != "cuda" or dtype is torch.float32:
+    if device.type != "cuda" or dtype is torch.float32 or varlen_attn is None:
         return padded_attention, PAGE_TOKENS
     for kernel, page_tokens in ((table_attention, LARGE_PAGE_TOKENS), (gathered_attention, PAGE_TOKENS)):
         fault = _fault(kernel, page_tokens, set(shapes.values()), heads, dtype=dtype, device=device)

@@ -14,12 +14,14 @@ import structlog
 from numpy.typing import NDArray
 
 from asyncrl.config import Config
-from asyncrl.errors import AsyncrlError, ConfigError, InvariantError, RunError
+from asyncrl.errors import InvariantError, RunError
 from asyncrl.generator.engine import Completion, Sampling
 from asyncrl.generator.vllm_backend.completion import completion_of
 from asyncrl.generator.vllm_backend.sent_weights import SentWeights, Weights
 from asyncrl.generator.vllm_backend.setup import build_engine, sampling_params
 from asyncrl.generator.vllm_backend.version_labels import VersionLabels, check_first_versions
+from asyncrl.generator.vllm_backend.weight_loader import WeightLoader
+from asyncrl.generator.vllm_backend.workers import Workers
 from asyncrl.types import NO_VERSION
 from asyncrl.util.tokenizer import end_tokens, load_tokenizer
 
@@ -63,6 +65,8 @@ class VllmEngine:
         self._sent = sent or SentWeights(config)  # first: vLLM changes classes of transformers that it runs itself
         self._labels = VersionLabels()
         self._engine = build_engine(config, seed, self._labels)
+        self._workers = Workers(self._engine, timeout_s=config.launch.heartbeat_timeout_s)
+        self._loader = WeightLoader(config, self._engine, self._sent, self._workers)
         self._has_tokenizer = False
         if config.generator.stop_texts:
             self._load_tokenizer()
@@ -92,7 +96,8 @@ class VllmEngine:
 
     @property
     def num_running(self) -> int:
-        """Number of completions in progress."""
+        """Number of completions in progress. Raises PeerTimeoutError if a worker process of the engine has ended."""
+        self._workers.check()
         return len(self._requests)
 
     def add(
@@ -220,7 +225,7 @@ class VllmEngine:
     def step(self) -> list[Completion]:
         """Runs one decoding step of all requests and returns the completions that ended in it."""
         completions: list[Completion] = []
-        for output in self._engine.step():
+        for output in self._workers.call(self._engine.step):
             del self._requests[output.request_id]
             completions.append(completion_of(output.request_id, output.outputs[0]))  # type: ignore[union-attr]
         return completions
@@ -248,8 +253,7 @@ class VllmEngine:
         when the first weights cannot be loaded.
         """
         started = time.perf_counter()
-        self._check_fit(version, tensors)
-        self._load(tensors)
+        self._loader.load(version, tensors, is_first=self.version == NO_VERSION)
         self._set_version(version)
         if self._config.weights.kv_cache == "recompute":
             self._engine.reset_prefix_cache(reset_running_requests=True)
@@ -266,25 +270,6 @@ class VllmEngine:
     def _set_version(self, version: int) -> None:
         self.version = self._labels.version = version
 
-    def _load(self, tensors: Weights) -> None:
-        from asyncrl.generator.vllm_backend.weight_transfer import STAGING
-
-        STAGING["weights"] = self._sent.to_checkpoint(tensors)
-        try:
-            self._engine.collective_rpc("start_weight_update")
-            self._engine.collective_rpc("update_weights", args=({"key": "weights"},))
-            self._engine.collective_rpc("finish_weight_update")
-        except (AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
-            if isinstance(error, AsyncrlError) or self.version != NO_VERSION:
-                raise
-            raise ConfigError(
-                f"model.path = {self._config.model.path!r}: the engine cannot load new weights of a model of type "
-                f"{self._sent.model_type} ({type(error).__name__}: {error}); use a family of the table in "
-                "docs/models.md"
-            ) from error
-        finally:
-            del STAGING["weights"]
-
     def _restart_untouched(self) -> None:
         """Restarts requests that have not sampled a token yet, so that their prompt is of one version."""
         untouched = [key for key, one in self._requests.items() if one.salt is None and not self.num_generated(key)]
@@ -293,21 +278,10 @@ class VllmEngine:
         for key, request in zip(untouched, requests, strict=True):
             self._start(key, request)
 
-    def _check_fit(self, version: int, tensors: Weights) -> None:
-        given, known = {name: tuple(tensor.shape) for name, tensor in tensors}, self._sent.shapes
-        if given == known:
-            return
-        faults = [f"{name} is missing" for name in known.keys() - given.keys()]
-        faults += [f"{name} is unknown" for name in given.keys() - known.keys()]
-        faults += [
-            f"{name} has shape {given[name]}, the model {shape}"
-            for name, shape in known.items()
-            if name in given and given[name] != shape
-        ]
-        shown = "; ".join(sorted(faults)[:5]) + ("; ..." if len(faults) > 5 else "")
-        raise RunError(f"weights of version {version} do not fit model.path = {self._config.model.path}: {shown}")
-
     def close(self) -> None:
         """Aborts all requests and frees the engine's memory and its process group."""
-        self.abort(list(self._requests))
+        if self._workers.alive:
+            self.abort(list(self._requests))
+        self._workers.close()
         self._engine.engine_core.shutdown()
+        self._loader.close()

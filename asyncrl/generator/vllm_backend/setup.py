@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import inspect
 import logging
+import math
 import os
-from collections.abc import Mapping, Sequence
-from functools import wraps
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,10 +18,10 @@ from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.generator.engine import GPU_FRACTION
 from asyncrl.generator.vllm_backend.version_labels import VersionLabels
+from asyncrl.util.files import read_json
 from asyncrl.util.hints import did_you_mean
 
 if TYPE_CHECKING:
-    from torch.nn import Module
     from vllm import SamplingParams
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -36,9 +36,16 @@ ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     # Connections that the engine makes to itself stay on the machine.
     "VLLM_HOST_IP": "127.0.0.1",
+    # Worker processes use the cores of this process; vLLM would want a NUMA node for each.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # Nothing of a worker is worth waiting for.
+    "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",
 }
 """Set before vLLM is imported, unless the user's environment says otherwise. The launcher sets thread counts and cores
 (OMP_NUM_THREADS, affinity): inside one process vLLM keeps them."""
+
+DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size")
+"""Sizes in a model's `config.json` that vLLM divides among devices."""
 
 CPU_KV_CACHE_BYTES = 1 << 30
 """Key-value cache on a CPU when `generator.kv_cache_bytes` is not set."""
@@ -47,27 +54,48 @@ CPU_KV_CACHE_BYTES = 1 << 30
 def build_engine(config: Config, seed: int, labels: VersionLabels) -> LLMEngine:
     """Builds the vLLM engine for `model.path`, as configured in sections `model` and `generator`. `labels` then labels
     its tokens."""
-    for name, value in ENVIRONMENT.items():
+    limit_s = str(math.ceil(config.launch.heartbeat_timeout_s))
+    for name, value in (ENVIRONMENT | {"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": limit_s}).items():
         os.environ.setdefault(name, value)
-    preload = os.environ.get("LD_PRELOAD")
     import torch
 
     on_gpu = torch.cuda.is_available()
     if config.deterministic and on_gpu:
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
+    if not on_gpu:
+        check_cpu(config)
+    arguments = _arguments(config, seed, on_gpu=on_gpu)
+    with _environment_of_workers(config.generator.tensor_parallel):
+        return _build(config, arguments, labels)
+
+
+@contextmanager
+def _environment_of_workers(count: int) -> Iterator[None]:
+    """Sets what worker processes find in their environment when they start. Other children of this process get the
+    former values, also of LD_PRELOAD, which vLLM sets."""
+    import torch
+
+    from asyncrl.generator.vllm_backend.plugin import GENERATOR, register
+
+    names = ("LD_PRELOAD", "OMP_NUM_THREADS", GENERATOR)
+    before = {name: os.environ.get(name) for name in names}
+    os.environ |= {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // count)), GENERATOR: str(os.getpid())}
+    try:
+        register()
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _build(config: Config, arguments: dict[str, Any], labels: VersionLabels) -> LLMEngine:
     from vllm import EngineArgs
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    from asyncrl.generator.vllm_backend.plugin import register
-
-    register()
-    if not on_gpu:
-        check_cpu(config)
-        _keep_weights_beside_packed()
-        # vLLM would still compile one line of its sampler: the C++ compiler runs for a minute where nothing is cached.
-        torch.compiler.set_stance("force_eager")
-    arguments = _arguments(config, seed, on_gpu=on_gpu)
     context = UsageContext.LLM_CLASS  # sets the default of tokens per step: many prompts, no streaming
     try:
         vllm_config = EngineArgs(**arguments).create_engine_config(context)
@@ -86,11 +114,6 @@ def build_engine(config: Config, seed: int, labels: VersionLabels) -> LLMEngine:
     labels.set_weight_version = engine.set_weight_version
     # vLLM warns at every swap about layers without own weights; `Engine.swap` checks that nothing is missing.
     logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
-    # vLLM sets LD_PRELOAD for its own children; those of this process keep their allocator.
-    if preload is None:
-        os.environ.pop("LD_PRELOAD", None)
-    else:
-        os.environ["LD_PRELOAD"] = preload
     return engine
 
 
@@ -110,14 +133,15 @@ def _arguments(config: Config, seed: int, *, on_gpu: bool) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",  # not the sampling defaults that a model ships
         "weight_transfer_config": WeightTransferConfig(backend=NAME),
-        "distributed_executor_backend": "uni",
+        "tensor_parallel_size": generator.tensor_parallel,
+        "distributed_executor_backend": "mp" if generator.tensor_parallel > 1 else "uni",
         "disable_log_stats": True,
     }
     if on_gpu:
         arguments["gpu_memory_utilization"] = float(os.environ.get(GPU_FRACTION, generator.gpu_memory_utilization))
     else:
         arguments["enforce_eager"] = True
-        arguments["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
+        arguments["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES // generator.tensor_parallel
         if config.deterministic:
             # One sequence at a time, since kernels round differently for several. No chunked prefill, since the CPU
             # sampler cannot undo the draw for a chunk that ends before the prompt does.
@@ -126,7 +150,7 @@ def _arguments(config: Config, seed: int, *, on_gpu: bool) -> dict[str, Any]:
         # When many environments answer at once, more turns wait than fit: those of the oldest groups go first.
         arguments["scheduling_policy"] = "priority"
     if generator.kv_cache_bytes is not None:
-        arguments["kv_cache_memory_bytes"] = generator.kv_cache_bytes
+        arguments["kv_cache_memory_bytes"] = generator.kv_cache_bytes // generator.tensor_parallel  # of each device
     arguments |= generator.engine_settings
     if config.deterministic:
         # What runs or is cached next to a completion changes nothing.
@@ -143,6 +167,24 @@ def check_engine_options(config: Config) -> None:
         if name not in names:
             raise ConfigError(
                 f"generator.engine_options.{name}: vllm.EngineArgs has no such option{did_you_mean(name, names)}"
+            )
+
+
+def check_tensor_parallel(config: Config) -> None:
+    """Raises ConfigError if vLLM cannot divide the model of `model.path` into `generator.tensor_parallel` parts."""
+    parallel = config.generator.tensor_parallel
+    if parallel == 1:
+        return
+    settings = read_json(Path(config.model.path) / "config.json", "model.path")
+    settings = settings.get("text_config") or settings
+    for name in DIVIDED:
+        number = settings.get(name)
+        is_repeated = name == "num_key_value_heads" and isinstance(number, int) and parallel % number == 0
+        if isinstance(number, int) and number % parallel and not is_repeated:
+            rule = "divide or be a multiple of" if name == "num_key_value_heads" else "divide"
+            raise ConfigError(
+                f"generator.tensor_parallel = {parallel}: must {rule} {name} = {number} in config.json of "
+                f"{config.model.path}"
             )
 
 
@@ -181,20 +223,6 @@ def check_cpu(config: Config) -> None:
             f"model.dtype = 'bfloat16': {fault}; use model.dtype=float32, or a kernel (Linux 5.16 or newer) and "
             "container that permit them"
         )
-
-
-def _keep_weights_beside_packed() -> None:
-    """Makes vLLM keep the weights in addition to their packed copies on a CPU. By default it drops them, and new
-    weights need a layer-wise reload; weights that are kept are overwritten in place and packed again."""
-    from vllm.model_executor.layers import utils
-
-    pack = inspect.unwrap(utils.dispatch_cpu_unquantized_gemm)
-
-    @wraps(pack)
-    def pack_and_keep(layer: Module, remove_weight: bool) -> None:
-        pack(layer, remove_weight=False)
-
-    utils.dispatch_cpu_unquantized_gemm = pack_and_keep
 
 
 def sampling_params(

@@ -11,12 +11,15 @@ Both hooks are public: the engine option `scheduler_cls` and `LLMEngine.set_weig
 
 The weights of a batch are those at its scheduling since vLLM, in one process, starts all kernels of a batch in the step
 that schedules it. New weights are copied by the same thread on the same stream, so after them, and no batch need be
-waited for. That holds for vLLM's layer-wise reload, too: it allocates, frees and copies on that stream. For GPUs this
-was read in the source of vLLM 0.32, not tested.
+waited for. That holds for vLLM's layer-wise reload, too: it allocates, frees and copies on that stream. With tensor
+parallelism a worker process takes batches and new weights from one queue, in their order, and does one after the other.
+For GPUs this was read in the source of vLLM 0.32, not tested.
 """
 
 from __future__ import annotations
 
+import copyreg
+from abc import ABCMeta
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -30,6 +33,18 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.outputs import ModelRunnerOutput
+
+
+class _Labelling(ABCMeta):
+    """Type of the scheduler classes with labels. Pickled, one is the class that it extends: worker processes get it
+    with the config, but schedule nothing."""
+
+
+copyreg.pickle(_Labelling, lambda scheduler: (_itself, (scheduler.__base__,)))  # type: ignore[arg-type]
+
+
+def _itself(scheduler: type) -> type:
+    return scheduler
 
 
 class VersionLabels:
@@ -57,7 +72,7 @@ class VersionLabels:
         """Returns vLLM's scheduler class with labelled batches."""
         labels = self
 
-        class LabellingScheduler(base):
+        class LabellingScheduler(base, metaclass=_Labelling):
             def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
                 batch = super().schedule(throttle_prefills)
                 labels.scheduled(batch)

@@ -1,9 +1,13 @@
-"""The weight transfer engine: loads weights in this process's memory into the vLLM engine of this process."""
+"""The weight transfer engine: loads weights into the part of the model that this process computes.
+
+Without tensor parallelism that is all of it, and the weights are in this process's memory. A worker process finds them
+in memory that the generator shares, a bucket at a time. vLLM's own loaders take what belongs to the part.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -26,6 +30,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
+from asyncrl.generator.vllm_backend.shared_weights import Entry, map_file, view_of
+
 STAGING: dict[str, Iterator[tuple[str, Tensor]]] = {}
 """Weights to load, in Hugging Face checkpoint names, under the key that `update_weights` receives."""
 PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
@@ -39,10 +45,16 @@ class StagedInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class StagedUpdateInfo(WeightTransferUpdateInfo):
-    """Names the weights of an update."""
+    """Names the weights of an update, or of a part of it."""
 
-    key: str
-    """Key in `STAGING`."""
+    key: str = ""
+    """Key in `STAGING`; empty for shared memory."""
+    path: str = ""
+    num_bytes: int = 0
+    entries: Sequence[Entry] = field(default_factory=list)
+    """The file of the shared memory, its size, and where in it the tensors are."""
+    is_last: bool = True
+    """True for the last part of an update."""
 
 
 class StagedTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpdateInfo]):
@@ -54,6 +66,9 @@ class StagedTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpdateInfo
 
     _checked = False
     """True once a first update has set every parameter of the model."""
+    _memory = torch.empty(0, dtype=torch.uint8)
+    _mapped = ""
+    """The shared memory, and its file."""
 
     @cached_property
     def _in_place(self) -> bool:
@@ -90,21 +105,33 @@ class StagedTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpdateInfo
             for experts in self._packed_experts:
                 experts.moe_kernel = None  # otherwise vLLM does not pack the reloaded weights
         self._to_load = self._names() & computed_with
+        self._loaded: set[str] | None = set()
 
     def _names(self) -> set[str]:
         return set() if self._checked else {name for name, _ in self.model.named_parameters()}
 
     @torch.no_grad()
     def receive_weights(self, update_info: StagedUpdateInfo) -> None:
-        """Loads the staged weights. Raises ValueError when the first update leaves a parameter of the model unset."""
+        """Loads the weights of an update, or of a part of it. Raises ValueError when the first update leaves a
+        parameter of the model unset."""
         model: Any = self.model
-        loaded: set[str] | None = model.load_weights(STAGING[update_info.key])
+        loaded: set[str] | None = model.load_weights(self._weights(update_info))
         if self._checked:
             return
-        left = sorted(self._to_load - loaded) if loaded is not None else []
-        if left:
-            raise ValueError(f"nothing was loaded into {left[0]}" + (f" and {len(left) - 1} more" if left[1:] else ""))
-        self._checked = True
+        self._loaded = None if loaded is None or self._loaded is None else self._loaded | loaded
+        if update_info.is_last:
+            self._check_complete()
+
+    def _weights(self, info: StagedUpdateInfo) -> Iterator[tuple[str, Tensor]]:
+        if info.key:
+            yield from STAGING[info.key]
+            return
+        if self._mapped != info.path or self._memory.numel() != info.num_bytes:
+            self._memory, self._mapped = map_file(info.path, info.num_bytes), info.path
+        for entry in info.entries:
+            tensor = view_of(self._memory, entry)
+            # A reload holds the tensors of a layer until they are complete; the next bucket overwrites this one.
+            yield entry[0], tensor if self._in_place else tensor.clone()
 
     def finish_weight_update(self) -> None:
         """Packs the new weights again where the model computes with packed copies."""
@@ -113,6 +140,12 @@ class StagedTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpdateInfo
         else:
             finalize_layerwise_reload(self.model, self.model_config)
             self._pack(self._tied_heads())
+
+    def _check_complete(self) -> None:
+        left = sorted(self._to_load - self._loaded) if self._loaded is not None else []
+        if left:
+            raise ValueError(f"nothing was loaded into {left[0]}" + (f" and {len(left) - 1} more" if left[1:] else ""))
+        self._checked = True
 
     def _tied_heads(self) -> list[Any]:
         """Packed heads that share the weights of their embedding; a reload does not pack them."""

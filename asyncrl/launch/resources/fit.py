@@ -5,6 +5,7 @@ The needs are computed (`memory`), not measured, before any process starts.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -150,12 +151,22 @@ def _needs(config: Config, placement: Placement, models: Models) -> Iterator[tup
         yield resources.gpus[0], Need(f"critic-{rank}", critic_parts(config, models.critic or models.policy))
     for index, resources in enumerate(placement.generators):
         staged = staging_parts(config, models.policy, on_gpu=_by_nccl(config, placement))
-        yield resources.gpus[0], Need(f"generator-{index}", engine_parts(config, models.policy) | staged)
+        for gpu in resources.gpus:
+            parts = _engine_parts(config, models.policy) | (staged if gpu == resources.gpus[0] else {})
+            yield gpu, Need(f"generator-{index}", parts)
     options: dict[str, Any] = REWARD_MODEL | model_options(config)
     if placement.reward_model is not None and models.reward_model is not None and options["device"] != "cpu":
         tokens, dtype = int(options["tokens_per_batch"]), str(options["dtype"])
         parts = reward_model_parts(models.reward_model, dtype=dtype, tokens=tokens)
         yield placement.reward_model.gpus[0], Need("reward_model", parts)
+
+
+def _engine_parts(config: Config, shape: Shape) -> Parts:
+    """Returns the memory of an engine on one of its GPUs, which divide weights, keys and values."""
+    return {
+        name: num_bytes // config.generator.tensor_parallel if name == "weights" or "key" in name else num_bytes
+        for name, num_bytes in engine_parts(config, shape).items()
+    }
 
 
 def _by_nccl(config: Config, placement: Placement) -> bool:
@@ -165,7 +176,7 @@ def _by_nccl(config: Config, placement: Placement) -> bool:
 def _with_fractions(config: Config, placement: Placement, models: Models, cards: list[Card]) -> Placement:
     """Divides the memory that the other roles of a GPU leave among its engines, minus their staged weights."""
     staged = sum(staging_parts(config, models.policy, on_gpu=_by_nccl(config, placement)).values())
-    least = sum(engine_parts(config, models.policy).values())
+    least = sum(_engine_parts(config, models.policy).values())
     fractions: dict[str, float] = {}
     for card in cards:
         engines = [need for need in card.needs if need.name.startswith("generator-")]
@@ -176,15 +187,13 @@ def _with_fractions(config: Config, placement: Placement, models: Models, cards:
         if config.generator.kv_cache_bytes is not None:
             engine_bytes = min(engine_bytes, least)  # the engine uses no more, and requires that this much is free
         fractions[card.name] = engine_bytes / card.memory_bytes
-    return _set_fractions(placement, lambda resources: fractions[resources.gpus[0]])
+    return _set_fractions(placement, lambda resources: min(fractions[gpu] for gpu in resources.gpus))
 
 
 def _divided(config: Config, placement: Placement) -> Placement:
-    counts = {
-        resources.gpus: sum(resources.gpus == other.gpus for other in placement.generators)
-        for resources in placement.generators
-    }
-    return _set_fractions(placement, lambda resources: config.generator.gpu_memory_utilization / counts[resources.gpus])
+    counts = Counter(gpu for resources in placement.generators for gpu in resources.devices)
+    most = config.generator.gpu_memory_utilization
+    return _set_fractions(placement, lambda resources: most / max(counts[gpu] for gpu in resources.devices))
 
 
 def _set_fractions(placement: Placement, fraction: Callable[[RoleResources], float]) -> Placement:

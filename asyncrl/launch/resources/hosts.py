@@ -16,6 +16,11 @@ Member = tuple[str, int]
 """A role and its index."""
 
 
+def num_devices(config: Config, role: str) -> int:
+    """Returns how many GPUs, or on a CPU cores, one process of the role needs."""
+    return config.generator.tensor_parallel if role == "generator" else 1
+
+
 @dataclass(frozen=True, slots=True)
 class Host:
     """A machine, or the part of one, on which roles run."""
@@ -65,21 +70,33 @@ def deal_roles(config: Config, hosts: Sequence[Host], *, reward_model: bool) -> 
             raise ConfigError(
                 f"placement.roles: pool {pool!r} of {', '.join(dict.fromkeys(role for role, _ in members))} has no host"
             )
-        sizes = _sizes([hosts[place] for place in own], members)
+        sizes = _sizes([hosts[place] for place in own], [num_devices(config, role) for role, _ in members])
         for place, first, end in zip(own, [0, *accumulate(sizes)], accumulate(sizes), strict=False):
             dealt[place] += members[first:end]
     return dealt
 
 
-def _sizes(hosts: Sequence[Host], members: Sequence[Member]) -> list[int]:
-    """The number of members for each host. With enough GPUs for all members, each gets its own."""
+def _sizes(hosts: Sequence[Host], devices: Sequence[int]) -> list[int]:
+    """The number of members for each host; `devices` are the GPUs that each needs. With enough GPUs for all members,
+    each gets its own."""
     gpus = [len(host.gpus) for host in hosts]
-    if sum(gpus) >= len(members):
-        left, sizes = len(members), list[int]()
-        for count in gpus:
-            sizes.append(min(count, left))
-            left -= sizes[-1]
+    if sum(sizes := _separate(gpus, devices)) == len(devices):
         return sizes
     capacity = gpus if any(gpus) else [len(host.cpus) for host in hosts]
-    ends = [round(end * len(members) / sum(capacity)) for end in accumulate(capacity)]
+    ends = [round(end * len(devices) / sum(capacity)) for end in accumulate(capacity)]
     return [end - before for before, end in zip([0, *ends], ends, strict=False)]
+
+
+def _separate(gpus: Sequence[int], devices: Sequence[int]) -> list[int]:
+    """The numbers of members for which each host has separate GPUs, in their order."""
+    sizes = [0] * len(gpus)
+    place, left = 0, gpus[0]
+    for wanted in devices:
+        while left < wanted:
+            place += 1
+            if place == len(gpus):
+                return sizes
+            left = gpus[place]
+        left -= wanted
+        sizes[place] += 1
+    return sizes

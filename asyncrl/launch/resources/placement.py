@@ -9,7 +9,7 @@ from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.generator.engine import GPU_FRACTION
 from asyncrl.launch.resources.gpus import Gpu
-from asyncrl.launch.resources.hosts import Host, Member, deal_roles, this_machine
+from asyncrl.launch.resources.hosts import Host, Member, deal_roles, num_devices, this_machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +64,9 @@ class Placement:
 
     @property
     def sends_between_gpus(self) -> bool:
-        """True if learner rank 0 and every generator each have a GPU that none of the others uses, as NCCL requires."""
-        gpus = [gpu for resources in (self.learners[0], *self.generators) for gpu in resources.devices]
-        return len(set(gpus)) == len(gpus) == 1 + len(self.generators)
+        """True if learner rank 0 and every generator each have GPUs that none of the others uses, as NCCL requires."""
+        devices = [resources.devices for resources in (self.learners[0], *self.generators)]
+        return all(devices) and len({gpu for own in devices for gpu in own}) == sum(map(len, devices))
 
     def of(self, role: str) -> tuple[RoleResources, ...]:
         """Returns the resources of each process of the role."""
@@ -83,20 +83,24 @@ def place_roles(config: Config, *, reward_model: bool = False, hosts: Sequence[H
     """Returns the cores and GPUs of all roles on these hosts, by default on this machine; the replay queue is on the
     first one.
 
-    On each host every process has a separate GPU while enough are available, and cores are divided in proportion to the
-    numbers of processes. Critics and the reward model use the cores of the learners. Raises ConfigError if there are
-    GPUs, but fewer than learner ranks or critic ranks.
+    On each host every process has separate GPUs while enough are available, and cores are divided in proportion to the
+    numbers of processes. A generator has `generator.tensor_parallel` adjacent GPUs, or at least as many cores. Critics
+    and the reward model use the cores of the learners. Raises ConfigError if there are GPUs, but fewer than learner
+    ranks or critic ranks, and if a host has fewer GPUs or cores than one of its generators needs.
     """
     hosts = list(hosts or [this_machine()])
     gpus = tuple(gpu for host in hosts for gpu in host.gpus)
     if gpus:
         _check_ranks(config, gpus)
     placed: dict[Member, RoleResources] = {}
+    parallel, pin = num_devices(config, "generator"), config.launch.pin_cores
     dealt = deal_roles(config, hosts, reward_model=reward_model)
     for host, members in zip(hosts, dealt, strict=True):
         if not members:
             continue
-        own = _on_gpus(host, members) if host.gpus else _on_cores(host, members, pin=config.launch.pin_cores)
+        if _split(members)[0]:
+            _check_parallel(host, parallel)
+        own = _on_gpus(host, members, parallel) if host.gpus else _on_cores(host, members, parallel, pin=pin)
         placed |= {member: replace(resources, host=host.name) for member, resources in own.items()}
 
     def of(role: str) -> tuple[RoleResources, ...]:
@@ -104,7 +108,7 @@ def place_roles(config: Config, *, reward_model: bool = False, hosts: Sequence[H
 
     head = hosts[0]
     # The replay queue uses the cores of the learners: nothing else runs on an engine's core.
-    shared = head.cpus if head.gpus else head.cpus[_cut(head, dealt[0], pin=config.launch.pin_cores) :]
+    shared = head.cpus if head.gpus else head.cpus[_cut(head, dealt[0], parallel, pin=pin) :]
     replay = RoleResources(shared or head.cpus, threads=1, host=head.name)
     return Placement(of("generator"), of("learner"), replay, of("critic"), next(iter(of("reward_model")), None), gpus)
 
@@ -125,50 +129,77 @@ def _split(members: Sequence[Member]) -> tuple[list[Member], list[Member]]:
     return generators, [member for member in members if member[0] != "generator"]
 
 
-def _cut(host: Host, members: Sequence[Member], *, pin: bool) -> int:
-    """The number of cores, from the first on, that only generators use; 0 if all roles share the cores."""
+def _check_parallel(host: Host, parallel: int) -> None:
+    """Raises ConfigError if the host has fewer GPUs, or on a CPU cores, than one generator needs."""
+    devices, number = ("GPUs", len(host.gpus)) if host.gpus else ("cores", len(host.cpus))
+    if parallel > number:
+        raise ConfigError(
+            f"generator.tensor_parallel = {parallel}: all {devices} of a generator are of one host, and "
+            f"{host.name or 'this machine'} has {number}; use generator.tensor_parallel={number} or less"
+        )
+
+
+def _cut(host: Host, members: Sequence[Member], parallel: int, *, pin: bool) -> int:
+    """The number of cores, from the first on, that only generators use; 0 if all roles share the cores: a worker of an
+    engine waits for the others by polling, so that two on one core would take turns at every layer."""
     generators, trained = _split(members)
     if not pin or len(host.cpus) < 2 or not generators or not trained:
         return 0
-    wanted = round(len(host.cpus) * len(generators) / len(members))
-    return min(max(wanted, 1), len(host.cpus) - 1)
+    weight = parallel * len(generators)
+    wanted = round(len(host.cpus) * weight / (weight + len(trained)))
+    cut = min(max(wanted, 1), len(host.cpus) - 1)
+    return cut if cut >= parallel else 0
 
 
-def _on_cores(host: Host, members: Sequence[Member], *, pin: bool) -> dict[Member, RoleResources]:
+def _on_cores(host: Host, members: Sequence[Member], parallel: int, *, pin: bool) -> dict[Member, RoleResources]:
     """The roles of a host without GPUs."""
     generators, trained = _split(members)
-    if cut := _cut(host, members, pin=pin):
-        engines = [replace(own, helper_cpus=host.cpus[cut:]) for own in _deal(host.cpus[:cut], len(generators))]
-        dealt = [*engines, *_deal(host.cpus[cut:], len(trained))]
+    if cut := _cut(host, members, parallel, pin=pin):
+        engines = _deal(host.cpus[:cut], len(generators), parallel)
+        dealt = [replace(own, helper_cpus=host.cpus[cut:]) for own in engines]
+        dealt += _deal(host.cpus[cut:], len(trained))
     elif pin and (not generators or not trained):
-        dealt = _deal(host.cpus, len(members))
+        dealt = _deal(host.cpus, len(members), parallel if generators else 1)
     else:
         dealt = [RoleResources(host.cpus, max(1, len(host.cpus) // len(members)))] * len(members)
     return dict(zip([*generators, *trained], dealt, strict=True))
 
 
-def _on_gpus(host: Host, members: Sequence[Member]) -> dict[Member, RoleResources]:
+def _on_gpus(host: Host, members: Sequence[Member], parallel: int) -> dict[Member, RoleResources]:
     """The roles of a host with GPUs: learner and critic ranks use the first GPUs, generators and the reward model the
     others.
 
-    With fewer GPUs than processes, generators share GPUs with one another before they share with trained models.
+    With fewer GPUs than processes need, generators share GPUs with one another before they share with trained models.
     """
     generators, others = _split(members)
     trained = [member for member in others if member[0] != "reward_model"]
     num_gpus = len(host.gpus)
     taken = [index % num_gpus for index in range(len(trained))]
     left = list(range(num_gpus))[len(trained) :]
-    if not left:
-        load = [taken.count(card) for card in range(num_gpus)]
-        left = [card for card in reversed(range(num_gpus)) if load[card] == min(load)]
     scored = len(trained) < len(others)
     # The reward model gets a separate GPU if one is left.
-    places = left[:-1] if scored and len(left) > len(generators) else left
-    cards = dict(zip(trained, taken, strict=True))
+    alone = scored and len(left) > parallel * len(generators)
+    places = _places(left[:-1] if alone else left, parallel) or _least_taken(taken, num_gpus, parallel)
+    cards = {member: [card] for member, card in zip(trained, taken, strict=True)}
     cards |= {member: places[index % len(places)] for index, member in enumerate(generators)}
-    cards |= {("reward_model", 0): left[-1]} if scored else {}
+    cards |= {("reward_model", 0): [left[-1] if left else _least_taken(taken, num_gpus, 1)[-1][0]]} if scored else {}
     threads = max(1, len(host.cpus) // max(1, len(members)))
-    return {member: RoleResources(host.cpus, threads, (host.gpus[card].name,)) for member, card in cards.items()}
+    return {
+        member: RoleResources(host.cpus, threads, tuple(host.gpus[card].name for card in own))
+        for member, own in cards.items()
+    }
+
+
+def _places(cards: Sequence[int], parallel: int) -> list[list[int]]:
+    """The cards in groups for one generator each."""
+    return [list(cards[start : start + parallel]) for start in range(0, len(cards) - parallel + 1, parallel)]
+
+
+def _least_taken(taken: Sequence[int], num_gpus: int, parallel: int) -> list[list[int]]:
+    """The groups of cards that the fewest trained models use, the last first."""
+    groups = _places(range(num_gpus), parallel)
+    loads = [sum(taken.count(card) for card in group) for group in groups]
+    return [group for group, load in zip(reversed(groups), reversed(loads), strict=True) if load == min(loads)]
 
 
 def find_room(config: Config, role: str, hosts: Sequence[Host], taken: Sequence[RoleResources]) -> RoleResources | None:
@@ -191,17 +222,22 @@ def why_no_room(config: Config, role: str, hosts: Sequence[Host], taken: Sequenc
 def _least_loaded(
     config: Config, role: str, hosts: Sequence[Host], taken: Sequence[RoleResources]
 ) -> RoleResources | None:
-    pool = config.placement.pool_of(role)
+    pool, count = config.placement.pool_of(role), num_devices(config, role)
     rooms: list[tuple[float, RoleResources]] = []
     for host in hosts:
         own = [resources for resources in taken if resources.host == host.name]
         used = {gpu for resources in own for gpu in resources.gpus}
-        free = [gpu.name for gpu in host.gpus if gpu.name not in used]
-        if not host.takes(pool) or (host.gpus and not free):
+        free = next((cards for cards in _adjacent(host, count) if not used & set(cards)), ())
+        if not host.takes(pool) or (host.gpus and not free) or len(host.cpus) < count:
             continue
         threads = max(1, len(host.cpus) // (len(own) + 1))
-        rooms.append((len(own) / len(host.cpus), RoleResources(host.cpus, threads, tuple(free[:1]), host=host.name)))
+        rooms.append((len(own) / len(host.cpus), RoleResources(host.cpus, threads, free, host=host.name)))
     return min(rooms, key=lambda room: room[0])[1] if rooms else None
+
+
+def _adjacent(host: Host, count: int) -> list[tuple[str, ...]]:
+    names = [gpu.name for gpu in host.gpus]
+    return [tuple(names[start : start + count]) for start in range(len(names) - count + 1)]
 
 
 def refuse_joiner(config: Config, running: Placement, wanted: Placement, index: int) -> str:
@@ -215,10 +251,10 @@ def refuse_joiner(config: Config, running: Placement, wanted: Placement, index: 
         return ""
     owners = {"learner rank 0": wanted.learners[0].devices}
     owners |= {f"generator-{other}": resources.devices for other, resources in enumerate(wanted.generators[:index])}
-    owner = next((name for name, theirs in owners.items() if theirs == devices), "")
+    owner = next((name for name, theirs in owners.items() if set(theirs) & set(devices)), "")
     if not owner:
         return ""
-    shared = f"generator-{index} would share GPU {devices[0][1]} with {owner}"
+    shared = f"generator-{index} would share GPU {min(set(owners[owner]) & set(devices))[1]} with {owner}"
     if running.sends_between_gpus and _needs_own_gpus(config):
         return f"{shared}, and weights are sent between GPUs, which needs a separate GPU for each process"
     if owner != "learner rank 0" and config.generator.kv_cache_bytes is None:
@@ -280,10 +316,10 @@ def _names(gpus: Sequence[Gpu]) -> str:
     return f"CUDA_VISIBLE_DEVICES={','.join(gpu.name for gpu in gpus)}"
 
 
-def _deal(cpus: Sequence[int], count: int) -> list[RoleResources]:
-    """Returns the resources of `count` equal processes: separate cores if enough are available, otherwise all cores for
-    each."""
+def _deal(cpus: Sequence[int], count: int, least: int = 1) -> list[RoleResources]:
+    """Returns the resources of `count` equal processes: separate cores if enough are available for `least` each,
+    otherwise all cores for each."""
     each = len(cpus) // count
-    if each == 0:
-        return [RoleResources(tuple(cpus), threads=1)] * count
+    if each < least:
+        return [RoleResources(tuple(cpus), threads=least)] * count
     return [RoleResources(tuple(cpus[index * each : (index + 1) * each]), threads=each) for index in range(count)]

@@ -18,6 +18,7 @@ from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.model.deepspeed_import import BF16_Optimizer, ZeROOptimizer, deepspeed
 from asyncrl.learner.model.optimizers import make_optimizer
 from asyncrl.learner.model.settings import deepspeed_config
+from asyncrl.weights.shares import slice_of
 
 GATHER_ELEMENTS = 1 << 26
 """Number of weights gathered at a time from the ranks of ZeRO stage 3."""
@@ -111,6 +112,24 @@ class TrainedModel:
                 for name, parameter in part:
                     yield name, parameter.detach()
 
+    def slices(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the name and this rank's slice (`weights/shares.py`) of every parameter, in the order of `weights`, a
+        flat one; with one rank the full weight. Nothing is copied or gathered, and no other rank takes part. Raises
+        InvariantError if DeepSpeed shards the weights in another way."""
+        rank, ranks = self.ranks.rank, self.ranks.count
+        for name, parameter in self.model.named_parameters():
+            sizes: Any = parameter
+            count, shape = (sizes.ds_numel, sizes.ds_shape) if self.partitioned else (sizes.numel(), sizes.shape)
+            first, last = slice_of(count, rank, ranks)
+            if self.partitioned:
+                own: Tensor = sizes.ds_tensor
+                if own.numel() != slice_of(count, 0, ranks)[1]:
+                    raise InvariantError(f"{name}: DeepSpeed has {own.numel()} of {count} elements on rank {rank}")
+                flat = own.detach()[: last - first]
+            else:
+                flat = parameter.detach().reshape(-1)[first:last]
+            yield name, flat if ranks > 1 else flat.view(shape)
+
     def shapes(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         """Returns the name, dtype and full shape of all weights in the order of `weights`, without gathering them."""
         named = self.model.named_parameters()
@@ -161,8 +180,9 @@ class TrainedModel:
         if isinstance(optimizer, BF16_Optimizer):
             return optimizer.fp32_groups_gradient_flat_partition
         if self.offloaded:
-            deepspeed.get_accelerator().synchronize()  # the gradients may be on their way from the GPU
-            return [flat.grad for flat in self.flat_weights()]
+            if self.ranks.device.type == "cuda":
+                torch.cuda.synchronize(self.ranks.device)  # the gradients may be on their way to the host
+            return [flat.grad for flat in self.flat_weights() if flat.grad is not None]
         if self.sharded:
             return [gradient for group in optimizer.averaged_gradients.values() for gradient in group]
         return [p.grad for p in self.network.parameters() if p.grad is not None]

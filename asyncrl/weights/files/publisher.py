@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from asyncrl.weights.buckets import WeightManifest
 from asyncrl.weights.files.folder import Folder
 from asyncrl.weights.files.manifest import MANIFEST, Earlier, Manifest, Stamp, Way, digest_of, edges_of, shortest_way
-from asyncrl.weights.files.other_ranks import OtherRanks
 from asyncrl.weights.files.shards import shares_of
 from asyncrl.weights.files.share_writer import SHARD_BYTES, Keep, Order, ShareWriter, Write, Written
+from asyncrl.weights.other_ranks import OtherRanks
 from asyncrl.wire.version_messages import Announced
 
 USUAL_STRIDES = frozenset({1, 4, 16})
@@ -39,7 +39,7 @@ class Publisher:
         epoch: int = 0,
         keeps: Callable[[int], bool] = lambda version: False,
         shard_bytes: int = SHARD_BYTES,
-        others: OtherRanks | None = None,
+        others: OtherRanks[Written] | None = None,
     ) -> None:
         """`key` signs manifests, and `epoch` says of which start of the learner ranks they are. Every `full_every`-th
         version can be read from nothing, and all are if no tensor has 16-bit numbers. At least `keep` versions stay;

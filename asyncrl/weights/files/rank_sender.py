@@ -7,27 +7,21 @@ the store of versions             its file system   its own
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 
-import msgspec
 import torch
 from torch import Tensor
 
-from asyncrl.errors import PeerTimeoutError
 from asyncrl.weights.background import BackgroundSender
 from asyncrl.weights.buckets import BUCKET_BYTES, WeightBuffer, WeightManifest
 from asyncrl.weights.files.folder import Folder
-from asyncrl.weights.files.other_ranks import answer_key, beat_key, order_key
 from asyncrl.weights.files.shards import Share
 from asyncrl.weights.files.share_writer import Keep, Order, ShareWriter, Written
-from asyncrl.wire.directory import located
+from asyncrl.weights.other_ranks import Orders
 from asyncrl.wire.endpoints import Endpoints
-from asyncrl.wire.store import StoreClient
 
 LOOK_S = 1.0
 """Interval at which a sender looks whether something is to be done for a version that is published."""
-_BEAT_S = 0.3
 _IDLE_S = 0.02
 """Wait for an order for a version that is published: the learner may wait for it."""
 
@@ -77,10 +71,7 @@ class RankSender(ShareSender):
         self._writer = ShareWriter(Folder(url, check=self._raise_if_stopping), share)
         self._rank = share.rank
         self._endpoints = endpoints
-        self._store: StoreClient | None = None
-        self._number = 0
-        """The number of the next order."""
-        self._beaten_s = 0.0
+        self._orders: Orders | None = None
         self._done: int | None = None
         """The last version that is published."""
         self._thread.start()
@@ -89,34 +80,22 @@ class RankSender(ShareSender):
         return True  # a version that a generator cannot read is published again
 
     def _deliver(self, version: int, buffer: WeightBuffer) -> None:
-        if self._store is None:
-            self._store = self._connected()
+        if self._orders is None:
+            check = super()._raise_if_stopping
+            self._orders = Orders(self._endpoints, self._rank, Order, timeout_s=self._timeout_s, check=check)
         if version == self._done:
-            self._obey(version, buffer, within_s=_IDLE_S)
+            self._obey(self._orders, version, buffer, within_s=_IDLE_S)
             return
         self._await_copy(buffer)
-        while not self._obey(version, buffer, within_s=_BEAT_S):
-            pass
+        while not self._obey(self._orders, version, buffer):
+            self._raise_if_stopping()
         self._done = version
 
-    def _connected(self) -> StoreClient:
-        ends, check, timeout_s = self._endpoints, super()._raise_if_stopping, self._timeout_s
-        address = located(ends, ends.weights, timeout_s=timeout_s, own_epoch=True, check=check)
-        return StoreClient(address, run_id=ends.run_id, keys=ends.keys, timeout_s=timeout_s, check=check)
-
-    def _obey(self, version: int, buffer: WeightBuffer, *, within_s: float) -> bool:
+    def _obey(self, orders: Orders, version: int, buffer: WeightBuffer, **options: float) -> bool:
         """Carries out the next order, if it comes in time. True if by it the version is published."""
-        assert self._store is not None
-        self._raise_if_stopping()
-        try:
-            (data,) = self._store.ask("wait", [order_key(self._number)], within_s=within_s).values
-        except PeerTimeoutError:
-            raise  # rank 0 is gone
-        except TimeoutError:
+        order: Order | None = orders.next(**options)
+        if order is None or order.version > version:  # or this rank has not come so far yet
             return False
-        order: Order = msgspec.msgpack.decode(data or b"", type=Order)
-        if order.version > version:
-            return False  # this rank has not come so far yet
         is_late = order.version < version
         if is_late:
             answer = Written(problem=f"has version {version} by now")
@@ -124,17 +103,14 @@ class RankSender(ShareSender):
             answer = self._writer.carry_out(order, buffer.data.numpy())
         if answer.problem:
             answer = Written(problem=f"learner rank {self._rank}: {answer.problem}")
-        self._store.ask("set", [answer_key(self._number, self._rank)], msgspec.msgpack.encode(answer))
-        self._number += 1
+        orders.answer(answer)
         return isinstance(order, Keep) and not is_late
 
     def _raise_if_stopping(self) -> None:
         super()._raise_if_stopping()
-        now_s = time.monotonic()
-        if self._store is not None and now_s - self._beaten_s > _BEAT_S:
-            self._beaten_s = now_s
-            self._store.ask("set", [beat_key(self._rank)], str(now_s).encode())
+        if self._orders is not None:
+            self._orders.beat()
 
     def _leave(self) -> None:
-        if self._store is not None:
-            self._store.close()
+        if self._orders is not None:
+            self._orders.close()

@@ -27,9 +27,10 @@ from asyncrl.weights.buckets import WeightBuffer, WeightManifest
 from asyncrl.weights.files.folder import Folder
 from asyncrl.weights.files.links import STRIDES
 from asyncrl.weights.files.manifest import manifest_key
-from asyncrl.weights.files.other_ranks import OtherRanks
 from asyncrl.weights.files.publisher import USUAL_STRIDES, Publisher
 from asyncrl.weights.files.rank_sender import LOOK_S, ShareSender
+from asyncrl.weights.files.share_writer import Written
+from asyncrl.weights.other_ranks import OtherRanks
 from asyncrl.weights.transports import Transport
 from asyncrl.wire.version_messages import Announced, Follower
 
@@ -77,7 +78,7 @@ class FileSender(ShareSender):
         epoch: int = 0,
         device: str = "cpu",
         keeps: Callable[[int], bool] = lambda version: False,
-        others: OtherRanks | None = None,
+        others: OtherRanks[Written] | None = None,
     ) -> None:
         """`manifest` describes the weights of every `send`, `epoch` is that of the learner's endpoints. A version that
         cannot be written within `timeout_s` is an error. One for which `keeps` is true stays until all live generators

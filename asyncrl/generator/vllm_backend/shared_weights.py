@@ -1,0 +1,89 @@
+"""Weights in memory that a generator shares with the worker processes of its engine: one bucket of tensors at a time.
+
+The memory has no name in a file system: a worker maps it by the file descriptor of the generator, and the kernel frees
+it with the last of the processes, however they end.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BUCKET_BYTES = 64 << 20
+"""Size of the memory; a larger tensor gets memory of its size."""
+_ALIGNMENT_BYTES = 64
+
+Entry = tuple[str, str, tuple[int, ...], int]
+"""Name, dtype, shape and offset in bytes of a tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Where some tensors are. Their memory is valid until the next bucket is made."""
+
+    path: str
+    num_bytes: int
+    """Size of the file."""
+    entries: list[Entry]
+    is_last: bool = False
+
+
+class SharedWeights:
+    """The generator's side: copies tensors into the memory."""
+
+    def __init__(self) -> None:
+        self._file = -1
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def buckets(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Bucket]:
+        """Copies the tensors, as many at a time as fit, and yields where they are."""
+        entries: list[Entry] = []
+        used = 0
+        for name, tensor in tensors:
+            if entries and used + tensor.nbytes > self._memory.numel():
+                yield self._bucket(entries)
+                entries, used = [], 0
+            if tensor.nbytes > self._memory.numel():
+                self._allocate(max(tensor.nbytes, BUCKET_BYTES))
+            entry = (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), used)
+            view_of(self._memory, entry).copy_(tensor)
+            entries.append(entry)
+            used += -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        if entries:
+            yield self._bucket(entries, is_last=True)
+
+    def close(self) -> None:
+        """Frees the memory."""
+        if self._file >= 0:
+            os.close(self._file)
+        self._file, self._memory = -1, torch.empty(0, dtype=torch.uint8)
+
+    def _bucket(self, entries: list[Entry], *, is_last: bool = False) -> Bucket:
+        return Bucket(self._path, self._memory.numel(), entries, is_last)
+
+    @property
+    def _path(self) -> str:
+        return f"/proc/{os.getpid()}/fd/{self._file}"
+
+    def _allocate(self, num_bytes: int) -> None:
+        self.close()
+        self._file = os.memfd_create("asyncrl-weights")
+        os.truncate(self._file, num_bytes)
+        self._memory = map_file(self._path, num_bytes)
+
+
+def map_file(path: str, num_bytes: int) -> Tensor:
+    """Returns the bytes of a file as shared memory."""
+    return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
+
+
+def view_of(memory: Tensor, entry: Entry) -> Tensor:
+    """Returns the tensor of an entry."""
+    _, dtype_name, shape, offset = entry
+    dtype: torch.dtype = getattr(torch, dtype_name)
+    count = torch.Size(shape).numel()
+    return memory[offset : offset + count * dtype.itemsize].view(dtype).view(shape)

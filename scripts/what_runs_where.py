@@ -1,0 +1,99 @@
+"""`python -m scripts.what_runs_where` prints the README's table of what was shown to work on which device.
+
+A feature is proven on a CPU by tests of `make test` or `make test-all`, and on a GPU by checks of `make gpu-check` that
+passed there; their results are files of `benchmarks/results/`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+WRITTEN_ONLY = "written only"
+
+
+@dataclass(frozen=True)
+class Feature:
+    """Something that users may want to run, and what shows that it works."""
+
+    name: str
+    cpu: str
+    """The test that shows it on a CPU, as a file below `tests`; empty if it needs a GPU."""
+    gpu: tuple[str, ...] = ()
+    """The first characters of the names of the GPU checks that show it; empty if there is none."""
+
+
+FEATURES = (
+    Feature(
+        "learner: a step, ZeRO 0 to 3, float32 and bfloat16, checkpointing, critic",
+        "learner/test_learner_ranks.py",
+        ("test_gpu_learner.py::test_a_step_is_that_of_the_cpu",),
+    ),
+    Feature(
+        "learner: its memory is below the launcher's arithmetic",
+        "learner/test_learner_memory.py",
+        ("test_gpu_learner.py::test_memory_is_what_the_arithmetic_says",),
+    ),
+    Feature("learner: several ranks, a GPU each", "learner/test_learner_ranks.py"),
+    Feature(
+        "weights: from a learner to a generator through host memory (gloo)",
+        "weights/test_weight_sync.py",
+        ("test_gpu_weights.py::test_a_receiver_gets_what_the_learner_has[gloo]",),
+    ),
+    Feature(
+        "weights: from GPU to GPU (NCCL)",
+        "weights/test_weight_nccl.py",
+        ("test_gpu_weights.py::test_a_receiver_gets_what_the_learner_has[nccl]",),
+    ),
+    Feature(
+        "vLLM: log-probs, versions, weights swapped with a batch in flight",
+        "generator/test_engine.py",
+        ("test_gpu_engine.py::",),
+    ),
+    Feature(
+        "a complete run with vLLM, all roles on one GPU",
+        "system/test_runs.py",
+        ("test_gpu_run.py::test_the_demo_trains_on_gpus[1-vllm]",),
+    ),
+    Feature("roles over several hosts: Ray, SLURM, guests", "system/test_ray.py"),
+)
+
+
+def main() -> None:
+    """Prints the table."""
+    print(table(FEATURES, read_results()))
+
+
+def read_results() -> list[dict[str, Any]]:
+    """The results of all cards, the last measured first."""
+    found = [json.loads(file.read_text()) for file in RESULTS.glob("*.json")]
+    return sorted((one for one in found if "checks" in one), key=lambda one: one["date"], reverse=True)
+
+
+def table(features: tuple[Feature, ...], results: list[dict[str, Any]]) -> str:
+    """The Markdown table of the features."""
+    lines = ["| feature | on a CPU | on a GPU |", "|---|---|---|"]
+    for feature in features:
+        cpu = f"[tested](tests/{feature.cpu})" if feature.cpu else "needs a GPU"
+        lines.append(f"| {feature.name} | {cpu} | {gpu_cell(feature, results)} |")
+    return "\n".join(lines)
+
+
+def gpu_cell(feature: Feature, results: list[dict[str, Any]]) -> str:
+    """The cards on which all checks of the feature passed, and when; else that it was written only."""
+    cards: list[str] = []
+    for one in results:
+        outcomes = [
+            [check["outcome"] for check in one["checks"] if check["name"].startswith(name)] for name in feature.gpu
+        ]
+        if outcomes and all(own and set(own) == {"passed"} for own in outcomes):
+            cards.append(f"{one['machine']['gpus'][0]}, {one['date']}")
+    return "; ".join(cards) or WRITTEN_ONLY
+
+
+if __name__ == "__main__":
+    main()

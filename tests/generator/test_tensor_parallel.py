@@ -1,0 +1,217 @@
+"""An engine whose model is divided between two worker processes: against one process and the model's own forward pass;
+weights in several buckets, and the end of its processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from generator_model import (
+    async_scheduling,
+    kept_cache_logprobs,
+    reference_logprobs,
+    run_all,
+    small_config,
+    weights_of,
+)
+from transformers import Qwen2ForCausalLM
+
+from asyncrl.errors import PeerTimeoutError, RunError
+from asyncrl.generator.engine import Completion
+from asyncrl.generator.vllm_backend import shared_weights
+from asyncrl.generator.vllm_backend.engine import VllmEngine
+
+TOLERANCE = 1e-4
+DIFFERENT = 1e-2
+BUCKET_BYTES = 40_000
+"""Less than half of the model's weights, more than its largest tensor."""
+PROMPTS = {str(i): [3 + (7 * i + 5 * j) % 60 for j in range(4 + i)] for i in range(8)}
+END_S = 10.0
+
+Policies = list[Qwen2ForCausalLM]
+
+
+@pytest.fixture(scope="module")
+def small_buckets() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_weights, "BUCKET_BYTES", BUCKET_BYTES)
+        yield
+
+
+@pytest.fixture(scope="module")
+def divided(model_path: str, small_buckets: None) -> Iterator[VllmEngine]:
+    """An engine of two workers that keeps the cache over swaps."""
+    engine = VllmEngine(small_config(model_path, generator__tensor_parallel=2), seed=1)
+    yield engine
+    engine.close()
+
+
+def pids_of(engine: VllmEngine) -> list[int]:
+    return [pid for pid in engine._workers.pids if pid is not None]
+
+
+def complete(engine: VllmEngine, kind: str = "training") -> dict[str, Completion]:
+    for key, prompt in PROMPTS.items():
+        engine.add(key, prompt, kind=kind)  # type: ignore[arg-type]
+    return run_all(engine)
+
+
+def swap_in_flight(engine: VllmEngine, policies: Policies, *, dropped: int) -> dict[str, Completion]:
+    """Version 0 for 5 tokens, version 1 for 6, version 2 for the rest. `dropped` tokens less where a swap drops those
+    that are in flight."""
+    engine.swap(0, weights_of(policies[0]))
+    for key, prompt in PROMPTS.items():
+        engine.add(key, prompt)
+    done: dict[str, Completion] = {}
+    for step in range(1, 100):
+        done |= {completion.key: completion for completion in engine.step()}
+        if step in (5, 11):
+            engine.swap(engine.version + 1, weights_of(policies[engine.version + 1]))
+        if not engine.num_running:
+            break
+    for completion in done.values():
+        expected = np.repeat([0, 1, 2], [5 - dropped, 6 - dropped, 100])[: len(completion.tokens)]
+        assert np.array_equal(completion.versions, expected)
+    assert max(len(completion.tokens) for completion in done.values()) > 12
+    return done
+
+
+def max_difference(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.abs(a - b).max())
+
+
+def test_two_workers_sample_what_one_process_does(
+    divided: VllmEngine, make_engine: Callable[..., VllmEngine], policies: Policies
+) -> None:
+    alone = make_engine()
+    for version, policy in enumerate(policies):
+        for engine in (alone, divided):
+            engine.swap(version, weights_of(policy))
+        whole, halves = complete(alone, "greedy"), complete(divided, "greedy")
+        for key, completion in halves.items():
+            assert completion.tokens == whole[key].tokens
+            assert max_difference(completion.logprobs, whole[key].logprobs) < TOLERANCE
+        for key, completion in complete(divided).items():
+            expected = reference_logprobs(policy, PROMPTS[key], completion.tokens, 1.0)
+            assert max_difference(completion.logprobs, expected) < TOLERANCE
+            assert np.all(completion.versions == version)
+
+
+def test_keep_continues_on_the_keys_and_values_of_both_workers(divided: VllmEngine, policies: Policies) -> None:
+    for key, completion in swap_in_flight(divided, policies, dropped=0).items():
+        expected = kept_cache_logprobs(policies, PROMPTS[key], completion, 1.0)
+        assert max_difference(completion.logprobs, expected) < TOLERANCE
+
+
+def test_weights_that_do_not_fit_change_nothing(divided: VllmEngine, policies: Policies) -> None:
+    divided.swap(1, weights_of(policies[1]))
+    with pytest.raises(RunError, match=r"weights of version 2 do not fit .* is missing"):
+        divided.swap(2, weights_of(policies[2])[1:])
+    for key, completion in complete(divided).items():
+        expected = reference_logprobs(policies[1], PROMPTS[key], completion.tokens, 1.0)
+        assert max_difference(completion.logprobs, expected) < TOLERANCE
+
+
+def test_all_memory_of_the_processes_is_without_a_name(divided: VllmEngine, policies: Policies) -> None:
+    divided.swap(0, weights_of(policies[0]))
+    for pid in (os.getpid(), *pids_of(divided)):
+        files = shared_files(pid)
+        assert any("memfd:asyncrl-weights" in file for file in files)
+        assert any("psm_" in file for file in files)
+        assert all(file.endswith("(deleted)") for file in files), files
+
+
+@pytest.mark.slow
+def test_recompute_makes_every_token_one_version_also_with_a_batch_in_flight(
+    model_path: str, small_buckets: None, policies: Policies
+) -> None:
+    config = small_config(model_path, generator__tensor_parallel=2, weights__kv_cache="recompute")
+    with async_scheduling():
+        engine = VllmEngine(config, seed=1)
+    try:
+        for key, completion in swap_in_flight(engine, policies, dropped=1).items():
+            for version in np.unique(completion.versions):
+                here = completion.versions == version
+                own, other = (
+                    reference_logprobs(policies[v], PROMPTS[key], completion.tokens, 1.0)[here]
+                    for v in (version, (version + 1) % 3)
+                )
+                assert max_difference(completion.logprobs[here], own) < TOLERANCE
+                assert max_difference(completion.logprobs[here], other) > DIFFERENT
+    finally:
+        engine.close()
+
+
+@pytest.mark.slow
+def test_the_end_of_a_worker_ends_the_engine_at_once(model_path: str, policies: Policies) -> None:
+    engine = VllmEngine(small_config(model_path, generator__tensor_parallel=2), seed=1)
+    try:
+        engine.swap(0, weights_of(policies[0]))
+        for key, prompt in PROMPTS.items():
+            engine.add(key, prompt)
+        engine.step()
+        pids = pids_of(engine)
+        os.kill(pids[1], signal.SIGKILL)
+        killed_s = time.monotonic()
+        expected = rf"worker 1 of the engine \(process {pids[1]}\) was killed by signal SIGKILL"
+        with pytest.raises(PeerTimeoutError, match=expected):
+            while True:
+                engine.step()
+        assert time.monotonic() - killed_s < 3.0
+        with pytest.raises(PeerTimeoutError, match=expected):  # what an idle generator looks at
+            _ = engine.num_running
+        with pytest.raises(PeerTimeoutError, match=expected):
+            engine.swap(1, weights_of(policies[1]))
+    finally:
+        engine.close()
+    await_end(pids)
+
+
+@pytest.mark.slow
+def test_a_killed_generator_leaves_no_worker_and_no_memory(model_path: str) -> None:
+    code = (
+        "import os, time\n"
+        "from test_tensor_parallel import pids_of, small_config\n"
+        "from asyncrl.generator.vllm_backend.engine import VllmEngine\n"
+        "if __name__ == '__main__':\n"
+        f"    engine = VllmEngine(small_config({model_path!r}, generator__tensor_parallel=2), seed=1)\n"
+        "    print('workers', *pids_of(engine), flush=True)\n"
+        "    time.sleep(600)\n"
+    )
+    script = Path(model_path, "generator_to_kill.py")
+    script.write_text(code)
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    process = subprocess.Popen(
+        [sys.executable, str(script)], env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        line = next(line for line in process.stdout if line.startswith("workers"))
+        pids = [int(pid) for pid in line.split()[1:]]
+        names = {Path(file).name for pid in (process.pid, *pids) for file in shared_files(pid)}
+        assert len(pids) == 2
+    finally:
+        process.kill()
+        process.wait()
+    await_end(pids)
+    assert not names & set(os.listdir("/dev/shm"))
+
+
+def shared_files(pid: int) -> list[str]:
+    """The files of shared memory that a process has mapped."""
+    fields = [line.split(maxsplit=5) for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+    return [line[5] for line in fields if len(line) == 6 and line[5].startswith(("/dev/shm/", "/memfd:asyncrl"))]
+
+
+def await_end(pids: list[int]) -> None:
+    deadline_s = time.monotonic() + END_S
+    while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < deadline_s, f"processes {left} still run"
+        time.sleep(0.05)

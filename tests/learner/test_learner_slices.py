@@ -1,0 +1,37 @@
+"""What several learner ranks send from their slices, in all ZeRO stages, is the model, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from worlds import spawn
+
+from benchmarks.families import save_family
+
+FLOAT32 = [{"learner": {"zero_stage": stage}} for stage in range(4)]
+BFLOAT16 = [{"learner": {"zero_stage": stage}, "model": {"dtype": "bfloat16"}} for stage in (1, 3)]
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("family", "ranks"),
+    [
+        ("qwen2", 2),
+        ("mixtral", 2),
+        *(pytest.param(name, ranks, marks=pytest.mark.slow) for name in ("qwen2", "mixtral") for ranks in (1, 3)),
+    ],
+)
+def test_the_slices_of_all_ranks_are_the_model(
+    family: str, ranks: int, free_port: Callable[[], int], tmp_path: Path
+) -> None:
+    sections = [*FLOAT32, *BFLOAT16]
+    (tmp_path / "cases.json").write_text(json.dumps({"ranks": ranks, "sections": sections}))
+    model = save_family(family, tmp_path / "model")
+    codes = spawn("send_ranks.py", model, tmp_path, free_port(), ranks=ranks, timeout_s=220)
+    assert codes == [0] * ranks, "".join((tmp_path / f"{rank}.log").read_text()[-2000:] for rank in range(ranks))
+    compared = json.loads((tmp_path / "compared.json").read_text())
+    assert len(compared) == len(sections) and min(compared) > 0
+    assert compared[0] == 2 * compared[-1], "float32 has twice the bytes of bfloat16"

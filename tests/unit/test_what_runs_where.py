@@ -1,0 +1,42 @@
+"""The README's table of what was shown to work where."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from scripts.what_runs_where import FEATURES, Feature, gpu_cell, read_results, table
+
+ROOT = Path(__file__).parents[2]
+
+
+def result(card: str, **outcomes: str) -> dict[str, Any]:
+    checks = [{"name": name, "outcome": outcome} for name, outcome in outcomes.items()]
+    return {"date": "2026-01-02", "machine": {"gpus": [card]}, "checks": checks}
+
+
+def test_the_readme_has_the_table_of_the_results() -> None:
+    assert table(FEATURES, read_results()) in (ROOT / "README.md").read_text()
+
+
+def test_the_tests_and_checks_exist() -> None:
+    checks = "\n".join(file.read_text() for file in (ROOT / "tests" / "gpu").glob("test_*.py"))
+    for feature in FEATURES:
+        assert not feature.cpu or (ROOT / "tests" / feature.cpu).is_file(), feature.cpu
+        for name in feature.gpu:
+            file, function = re.match(r"(\w+\.py)::(\w*)", name).groups()  # type: ignore[union-attr]
+            assert (ROOT / "tests" / "gpu" / file).is_file(), name
+            assert f"def {function}" in checks, name
+
+
+def test_a_feature_is_proven_by_checks_that_all_passed() -> None:
+    feature = Feature("one", "", ("a.py::test_x",))
+    assert gpu_cell(feature, [result("Card", **{"a.py::test_x[1]": "passed", "a.py::test_x[2]": "passed"})]) == (
+        "Card, 2026-01-02"
+    )
+    for other in ("failed", "skipped"):
+        found = result("Card", **{"a.py::test_x[1]": "passed", "a.py::test_x[2]": other})
+        assert gpu_cell(feature, [found]) == "written only"
+    assert gpu_cell(feature, [result("Card", **{"a.py::test_y": "passed"})]) == "written only"
+    assert gpu_cell(Feature("none", ""), [result("Card", **{"a.py::test_x": "passed"})]) == "written only"

@@ -1,0 +1,63 @@
+"""The memory that a transfer of weights takes beside the model, in every process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from memory_ranks import BUCKET_BYTES, VERSIONS
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from tests.helpers.sockets import socket_address
+
+ROOT = Path(__file__).parents[2]
+RANKS = 2
+PYTHON_BYTES = 4 << 20
+"""What threads, sockets and the manifest of a sender take."""
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+"""Without these, memory that was freed before hides what is taken."""
+
+
+def save_model(folder: Path) -> str:
+    """Writes a model of 100 million parameters in float32."""
+    config = Qwen2Config(
+        vocab_size=32_000, hidden_size=640, intermediate_size=2_560, num_hidden_layers=10, num_attention_heads=10,
+        num_key_value_heads=5, max_position_embeddings=256, tie_word_embeddings=False,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_rank_takes_its_share_of_the_weights_and_no_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, address = save_model(tmp_path / "model"), socket_address("ranks")
+    environment = os.environ | MALLOC | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    script = str(Path(__file__).with_name("memory_ranks.py"))
+    running = []
+    for rank in range(RANKS + 1):
+        arguments = [sys.executable, script, *map(str, (rank, RANKS, address, model, tmp_path))]
+        with open(tmp_path / f"{rank}.log", "w") as log:
+            running.append(subprocess.Popen(arguments, env=environment, cwd=ROOT, stdout=log, stderr=log))
+    try:
+        codes = [process.wait(300) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    assert codes == [0] * (RANKS + 1), "".join((tmp_path / f"{rank}.log").read_text()[-2000:] for rank in range(3))
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(RANKS + 1)]
+    weights_bytes = found[0]["weights_bytes"]
+    rows = [(f"learner rank {rank}", found[rank]["extra_bytes"], weights_bytes // RANKS) for rank in range(RANKS)]
+    rows.append(("generator", found[RANKS]["extra_bytes"], weights_bytes))
+    with capsys.disabled():
+        print(f"\n{weights_bytes / 2**20:.1f} MiB of weights, {VERSIONS} versions; above what each had before, in MiB:")
+        for who, extra_bytes, limit_bytes in rows:
+            print(f"{who:15} {extra_bytes / 2**20:7.1f}   share {limit_bytes / 2**20:7.1f} + two buckets 16.0")
+    assert found[0]["sent"] == VERSIONS
+    for who, extra_bytes, limit_bytes in rows:
+        assert extra_bytes <= limit_bytes + 2 * BUCKET_BYTES + PYTHON_BYTES, who
+        assert extra_bytes >= 0.9 * limit_bytes, f"{who}: nothing was measured"
