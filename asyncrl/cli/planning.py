@@ -108,22 +108,46 @@ def plan(
     fleet: Annotated[
         bool, typer.Option("--fleet", help="Without a run: by arithmetic, for the numbers below.")
     ] = False,
-    gpus: Annotated[str, typer.Option(help="With --fleet: numbers of GPUs.")] = "8,64,512,4096",
-    model: Annotated[str, typer.Option(help="With --fleet: models, as in 7B,70B.")] = "7B",
+    gpus: Annotated[
+        str | None, typer.Option(help="With --fleet: numbers of GPUs; with --model PATH: cards, as in 8xH100-80.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="With --fleet: models, as in 7B,70B; else a folder with a config.json.")
+    ] = None,
     mean_tokens: Annotated[float, typer.Option(help="With --fleet: mean length of a completion.")] = 8192,
+    config: Annotated[
+        str | None, typer.Option(help="With --model PATH: YAML file, or one in configs/, whose other keys are kept.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="With --model PATH: file for the config; else it is printed.")
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(min=64, help="With --model PATH: longest trajectory; that of --config, or 8192."),
+    ] = None,
 ) -> None:
     """Find the split of the devices, and the staleness limit, that would train the most tokens with signal per second,
     and what to do with groups without signal. With --fleet: what a run on any number of GPUs would be, computed, not
-    measured. Exit code 2: there is none."""
+    measured. With --model PATH: a layout that fits the memory of the cards. Exit code 2: there is none."""
+    if model is not None and not fleet and run is None:
+        from asyncrl.launch.layout.show import show_layout
+
+        if gpus is None:
+            raise ConfigError("--gpus: is missing, as in --gpus 8xH100-80")
+        show_layout(Console(), model, gpus, base=config, out=out, tokens=tokens)
+        return
     if fleet:
         from asyncrl.plan.fleet_tables import show_fleet
 
         if run is not None or devices is not None:
             raise ConfigError("--fleet: is computed without a run; leave --from and --devices out")
-        show_fleet(Console(), gpus, model, max_staleness=max_staleness, answer_tokens=mean_tokens)
+        numbers, models = gpus or "8,64,512,4096", model or "7B"
+        show_fleet(Console(), numbers, models, max_staleness=max_staleness, answer_tokens=mean_tokens)
         return
     if run is None or devices is None:
-        raise ConfigError(f"--{'from' if run is None else 'devices'}: is missing; or use --fleet, which needs no run")
+        raise ConfigError(
+            f"--{'from' if run is None else 'devices'}: is missing; or use --model PATH or --fleet, which need no run"
+        )
     from asyncrl.plan.show import show_plan
 
     show_plan(Console(), run, devices=devices, max_staleness=max_staleness)

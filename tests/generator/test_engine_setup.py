@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from asyncrl.generator.vllm_backend import setup as vllm_setup
 from asyncrl.generator.vllm_backend.engine import VllmEngine
-from asyncrl.launch.resources.memory import ENGINE_STEP_TOKENS
+from asyncrl.launch.resources.engine_memory import ENGINE_STEP_TOKENS
 
 EngineMaker = Callable[..., VllmEngine]
 

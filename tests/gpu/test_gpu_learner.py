@@ -18,8 +18,9 @@ from safetensors.torch import load_file
 from train_steps import CASES
 from worlds import make_config, make_model
 
-from asyncrl.launch.resources.memory import PROCESS_BYTES, Shape, learner_parts
+from asyncrl.launch.resources.memory import PROCESS_BYTES, learner_parts
 from asyncrl.launch.resources.network import find_port
+from asyncrl.launch.resources.shape import Shape
 from asyncrl.learner.model import logprob_head, varlen
 from asyncrl.learner.model.logprob_head import LogprobHead
 from asyncrl.learner.model.packed_attention import Layout, attend_in_buckets, find_firsts, make_layout
@@ -177,8 +178,10 @@ def measured(pool: ThreadPoolExecutor, tmp_path_factory: pytest.TempPathFactory)
     LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder)
     started: dict[tuple[str, bool], Any] = {}
     for dtype, checkpointing in MEMORY:
-        learner = {"tokens_per_microbatch": 8192, "gradient_checkpointing": checkpointing, "zero_stage": 2}
-        config = make_config(folder, model={"dtype": dtype}, learner=learner, replay={"groups_per_step": 32})
+        # Two micro-batches: while the second one is computed, the gradients of the first are in memory.
+        learner = {"tokens_per_microbatch": 4096, "gradient_checkpointing": checkpointing, "zero_stage": 2}
+        sections = {"learner": learner, "generator": {"max_new_tokens": 250}, "replay": {"groups_per_step": 32}}
+        config = make_config(folder, model={"dtype": dtype}, **sections)
         started[dtype, checkpointing] = config, pool.submit(run, "peak_memory.py", config.model_dump_json())
     return started
 
@@ -193,5 +196,9 @@ def test_memory_is_what_the_arithmetic_says(
     parts = learner_parts(config, shape, reference=None, critic=None, packs=False)
     estimate = sum(parts.values()) - PROCESS_BYTES
     peak = int(future.result(timeout=250))
+    terms = ", ".join(f"{name} {num_bytes >> 20}" for name, num_bytes in parts.items() if num_bytes >> 20)
+    print(
+        f"{dtype}, checkpointing {checkpointing}: measured {peak >> 20} MiB, predicted {estimate >> 20} MiB ({terms})"
+    )
     figure(f"learner, {dtype}, checkpointing {checkpointing}: memory by arithmetic / measured", estimate / peak)
     assert 0.5 * estimate < peak < 1.05 * estimate, parts

@@ -2,48 +2,64 @@
 
 from __future__ import annotations
 
+import atexit
+import hashlib
+import json
+import re
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from asyncrl.config import Config, load_config, parse_override
 from asyncrl.errors import ConfigError
 from asyncrl.launch.resources import gpus
+from asyncrl.launch.resources.engine_memory import engine_parts
 from asyncrl.launch.resources.fit import Models, find_changes, fit_memory, make_cards
-from asyncrl.launch.resources.memory import GIB, Shape, engine_parts, item_bytes, longest_tokens, trained_parts
+from asyncrl.launch.resources.memory import GIB, item_bytes, longest_tokens, trained_parts
 from asyncrl.launch.resources.placement import Placement, place_roles
+from asyncrl.launch.resources.shape import Shape
+from asyncrl.plan.cards import CARDS, parse_cards
 
 QWEN2_05B = {
+    "model_type": "qwen2",
     "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
     "num_key_value_heads": 2, "vocab_size": 151936, "max_position_embeddings": 32768, "tie_word_embeddings": True,
 }  # fmt: skip
 QWEN2_15B = {
+    "model_type": "qwen2",
     "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
     "num_key_value_heads": 2, "vocab_size": 151936, "max_position_embeddings": 32768, "tie_word_embeddings": True,
 }  # fmt: skip
 QWEN2_7B = {
+    "model_type": "qwen2",
     "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
     "num_key_value_heads": 4, "vocab_size": 152064, "max_position_embeddings": 131072, "tie_word_embeddings": False,
 }  # fmt: skip
 LLAMA_8B = {
+    "model_type": "llama",
     "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
     "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072, "tie_word_embeddings": False,
 }  # fmt: skip
 """The sizes in `config.json` of the presets' models."""
 
+FOLDERS = Path(tempfile.mkdtemp())
+"""Folders of models with nothing but a `config.json`."""
+atexit.register(shutil.rmtree, FOLDERS)
+
 PRESETS = {
-    "gsm8k_0.5b": (2, QWEN2_05B, 494_032_768),
-    "math_1.5b": (4, QWEN2_15B, 1_543_714_304),
-    "math_7b": (8, QWEN2_7B, 7_615_616_512),
-    "rlhf_8b": (8, LLAMA_8B, 8_030_261_248),
+    "gsm8k_0.5b": (QWEN2_05B, 494_032_768),
+    "math_1.5b": (QWEN2_15B, 1_543_714_304),
+    "math_7b": (QWEN2_7B, 7_615_616_512),
+    "rlhf_8b": (LLAMA_8B, 8_030_261_248),
 }
-"""GPUs, shape and parameters of the presets with other models than the demo's."""
+"""Shape and parameters of the presets with other models than the demo's."""
 MIB_80GB, MIB_141GB = 81559, 143771
 """`memory.total` of an H100 and an H200."""
 DEMO: dict[str, Any] = {
+    "model_type": "qwen2",
     "hidden_size": 128,
     "intermediate_size": 256,
     "num_hidden_layers": 3,
@@ -63,9 +79,18 @@ def show(monkeypatch: pytest.MonkeyPatch, count: int, mib: int) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
-def models_of(config: Config, settings: dict[str, Any], parameters: int) -> Models:
-    shape = Shape.of(settings, parameters)
+def shape_of(settings: dict[str, Any]) -> Shape:
+    """Returns the shape of a model whose folder has nothing but a `config.json`."""
+    folder = FOLDERS / hashlib.sha256(text := json.dumps(settings).encode()).hexdigest()
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_bytes(text)
+    shape = Shape.read(str(folder))
     assert shape is not None
+    return shape
+
+
+def models_of(config: Config, settings: dict[str, Any]) -> Models:
+    shape = shape_of(settings)
     reference = shape if config.algorithm.kl_reward_coef or config.algorithm.kl_loss_coef else None
     critic = shape if config.algorithm.advantage == "gae" else None
     return Models(shape, reference, critic, shape if config.rewards == "reward_model" else None)
@@ -78,18 +103,33 @@ def fitted(monkeypatch: pytest.MonkeyPatch, config: Config, count: int, mib: int
     return fit_memory(config, place_roles(config, reward_model=reward_model), reward_model=reward_model)
 
 
-@pytest.mark.parametrize("mib", [MIB_80GB, MIB_141GB], ids=["80 GB", "141 GB"])
-@pytest.mark.parametrize("name", [path.stem for path in sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))])
-def test_every_preset_fits_by_arithmetic(monkeypatch: pytest.MonkeyPatch, name: str, mib: int) -> None:
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def stated_cards(name: str) -> str:
+    """Returns the cards in the comment at the top of a preset; two H100 for those that also run on a CPU."""
+    comment = [line for line in (CONFIGS / f"{name}.yaml").read_text().splitlines() if line.startswith("#")]
+    found = re.findall(r"\b\d+x[A-Z0-9]+-\d+\b", " ".join(comment))
+    assert len(found) == (name in PRESETS), "a preset for GPUs states its cards, and only such a preset"
+    return found[0] if found else "2xH100-80"
+
+
+@pytest.mark.parametrize("card", ["as stated", "H200-141"])
+@pytest.mark.parametrize("name", [path.stem for path in sorted(CONFIGS.glob("*.yaml"))])
+def test_every_preset_fits_its_cards_by_arithmetic(monkeypatch: pytest.MonkeyPatch, name: str, card: str) -> None:
     config = load_config(name)
-    count, settings, parameters = PRESETS.get(name, (2, DEMO, 516_864))
-    models = models_of(config, settings, parameters)
-    placement = fitted(monkeypatch, config, count, mib, models)
+    count, _, gpu = parse_cards(stated_cards(name))
+    gpu = gpu if card == "as stated" else CARDS[card]
+    settings, parameters = PRESETS.get(name, (DEMO, 1_192_960))
+    models = models_of(config, settings)
+    assert models.policy.parameters == parameters
+    placement = fitted(monkeypatch, config, count, round(gpu.memory_bytes) >> 20, models)
     cards = make_cards(config, placement, models)
     print("\n".join(map(str, cards)))
     assert len(cards) == count, "a GPU of the preset is not used"
     cache_bytes = [
-        _cache_bytes(config, resources.gpu_memory_utilization, mib << 20, models) for resources in placement.generators
+        _cache_bytes(config, resources.gpu_memory_utilization, round(gpu.memory_bytes), models)
+        for resources in placement.generators
     ]
     group_bytes = config.generator.group_size * longest_tokens(config) * token_bytes(config, models)
     assert min(cache_bytes) > group_bytes, "an engine has not enough memory for the keys and values of a group"
@@ -98,7 +138,7 @@ def test_every_preset_fits_by_arithmetic(monkeypatch: pytest.MonkeyPatch, name: 
 def test_the_gpus_of_a_generator_divide_weights_and_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     def needs(parallel: int) -> list[int]:
         config = load_config(None, SETTINGS | {"generator.tensor_parallel": parallel, "launch.learners": 2})
-        models = models_of(config, QWEN2_7B, 7_615_616_512)
+        models = models_of(config, QWEN2_7B)
         placement = fitted(monkeypatch, config, 2 + parallel, MIB_141GB, models)
         assert placement.generators[0].gpus == tuple(str(2 + index) for index in range(parallel))
         fraction = placement.generators[0].gpu_memory_utilization
@@ -122,8 +162,7 @@ def token_bytes(config: Config, models: Models) -> int:
     return 2 * models.policy.layers * models.policy.key_value * item_bytes(config.model.dtype)
 
 
-SEVEN = Shape.of(QWEN2_7B, 7_615_616_512)
-assert SEVEN is not None
+SEVEN = shape_of(QWEN2_7B)
 SETTINGS: dict[str, Any] = {
     "model.path": "m", "data.train": "d", "model.dtype": "bfloat16", "learner.zero_stage": 3, "launch.learners": 2,
     "learner.gradient_checkpointing": True, "generator.engine_options": {"max_model_len": 4096},
@@ -151,7 +190,7 @@ def test_states_are_divided_as_zero_does() -> None:
     told = {(dtype, stage): tuple(sums(dtype, stage)[key] for key in keys)
             for dtype in ("float32", "bfloat16") for stage in (1, 2, 3)}  # fmt: skip
     assert told == {
-        ("float32", 1): (4, 1, 2, 4), ("float32", 2): (4, 1, 2, 1), ("float32", 3): (1, 0, 2, 1),
+        ("float32", 1): (4, 1, 2, 4), ("float32", 2): (4, 1, 2, 1), ("float32", 3): (1, 1, 2, 1),
         ("bfloat16", 1): (2, 1, 2, 4), ("bfloat16", 2): (2, 1, 2, 1), ("bfloat16", 3): (0.5, 1, 2, 1),
     }  # fmt: skip
     assert tuple(sums("float32", 0)[key] for key in keys) == (4, 0, 8, 4)
@@ -164,18 +203,20 @@ def test_a_run_that_cannot_fit_is_refused_with_the_sum_and_the_keys_that_help(mo
         fitted(monkeypatch, config, 5, MIB_80GB, Models(SEVEN))
     lines = str(caught.value).splitlines()
     assert lines[0] == "by arithmetic the run does not fit its GPUs:"
-    assert lines[1].startswith("  GPU 0 (79.6 GiB, of which 75.7 may be used): learner-0 107.")
-    assert "activations of 8192 tokens 51." in lines[1] and "weights to send 14.2" in lines[1]
+    assert lines[1].startswith("  GPU 0 (79.6 GiB, of which 75.7 may be used): learner-0 104.")
+    assert "activations of 8192 tokens 48." in lines[1] and "weights to send 14.2" in lines[1]
     assert lines[-1] == "with learner.gradient_checkpointing=true it would fit"
     config = load_config(None, settings | {"learner.gradient_checkpointing": True})
     assert fitted(monkeypatch, config, 5, MIB_80GB, Models(SEVEN)).generators[0].gpu_memory_utilization
     config = load_config(None, SETTINGS | {"launch.learners": 1, "learner.zero_stage": 0})
-    with pytest.raises(ConfigError, match="no setting of these keys is enough: use more ranks"):
+    with pytest.raises(ConfigError, match=r"\nwith learner.zero_stage=1 learner.offload=optimizer it would fit"):
         fitted(monkeypatch, config, 2, MIB_141GB, Models(SEVEN))
-    config = load_config(None, settings | {"learner.zero_stage": 2, "learner.tokens_per_microbatch": 32768})
+    with pytest.raises(ConfigError, match="no setting of these keys is enough: use more ranks"):
+        fitted(monkeypatch, config, 2, 24564, Models(SEVEN))
+    config = load_config(None, settings | {"learner.zero_stage": 2, "learner.tokens_per_microbatch": 65536})
     show(monkeypatch, 5, MIB_80GB)
     found = find_changes(config, place_roles(config), Models(SEVEN))
-    assert found == ["learner.tokens_per_microbatch=16384", "learner.gradient_checkpointing=true"]
+    assert found == ["learner.tokens_per_microbatch=32768", "learner.gradient_checkpointing=true"]
 
 
 def test_a_step_of_the_engine_is_counted_as_long_as_vllm_makes_it() -> None:
@@ -220,8 +261,7 @@ def test_an_engine_gets_what_staging_and_the_other_roles_leave(monkeypatch: pyte
     assert fractions[0] * total == pytest.approx(0.45 * total - GIB - 2 * SEVEN.vocabulary * SEVEN.hidden)
 
     # On a learner's GPU the engine gets the remaining memory; with a bounded cache, no more than it needs.
-    small = Shape.of(DEMO | {"max_position_embeddings": 32}, 516_864)
-    assert small is not None
+    small = shape_of(DEMO | {"max_position_embeddings": 32})
     one = load_config(None, {"model.path": "m", "data.train": "d", "generator.kv_cache_bytes": 64 << 20})
     (resources,) = fitted(monkeypatch, one, 1, MIB_80GB, Models(small)).generators
     needed = (resources.gpu_memory_utilization or 0) * total
@@ -247,11 +287,15 @@ def test_where_memory_is_not_known_engines_on_one_gpu_divide_the_fraction(monkey
     assert fit_memory(config, placement, reward_model=False) is placement
 
 
-def test_shapes_are_read_from_folders_of_other_families(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"n_embd": 8, "n_layer": 2, "n_head": 2, "vocab_size": 11}')
-    save_file({"a": np.zeros((3, 4), np.float16), "b": np.zeros(5, np.float32)}, tmp_path / "model.safetensors")
-    assert Shape.read(str(tmp_path)) == Shape(17, 2, 8, 32, 8, 8, 11, None)
-    experts = LLAMA_8B | {"num_experts_per_tok": 2, "moe_intermediate_size": 100, "head_dim": 64}
-    shape = Shape.of({"text_config": experts}, 1)
-    assert shape is not None and (shape.intermediate, shape.query, shape.key_value) == (200, 2048, 512)
-    assert Shape.of({"vocab_size": 3}, 1) is None
+def test_shapes_are_read_from_the_config_of_other_families() -> None:
+    gpt2 = {"model_type": "gpt2", "n_embd": 8, "n_layer": 2, "n_head": 2, "vocab_size": 11, "n_positions": 32}
+    shape = shape_of(gpt2)
+    assert (shape.layers, shape.hidden, shape.intermediate, shape.query, shape.vocabulary) == (2, 8, 32, 8, 11)
+    experts = LLAMA_8B | {
+        "model_type": "mixtral", "hidden_size": 128, "intermediate_size": 100, "num_hidden_layers": 1,
+        "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 64,
+    }  # fmt: skip
+    shape = shape_of(experts)
+    assert (shape.intermediate, shape.query, shape.key_value) == (200, 2048, 512)
+    assert shape.parameters - shape.active == 2 * 3 * 128 * 100, "two of four experts"
+    assert Shape.of({"vocab_size": 3}, "", {}, 0) is None

@@ -16,10 +16,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch.distributed import distributed_c10d
-from worlds import STATE_RUNS, endpoints, make_config, make_trainer, train_steps
+from worlds import STATE_RUNS, endpoints, make_config, make_trainer, partitioning, train_steps
 
-import asyncrl.learner.model.engine as engine_module
-import asyncrl.learner.model.policy as policy_module
 from asyncrl.config import Config
 from asyncrl.errors import PeerTimeoutError, RunError
 from asyncrl.learner.checkpoint.files import Files, tensors_file
@@ -75,19 +73,11 @@ def fail_to_write(ranks: Ranks, config: Config, out: Path) -> str:
 
 def main(rank: int, port: int, model: Path, out: Path) -> None:
     torch.set_num_threads(1)
-    original = engine_module.deepspeed_config
-
-    def partition_more(config: Config, network: Any) -> dict[str, Any]:
-        settings = original(config, network)
-        settings["zero_optimization"]["stage3_param_persistence_threshold"] = 1000  # some are always gathered
-        return settings
-
-    engine_module.deepspeed_config = policy_module.deepspeed_config = partition_more
     hung: dict[str, Any] = {}
     try:
         with process_group(endpoints(port), rank, 2, start_timeout_s=60, timeout_s=TIMEOUT_S) as ranks:
             for name, sections in STATE_RUNS.items():
-                halve(name, make_config(model, **sections), ranks, out)
+                halve(name, make_config(model, **partitioning(sections, 1000)), ranks, out)
             text = fail_to_write(ranks, make_config(model), out)
             (out / f"failed-{rank}.json").write_text(json.dumps(text))
             wait_for_a_rank_that_hangs(ranks, out, hung)

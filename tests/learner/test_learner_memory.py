@@ -1,5 +1,5 @@
-"""The launcher's estimate of the learner's memory against the tensors that autograd and DeepSpeed keep. Measured on a
-CPU; GPU kernels may keep other tensors."""
+"""The traced memory of a micro-batch against the tensors that autograd keeps on this CPU. GPU kernels may keep other
+tensors."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 from worlds import make_config
 
 from asyncrl.config import Config
-from asyncrl.launch.resources.memory import HEAD_BYTES, Shape, activation_bytes
+from asyncrl.launch.resources.shape import Shape
+from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.collate import make_batch
-from asyncrl.learner.model import logprob_head
 from asyncrl.learner.model.loading import hidden_states, load_policy_model
+from asyncrl.learner.model.memory_trace import META, LiveStorages, empty_model, trace
 from asyncrl.types import NO_VERSION, Group, Trajectory
 
 SIZES: dict[str, Any] = {
@@ -49,10 +50,17 @@ def groups_of(lengths: list[int]) -> list[Group]:
     return made
 
 
-def kept_bytes(config: Config) -> tuple[int, int]:
-    """Returns the bytes that a forward pass over packed rows keeps for its backward pass, and the number of tokens."""
+FAMILIES: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**SIZES),
+    "experts": Qwen3MoeConfig(
+        **SIZES, head_dim=16, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=96, tie_word_embeddings=True
+    ),
+}
+
+
+def kept_bytes(config: Config, micro: MicroBatch) -> int:
+    """Returns the bytes that a forward pass over packed rows keeps for its backward pass, all tensors but integers."""
     model = load_policy_model(config, config.model.path).train()
-    (micro,) = make_batch(groups_of([96, 90, 80, 75] * 6), tokens_per_microbatch=1 << 20).micro_batches
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, int] = {}
 
@@ -65,22 +73,38 @@ def kept_bytes(config: Config) -> tuple[int, int]:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         states = hidden_states(model, micro)
     assert states.requires_grad
-    return sum(kept.values()), len(micro.input_ids)
+    return sum(kept.values())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_activations_are_estimated_tightly_from_above(dtype: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(tmp_path)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_trace_counts_what_autograd_keeps(family: str, dtype: str, tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(FAMILIES[family]).save_pretrained(tmp_path)
     config = make_config(tmp_path, model={"dtype": dtype})
+    (micro,) = make_batch(groups_of([96, 90, 80, 75] * 6), tokens_per_microbatch=1 << 20).micro_batches
+    kept = kept_bytes(config, micro)
+    model = empty_model(AutoConfig.from_pretrained(tmp_path), dtype=dtype)
+    traced = trace(model, micro, on_gpu=False, exchanged=False)
+    print(f"{family}, {dtype}: kept {kept:,}, traced {traced.forward_bytes:,}, {traced.forward_bytes / kept:.3f}")
+    assert kept <= traced.forward_bytes < 1.1 * kept
+    assert traced.peak_bytes > traced.forward_bytes
     shape = Shape.read(str(tmp_path))
     assert shape is not None
-    assert shape.parameters == sum(p.numel() for p in LlamaForCausalLM(LlamaConfig(**SIZES)).parameters())
-    kept, tokens = kept_bytes(config)
-    estimate = activation_bytes(config, shape, tokens)
-    print(dtype, kept, estimate, kept / estimate)
-    assert 0.6 * estimate < kept < estimate
+    assert shape.parameters == sum(p.numel() for p in AutoModelForCausalLM.from_config(FAMILIES[family]).parameters())
+    assert (shape.active < shape.parameters) == (family == "experts")
 
 
-def test_chunks_of_logits_have_the_estimated_size() -> None:
-    assert HEAD_BYTES == 3 * logprob_head.CUDA_CHUNK_BYTES
+def test_live_storages_are_counted_once_and_until_they_are_freed() -> None:
+    before = torch.empty(5, device=META)
+    with LiveStorages() as live:
+        live.ignore([before])
+        tensor = torch.empty(10, device=META)
+        view = tensor[2:]
+        other = tensor + before.sum()
+        assert live.num_bytes == 80
+        del tensor
+        assert live.num_bytes == 80, "the view keeps the storage"
+        del view, other
+        assert live.num_bytes == 0 and live.peak_bytes == 84
+        torch.empty(3)
+        assert live.num_bytes == 0, "only tensors on the meta device count"

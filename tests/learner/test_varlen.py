@@ -155,6 +155,7 @@ def test_the_kernel_is_used_where_it_exists(
     class Query:
         device = None
         shape = (7, 4, size)
+        is_meta = False
 
     Query.is_cuda, Query.dtype = is_cuda, dtype  # pyright: ignore[reportAttributeAccessIssue]
     monkeypatch.setattr(varlen, "PARAMETERS", parameters)

@@ -11,10 +11,19 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from worlds import CRITIC, SKIPS, copy_weights, endpoints, make_config, make_groups, make_trainer, pack_groups, record
+from worlds import (
+    CRITIC,
+    SKIPS,
+    copy_weights,
+    endpoints,
+    make_config,
+    make_groups,
+    make_trainer,
+    pack_groups,
+    partitioning,
+    record,
+)
 
-import asyncrl.learner.model.engine as engine_module
-import asyncrl.learner.model.policy as policy_module
 from asyncrl.config import Config
 from asyncrl.errors import AsyncrlError
 from asyncrl.learner.distributed import Ranks, process_group
@@ -90,27 +99,20 @@ def meet_errors(config: Config, ranks: Ranks) -> dict[str, Any]:
     batches: Any = SimpleNamespace(take=lambda step: Shard(step, make_groups(2, version=version)))
     stale = error_of(Learner(config, trainer, batches, None, None, Path())._train, 8)
     skips = {
-        name: skip_an_update(make_config(config.model.path, **sections), ranks) for name, sections in SKIPS.items()
+        name: skip_an_update(make_config(config.model.path, **partitioning(sections, 0)), ranks)
+        for name, sections in SKIPS.items()
     }
     return {"stale": stale, "skips": skips}
 
 
 def main(rank: int, port: int, model: Path, out: Path) -> None:
     torch.set_num_threads(1)
-    original = engine_module.deepspeed_config
-
-    def partition_everything(config: Config, network: Any) -> dict[str, Any]:
-        settings = original(config, network)
-        settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0
-        return settings
-
-    engine_module.deepspeed_config = policy_module.deepspeed_config = partition_everything
     logprob_head.CHUNK_BYTES = 4 * 48 * 7  # splits log-probs into chunks, more of them on rank 0
     errors: dict[str, Any] = {}
     try:
         with process_group(endpoints(port), rank, 2, start_timeout_s=120, timeout_s=60) as ranks:
             for name, sections in RUNS.items():
-                train(name, make_config(model, **sections), ranks, out)
+                train(name, make_config(model, **partitioning(sections, 0)), ranks, out)
             errors = meet_errors(make_config(model, learner={"zero_stage": 2}), ranks)
             if rank == 1:
                 (out / "errors-1.json").write_text(json.dumps(errors))

@@ -126,6 +126,12 @@ def make_config(folder: Path, /, **sections: Any) -> Config:
     return Config.model_validate(values)
 
 
+def partitioning(sections: dict[str, Any], threshold: int) -> dict[str, Any]:
+    """The sections with parameters of at least `threshold` elements partitioned in ZeRO stage 3."""
+    options = {"zero_optimization": {"stage3_param_persistence_threshold": threshold}}
+    return sections | {"learner": sections.get("learner", {}) | {"deepspeed_options": options}}
+
+
 def make_trajectory(rng: np.random.Generator, version: int = 0) -> Trajectory:
     """Returns a trajectory of a prompt, actions, sometimes an environment's tokens between actions, and versions that
     may change within it."""

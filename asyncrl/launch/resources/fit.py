@@ -6,26 +6,19 @@ The needs are computed (`memory`), not measured, before any process starts.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import structlog
+from pydantic import ValidationError
 
-from asyncrl.config import Config
+from asyncrl.config import Config, LearnerConfig
 from asyncrl.errors import ConfigError
-from asyncrl.launch.resources.memory import (
-    GIB,
-    Parts,
-    Shape,
-    critic_parts,
-    engine_parts,
-    learner_parts,
-    longest_tokens,
-    reward_model_parts,
-    staging_parts,
-)
+from asyncrl.launch.resources.engine_memory import engine_parts, reward_model_parts, staging_parts
+from asyncrl.launch.resources.memory import GIB, Parts, critic_parts, learner_parts, longest_tokens
 from asyncrl.launch.resources.placement import Placement, RoleResources
+from asyncrl.launch.resources.shape import Shape
 from asyncrl.rewards.reward_model import model_options
 
 log = structlog.get_logger()
@@ -58,7 +51,11 @@ class Models:
             paths["critic"] = config.critic.path or path
         if reward_model:
             paths["reward_model"] = str(model_options(config)["path"])
-        shapes = {role: Shape.read(folder) for role, folder in paths.items()}
+        trust = config.model.trust_remote_code
+        shapes = {
+            role: Shape.read(folder, trust_remote_code=trust, values=role in ("critic", "reward_model"))
+            for role, folder in paths.items()
+        }
         for role, shape in shapes.items():
             if shape is None:
                 log.warning("memory is not checked: config.json lacks the model's sizes", model=paths[role])
@@ -142,18 +139,14 @@ def make_cards(config: Config, placement: Placement, models: Models) -> list[Car
 
 
 def _needs(config: Config, placement: Placement, models: Models) -> Iterator[tuple[str, Need]]:
-    inside = models.critic if not config.critic.ranks else None
+    by_nccl = _by_nccl(config, placement)
     for rank, resources in enumerate(placement.learners):
-        packs = rank == 0 and _by_nccl(config, placement)
-        parts = learner_parts(config, models.policy, reference=models.reference, critic=inside, packs=packs)
-        yield resources.gpus[0], Need(f"learner-{rank}", parts)
+        yield resources.gpus[0], learner_need(config, models, rank, by_nccl=by_nccl)
     for rank, resources in enumerate(placement.critics):
         yield resources.gpus[0], Need(f"critic-{rank}", critic_parts(config, models.critic or models.policy))
     for index, resources in enumerate(placement.generators):
-        staged = staging_parts(config, models.policy, on_gpu=_by_nccl(config, placement))
-        for gpu in resources.gpus:
-            parts = _engine_parts(config, models.policy) | (staged if gpu == resources.gpus[0] else {})
-            yield gpu, Need(f"generator-{index}", parts)
+        for number, gpu in enumerate(resources.gpus):
+            yield gpu, generator_need(config, models, index, number, by_nccl=by_nccl)
     options: dict[str, Any] = REWARD_MODEL | model_options(config)
     if placement.reward_model is not None and models.reward_model is not None and options["device"] != "cpu":
         tokens, dtype = int(options["tokens_per_batch"]), str(options["dtype"])
@@ -161,12 +154,21 @@ def _needs(config: Config, placement: Placement, models: Models) -> Iterator[tup
         yield placement.reward_model.gpus[0], Need("reward_model", parts)
 
 
-def _engine_parts(config: Config, shape: Shape) -> Parts:
-    """Returns the memory of an engine on one of its GPUs, which divide weights, keys and values."""
-    return {
-        name: num_bytes // config.generator.tensor_parallel if name == "weights" or "key" in name else num_bytes
-        for name, num_bytes in engine_parts(config, shape).items()
-    }
+def learner_need(config: Config, models: Models, rank: int, *, by_nccl: bool) -> Need:
+    """Returns the need of a learner rank; with `by_nccl` weights are sent from GPU to GPU."""
+    inside = models.critic if not config.critic.ranks else None
+    packs = rank == 0 and by_nccl
+    parts = learner_parts(config, models.policy, reference=models.reference, critic=inside, packs=packs)
+    return Need(f"learner-{rank}", parts)
+
+
+def generator_need(config: Config, models: Models, index: int, gpu: int, *, by_nccl: bool) -> Need:
+    """Returns the need of one of a generator's GPUs, by its number, with the smallest key-value cache that its engine
+    can start with. The first GPU has the staged weights."""
+    parts = engine_parts(config, models.policy)
+    if gpu == 0:
+        parts |= staging_parts(config, models.policy, on_gpu=by_nccl)
+    return Need(f"generator-{index}", parts)
 
 
 def _by_nccl(config: Config, placement: Placement) -> bool:
@@ -176,7 +178,7 @@ def _by_nccl(config: Config, placement: Placement) -> bool:
 def _with_fractions(config: Config, placement: Placement, models: Models, cards: list[Card]) -> Placement:
     """Divides the memory that the other roles of a GPU leave among its engines, minus their staged weights."""
     staged = sum(staging_parts(config, models.policy, on_gpu=_by_nccl(config, placement)).values())
-    least = sum(_engine_parts(config, models.policy).values())
+    least = sum(engine_parts(config, models.policy).values())
     fractions: dict[str, float] = {}
     for card in cards:
         engines = [need for need in card.needs if need.name.startswith("generator-")]
@@ -248,12 +250,26 @@ def _candidates(config: Config, placement: Placement) -> Iterator[tuple[str, Any
         yield "learner.zero_stage", stage
     if _by_nccl(config, placement):
         yield "weights.transport", "gloo"
+    if config.learner.optimizer == "adamw" and config.learner.offload == "none":
+        if config.learner.zero_stage == 0:
+            yield "learner.zero_stage", 1
+        yield "learner.offload", "optimizer"
 
 
 def _fits(config: Config, placement: Placement, models: Models, changes: list[tuple[str, Any]]) -> bool:
-    for key, value in changes:
+    config = with_changes(config, dict(changes))
+    try:
+        LearnerConfig.model_validate(config.learner.model_dump())
+    except ValidationError:
+        return False
+    return not any(card.missing_bytes for card in make_cards(config, placement, models))
+
+
+def with_changes(config: Config, changes: Mapping[str, Any]) -> Config:
+    """Returns the config with these values of dotted keys, which are not checked."""
+    for key, value in changes.items():
         section, name, *option = key.split(".")
         settings = getattr(config, section)
         value = {**getattr(settings, name), option[0]: value} if option else value
         config = config.model_copy(update={section: settings.model_copy(update={name: value})})
-    return not any(card.missing_bytes for card in make_cards(config, placement, models))
+    return config

@@ -21,6 +21,7 @@ from torch import Tensor
 from asyncrl.errors import RunError
 from asyncrl.learner.model.engine import TrainedModel
 from asyncrl.learner.model.optimizers import STEP, first_state
+from asyncrl.learner.model.partitioned_loading import read_range
 
 WEIGHT = "weight"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -63,10 +64,10 @@ def restore_state(trained: TrainedModel, folder: Path) -> None:
         _check_names(folder, set(where) - {STEP, SKIPPED}, kinds)
         for name, parameter in parameters.items():
             for kind in kinds[name]:
-                full = where[f"{kind}/{name}"].get_tensor(f"{kind}/{name}")
-                _check_shape(folder, name, full, _shape(trained, parameter, kind))
+                file, key = where[f"{kind}/{name}"], f"{kind}/{name}"
+                _check_shape(folder, name, file.get_slice(key).get_shape(), _shape(trained, parameter, kind))
                 for fragment, start in _fragments(trained, parameter, kind):
-                    fragment.copy_(full.view(-1)[start : start + len(fragment)])
+                    fragment.copy_(read_range(file, key, start, start + len(fragment)))
         updates = where[STEP].get_tensor(STEP)
         trained.skipped = int(where[SKIPPED].get_tensor(SKIPPED)) if SKIPPED in where else 0
     for flat in flats:
@@ -175,8 +176,6 @@ def _check_names(folder: Path, keys: set[str], kinds: dict[str, list[str]]) -> N
         )
 
 
-def _check_shape(folder: Path, name: str, full: Tensor, shape: torch.Size) -> None:
-    if full.shape != shape:
-        raise RunError(
-            f"{folder}: {name} has shape {list(full.shape)}, but {list(shape)} in the model of this run; {WAY_OUT}"
-        )
+def _check_shape(folder: Path, name: str, saved: list[int], shape: torch.Size) -> None:
+    if saved != list(shape):
+        raise RunError(f"{folder}: {name} has shape {saved}, but {list(shape)} in the model of this run; {WAY_OUT}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
@@ -13,6 +14,7 @@ from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.model.packed_attention import PACKED
+from asyncrl.learner.model.partitioned_loading import load_partitioned
 
 HEADS = ("score", "classifier")
 """Attribute names of the head of a token-classification model."""
@@ -49,17 +51,21 @@ def load_value_model(config: Config, path: str, key: str) -> tuple[PreTrainedMod
     with torch.no_grad():
         for parameter in head.parameters():
             if names[id(parameter)] in missing:
-                parameter.zero_()
+                getattr(parameter, "ds_tensor", parameter).zero_()
     return model, head
 
 
 def _load(
     kind: Any, config: Config, path: str, key: str, *, new: tuple[str, ...] = (), **options: Any
 ) -> tuple[PreTrainedModel, set[str]]:
-    """Returns the model, and the names of the parameters missing in the folder, which are all of the modules `new`."""
+    """Returns the model, and the names of the parameters missing in the folder, which are all of the modules `new`. All
+    ranks call it."""
     disable_progress_bar()
     try:
-        model, info = kind.from_pretrained(
+        loaded = None
+        if config.learner.zero_stage == 3 and dist.is_initialized():
+            loaded = load_partitioned(kind, config, path, new=new, **options)
+        model, info = loaded or kind.from_pretrained(
             path,
             dtype=getattr(torch, config.model.dtype),
             attn_implementation=PACKED,

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from asyncrl.learner.model.stand_in import is_on_gpu
+
 CHUNK_BYTES = 128 << 20
 """Size of the float32 logits of a chunk of tokens. The peak memory on any device is twice this size, plus half of it
 for gradients in bfloat16 on a GPU, or a float32 copy of bfloat16 weights on a CPU. Every chunk reads the output layer's
@@ -44,7 +46,7 @@ class LogprobHead(nn.Module):
 
         `excludes` [N] is true for the distributions without the excluded tokens.
         """
-        chunk_tokens = max(1, (CUDA_CHUNK_BYTES if hidden.is_cuda else CHUNK_BYTES) // (4 * self.vocabulary))
+        chunk_tokens = max(1, (CUDA_CHUNK_BYTES if is_on_gpu(hidden) else CHUNK_BYTES) // (4 * self.vocabulary))
         columns = None if excludes is None else torch.tensor(self.excluded, device=hidden.device)
         settings = _Settings(self.temperature, chunk_tokens, self.entropy_gradient, excludes, columns)
         return _Score.apply(hidden, self.weight, self.bias, targets, settings)  # pyright: ignore[reportReturnType]
@@ -150,19 +152,19 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: _Sett
 def _factor(weight: Tensor) -> Tensor:
     """Returns the weight as products take it: a float32 copy where torch has no product of bfloat16 matrices with a
     float32 result, on a CPU."""
-    return weight if weight.is_cuda else weight.float()
+    return weight if is_on_gpu(weight) else weight.float()
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
     """Returns the product of two matrices in float32, also if they are in bfloat16."""
-    if left.is_cuda and left.dtype is not torch.float32:
+    if is_on_gpu(left) and left.dtype is not torch.float32:
         return torch.mm(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Adds the product of two matrices to `total`, in float32."""
-    if left.is_cuda and left.dtype is not torch.float32:
+    if is_on_gpu(left) and left.dtype is not torch.float32:
         total += torch.mm(left, right, out_dtype=torch.float32)
     else:
         total.addmm_(left.float(), right.float())

@@ -20,6 +20,7 @@ from transformers import AttentionInterface
 
 from asyncrl.errors import ConfigError
 from asyncrl.learner.model import varlen
+from asyncrl.learner.model.stand_in import is_on_gpu
 from asyncrl.learner.model.varlen import Segments, make_segments
 
 Integers = NDArray[np.int64]
@@ -184,7 +185,7 @@ def window_mask(length: int, window: int, device: torch.device) -> Tensor:
 def lacks_grouped_kernel(query: Tensor, mask: Tensor | None) -> bool:
     """True if torch has no memory-efficient attention kernel for grouped key and value heads: on a GPU in float32 or
     with a mask, where only the kernel that writes all scores supports them. Not measured on a GPU yet."""
-    return query.is_cuda and (query.dtype is torch.float32 or mask is not None)
+    return is_on_gpu(query) and (query.dtype is torch.float32 or mask is not None)
 
 
 AttentionInterface.register(PACKED, packed_attention)

@@ -10,6 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from asyncrl.learner.model.stand_in import is_on_gpu
+
 try:
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:
@@ -55,10 +57,12 @@ def make_segments(lengths: NDArray[np.int64], computed: NDArray[np.int64], twins
 
 
 def has_kernel(query: Tensor) -> bool:
-    """True if torch's kernel can compute the attention of queries [D, heads, size] on their device."""
-    if not query.is_cuda or query.dtype not in HALF or not {"scale", "window_size"} <= PARAMETERS:
+    """True if torch's kernel can compute the attention of queries [D, heads, size] on their device. A GPU that tensors
+    stand for has the capability 8.0."""
+    if not is_on_gpu(query) or query.dtype not in HALF or not {"scale", "window_size"} <= PARAMETERS:
         return False
-    capability, size = torch.cuda.get_device_capability(query.device), query.shape[-1]
+    capability = torch.cuda.get_device_capability(query.device) if query.is_cuda else (8, 0)
+    size = query.shape[-1]
     return capability >= (8, 0) and size % 8 == 0 and size <= (256 if capability in LARGE_HEADS else 192)
 
 

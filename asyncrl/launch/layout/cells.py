@@ -1,0 +1,114 @@
+"""The layouts that the search tries, and the config of each."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from asyncrl.config import Config
+from asyncrl.launch.resources.fit import with_changes
+from asyncrl.launch.resources.memory import longest_tokens
+from asyncrl.launch.resources.shape import Shape
+
+TENSOR_PARALLEL = (1, 2, 4, 8)
+"""Cards of an engine; they are on one host."""
+STAGES = (1, 2, 3)
+OFFLOADS = ("none", "optimizer", "all")
+MAX_MICROBATCH_TOKENS = 32768
+"""Larger micro-batches need more memory and are hardly faster."""
+MICROBATCHES = 4
+"""Sizes of micro-batches that are tried, each twice the one before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """The learner's side of a layout."""
+
+    ranks: int
+    stage: int
+    checkpointing: bool
+    tokens: int
+    """Tokens of a micro-batch."""
+    offload: str
+
+    def changes(self, base: Config) -> dict[str, Any]:
+        """Returns the config keys of this side. The groups of a step are the next multiple of the ranks."""
+        groups = math.ceil(base.replay.groups_per_step / self.ranks) * self.ranks
+        return {
+            "launch.learners": self.ranks,
+            "replay.groups_per_step": groups,
+            "learner.zero_stage": self.stage,
+            "learner.gradient_checkpointing": self.checkpointing,
+            "learner.tokens_per_microbatch": self.tokens,
+            **({} if self.offload == base.learner.offload else {"learner.offload": self.offload}),
+        }
+
+    @property
+    def kind(self) -> str:
+        """What it is but for numbers of ranks and tokens."""
+        kept = "checkpointed" if self.checkpointing else "plain"
+        moved = "" if self.offload == "none" else f", offload {self.offload}"
+        return f"ZeRO {self.stage}, {kept}{moved}"
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """The generators' side of a layout."""
+
+    engines: int
+    tensor_parallel: int
+    """Cards of an engine."""
+    groups: int
+    """Groups that an engine works on at once."""
+
+    def changes(self, base: Config) -> dict[str, Any]:
+        """Returns the config keys of this side."""
+        changes = {"launch.generators": self.engines, "generator.max_running_groups": self.groups}
+        if self.tensor_parallel != base.generator.tensor_parallel:
+            changes["generator.tensor_parallel"] = self.tensor_parallel
+        return changes
+
+
+def microbatches(base: Config) -> list[int]:
+    """Returns the sizes of micro-batches to try, in tokens, in ascending order."""
+    longest = longest_tokens(base)
+    return sorted({max(longest, MAX_MICROBATCH_TOKENS >> shift) for shift in range(MICROBATCHES)})
+
+
+def trainings(base: Config, max_ranks: int, tokens: int, *, checkpointing: bool) -> list[Training]:
+    """Returns the learner's sides with at most `max_ranks` ranks and micro-batches of `tokens` tokens."""
+    found: list[Training] = []
+    for ranks in range(1, max_ranks + 1):
+        ways = [(stage, "none") for stage in (STAGES if ranks > 1 else STAGES[:1])]
+        if base.learner.optimizer == "adamw":
+            ways += [(2, "optimizer"), (3, "optimizer"), (3, "all")]
+        found += [Training(ranks, stage, checkpointing, tokens, offload) for stage, offload in ways]
+    return found
+
+
+def engine_sizes(base: Config, shape: Shape, cards: int) -> list[int]:
+    """Returns the numbers of cards that an engine can have, of at most `cards`: its attention heads are divided."""
+    if base.generator.engine != "vllm" or base.deterministic:
+        return [1]
+    return [parallel for parallel in TENSOR_PARALLEL if parallel <= cards and shape.heads % parallel == 0]
+
+
+def config_of(base: Config, training: Training, generation: Generation) -> Config:
+    """Returns the base config with the keys of a layout."""
+    return with_changes(base, {**training.changes(base), **generation.changes(base)})
+
+
+def with_lengths(base: Config, tokens: int) -> Config:
+    """Returns the config for trajectories of at most `tokens` tokens, an eighth of them for prompts unless the config
+    says otherwise."""
+    prompt = base.data.max_prompt_tokens or tokens // 8
+    prompt = min(prompt, tokens // 2)
+    return with_changes(
+        base,
+        {
+            "data.max_prompt_tokens": prompt,
+            "generator.max_new_tokens": tokens - prompt,
+            "generator.engine_options.max_model_len": tokens,
+        },
+    )

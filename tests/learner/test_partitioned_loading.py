@@ -1,0 +1,85 @@
+"""With ZeRO stage 3 each rank reads its part of a model, never a complete one; the weights are those of the library."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+from worlds import make_model, spawn
+
+from asyncrl.learner.model.partitioned_loading import files_of_tensors, read_range
+from benchmarks.families import save_family
+
+FAMILIES = ("llama", "qwen3_moe", "mixtral")
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory, free_port: Callable[[], int]) -> list[dict[str, Any]]:
+    models, out = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("out")
+    make_model(models / "qwen2")
+    for name in FAMILIES:
+        save_family(name, models / name)
+    codes = spawn("loading_ranks.py", models, out, free_port(), ranks=2, timeout_s=200)
+    assert codes == [0, 0], (out / "0.log").read_text()[-3000:] + (out / "1.log").read_text()[-3000:]
+    return [json.loads((out / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", ["qwen2", *FAMILIES])
+def test_weights_and_buffers_are_those_that_the_library_loads(name: str, compared: list[dict[str, Any]]) -> None:
+    """Tied ones (qwen2), experts that the library fuses, and a critic with a new head."""
+    for found in compared:
+        for dtype in ("float32", "bfloat16"):
+            expected = {"policy": "", "critic": ""} if name == "qwen2" else {"policy": ""}
+            assert found[f"{name}-{dtype}"] == expected
+
+
+def test_weights_in_host_memory_are_loaded_there(compared: list[dict[str, Any]]) -> None:
+    assert [found["devices"] for found in compared] == [["cpu"], ["cpu"]]
+
+
+def test_ranges_are_read_with_their_rows(tmp_path: Path) -> None:
+    tensors = {"matrix": torch.arange(30).view(5, 3, 2), "vector": torch.arange(7), "number": torch.tensor(3)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert files_of_tensors(tmp_path) == dict.fromkeys(tensors, tmp_path / "model.safetensors")
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        for name, tensor in tensors.items():
+            for begin in range(tensor.numel() + 1):
+                for end in range(begin, tensor.numel() + 1):
+                    assert torch.equal(read_range(file, name, begin, end), tensor.view(-1)[begin:end])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_no_rank_holds_a_complete_model(tmp_path: Path, free_port: Callable[[], int]) -> None:
+    """The reference is the half of 100 million float32 parameters, and for a moment the largest of them complete."""
+    config = LlamaConfig(
+        vocab_size=8192, hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12,
+        num_key_value_heads=12, tie_word_embeddings=False,
+    )  # fmt: skip
+    large = LlamaForCausalLM(config)
+    num_bytes = 4 * sum(parameter.numel() for parameter in large.parameters())
+    large.save_pretrained(tmp_path / "models" / "large")
+    del large
+    make_model(tmp_path / "models" / "warm")
+    peaks: dict[str, dict[str, int]] = {}
+    os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    for way in ("partitioned", "complete"):
+        (tmp_path / "models" / "way").write_text(way)
+        out = tmp_path / way
+        out.mkdir()
+        assert spawn("loading_ranks.py", tmp_path / "models", out, free_port(), ranks=2, timeout_s=100) == [0, 0]
+        found = [json.loads((out / f"{rank}.json").read_text()) for rank in range(2)]
+        peaks[way] = {name: max(one[name] for one in found) for name in found[0]}
+    table = {way: {name: f"{peak / (1 << 20):.0f} MiB" for name, peak in own.items()} for way, own in peaks.items()}
+    print(f"model {num_bytes / (1 << 20):.0f} MiB, peaks of a rank: {table}")
+    assert peaks["partitioned"]["reference"] < 0.75 * num_bytes, table
+    assert peaks["complete"]["reference"] > num_bytes, table
