@@ -170,6 +170,16 @@ SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 
 
+def test_an_engine_without_graphs_has_its_own_step_and_no_graphs() -> None:
+    vllm, eager = (
+        engine_parts(load_config(None, SETTINGS | {"generator.engine": engine}), SEVEN)
+        for engine in ("vllm", "transformers")
+    )
+    assert "a step of 16384 tokens" in vllm and "a step of 8192 tokens" in eager
+    assert vllm["CUDA graphs"] and not eager["CUDA graphs"]
+    assert sum(eager.values()) < sum(vllm.values())
+
+
 def test_states_are_divided_as_zero_does() -> None:
     def sums(dtype: str, stage: int) -> dict[str, float]:
         config = load_config(None, SETTINGS | {"model.dtype": dtype, "learner.zero_stage": stage})
