@@ -187,7 +187,10 @@ def test_states_are_divided_as_zero_does() -> None:
 
 
 def test_a_run_that_cannot_fit_is_refused_with_the_sum_and_the_keys_that_help(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = SETTINGS | {"learner.gradient_checkpointing": False, "launch.learners": 4, "launch.generators": 1}
+    settings = SETTINGS | {
+        "learner.gradient_checkpointing": False, "launch.learners": 4, "launch.generators": 1,
+        "generator.max_new_tokens": 7168, "generator.engine_options": {"max_model_len": 8192},
+    }  # fmt: skip
     config = load_config(None, settings)
     with pytest.raises(ConfigError) as caught:
         fitted(monkeypatch, config, 5, MIB_80GB, Models(SEVEN))
