@@ -14,7 +14,6 @@ from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.model.packed_attention import PACKED
-from asyncrl.learner.model.partitioned_loading import load_partitioned
 from asyncrl.learner.model.sequence_parallel import SequenceParallel
 
 HEADS = ("score", "classifier")
@@ -65,6 +64,8 @@ def _load(
     try:
         loaded = None
         if config.learner.zero_stage == 3 and dist.is_initialized():
+            from asyncrl.learner.model.partitioned_loading import load_partitioned  # imports DeepSpeed
+
             loaded = load_partitioned(kind, config, path, new=new, **options)
         model, info = loaded or kind.from_pretrained(
             path,
