@@ -1,4 +1,5 @@
-"""`python -m scripts.what_runs_where` prints the README's table of what was shown to work on which device.
+"""`python -m scripts.what_runs_where` prints the README's table of what was shown to work on which device, and the
+table of GPU figures in `docs/performance.md`.
 
 A feature is proven on a CPU by tests of `make test` or `make test-all`, and on a GPU by checks of `make gpu-check` that
 passed there; their results are files of `benchmarks/results/`.
@@ -90,8 +91,8 @@ FEATURES = (
 
 
 def main() -> None:
-    """Prints the table."""
-    print(table(FEATURES, read_results()))
+    """Prints the tables."""
+    print(table(FEATURES, read_results()), figures(read_results()), sep="\n\n")
 
 
 def read_results() -> list[dict[str, Any]]:
@@ -124,6 +125,16 @@ def gpu_cell(feature: Feature, results: list[dict[str, Any]]) -> str:
         elif failed := every.count("failed"):
             cards.append(f"{failed} of {len(every)} checks failed: {card}")
     return "; ".join(cards) or WRITTEN_ONLY
+
+
+def figures(results: list[dict[str, Any]]) -> str:
+    """The Markdown table of what was measured on each card."""
+    found = [{name: value for check in one["checks"] for name, value in check["figures"].items()} for one in results]
+    cards = [f"{one['machine']['gpus'][0]}, torch {one['machine']['packages']['torch']}" for one in results]
+    lines = [f"| figure | {' | '.join(cards)} |", "|---" * (len(cards) + 1) + "|"]
+    for name in dict.fromkeys(name for one in found for name in one):
+        lines.append(f"| {name} | {' | '.join(f'{one[name]:,.4g}' if name in one else '' for one in found)} |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

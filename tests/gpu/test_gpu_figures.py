@@ -60,7 +60,7 @@ def test_a_step_of_a_model_of_usual_size(case: str, tmp_path: Path, figure: Reco
     if found["mfu"] is not None:
         figure(f"learner {case}: of the card's peak FLOP/s", found["mfu"])
     assert np.isfinite(found["loss"])
-    assert found["peak_bytes"] < found["arithmetic_bytes"]
+    assert 0.9 < found["arithmetic_bytes"] / found["peak_bytes"] < 1.1
 
 
 def test_the_head_reads_large_chunks_faster(gpu: torch.device, figure: Record, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from scripts.what_runs_where import FEATURES, Feature, gpu_cell, read_results, table
+from scripts.what_runs_where import FEATURES, Feature, figures, gpu_cell, read_results, table
 
 ROOT = Path(__file__).parents[2]
 
@@ -17,6 +17,7 @@ def result(card: str, **outcomes: str) -> dict[str, Any]:
 
 def test_the_readme_has_the_table_of_the_results() -> None:
     assert table(FEATURES, read_results()) in (ROOT / "README.md").read_text()
+    assert figures(read_results()) in (ROOT / "docs" / "performance.md").read_text()
 
 
 def test_the_tests_and_checks_exist() -> None:

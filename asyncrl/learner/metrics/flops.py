@@ -8,7 +8,7 @@ in the layers, V * H in the output layer, L layers, A heads of size D, and token
 
 With all tokens trained that is the usual 6 N for each token, and the causal half of attention. A prefix that a packed
 row computes once for a group counts once. What gradient checkpointing computes again does not count, nor does the
-critic; a reference policy counts as a pass of the policy. Not measured on a GPU.
+critic; a reference policy counts as a pass of the policy.
 """
 
 from __future__ import annotations
