@@ -54,6 +54,7 @@ GAE_CONFIG: dict[str, Any] = {
     },
 }
 """Settings with a critic in a separate process."""
+LORA = {"rank": 4}
 STATE_RUNS: dict[str, dict[str, Any]] = {
     "zero0": {"learner": {"zero_stage": 0}, "steps": 4},
     "muon": {"learner": {"optimizer": "muon"}, "steps": 4},
@@ -63,6 +64,15 @@ STATE_RUNS: dict[str, dict[str, Any]] = {
     "bfloat16-zero1": {"learner": {"zero_stage": 1}, "model": {"dtype": "bfloat16"}, "steps": 4},
     "bfloat16-zero3": {"learner": {"zero_stage": 3}, "model": {"dtype": "bfloat16"}, "steps": 4},
     "offload-zero3": {"learner": {"zero_stage": 3, "offload": "all"}, "steps": 4},
+    "lora-zero0": {"learner": {"zero_stage": 0, "lora": LORA}, "steps": 4},
+    "lora-zero2": {"learner": {"zero_stage": 2, "lora": LORA}, "steps": 4},
+    "lora-zero3": {"learner": {"zero_stage": 3, "lora": LORA, "gradient_checkpointing": True}, "steps": 4},
+    "lora-bfloat16-zero3": {
+        "learner": {"zero_stage": 3, "lora": LORA, "lr": 1e-2},
+        "model": {"dtype": "bfloat16"},
+        "steps": 4,
+    },
+    "lora-offload-zero3": {"learner": {"zero_stage": 3, "offload": "all", "lora": LORA}, "steps": 4},
     "bfloat16-offload": {
         "learner": {"zero_stage": 2, "offload": "optimizer"},
         "model": {"dtype": "bfloat16"},
