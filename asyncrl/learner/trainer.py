@@ -211,7 +211,7 @@ class Trainer:
 
     def _count_flops(self, batch: Batch, scores: Scores, *, warmup: bool) -> float:
         """Returns the floating-point operations of the policy in the step, of all ranks."""
-        passes = (1 if warmup else 3) * self.config.learner.epochs
+        passes = (1 if warmup else 3 if self.policy.adapters is None else 2) * self.config.learner.epochs
         passes += sum(column is not None for column in (scores.proximal_logprobs, scores.ref_logprobs))
         own = self._flops.step(batch, passes=passes)
         return float(self.ranks.sum(torch.tensor([own], dtype=torch.float64)))

@@ -23,6 +23,7 @@ from asyncrl.learner.collate import make_batch
 from asyncrl.learner.critic.value_function import Critic
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.model.engine import TrainedModel
+from asyncrl.learner.model.lora import trained_parameters
 from asyncrl.learner.trainer import Trainer
 from asyncrl.types import NO_VERSION, Group, Trajectory
 from asyncrl.wire.endpoints import Endpoints
@@ -64,7 +65,6 @@ STATE_RUNS: dict[str, dict[str, Any]] = {
     "bfloat16-zero1": {"learner": {"zero_stage": 1}, "model": {"dtype": "bfloat16"}, "steps": 4},
     "bfloat16-zero3": {"learner": {"zero_stage": 3}, "model": {"dtype": "bfloat16"}, "steps": 4},
     "offload-zero3": {"learner": {"zero_stage": 3, "offload": "all"}, "steps": 4},
-    "lora-zero0": {"learner": {"zero_stage": 0, "lora": LORA}, "steps": 4},
     "lora-zero2": {"learner": {"zero_stage": 2, "lora": LORA}, "steps": 4},
     "lora-zero3": {"learner": {"zero_stage": 3, "lora": LORA, "gradient_checkpointing": True}, "steps": 4},
     "lora-bfloat16-zero3": {
@@ -244,7 +244,7 @@ def gradients_before_step(policy: TrainedModel) -> Iterator[dict[str, Tensor]]:
     step = policy.step
 
     def keep(**options: float) -> None:
-        for name, parameter in policy.model.named_parameters():
+        for name, parameter in trained_parameters(policy.model):
             gradient = safe_get_full_grad(parameter)
             assert gradient is not None, name
             gradients[name] = gradient.float().clone().cpu()

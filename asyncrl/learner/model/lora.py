@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from asyncrl.config import Config
+from asyncrl.config.mappings import Lora
 from asyncrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,8 +26,6 @@ ADAPTER = "default"
 """peft's name of an adapter."""
 BASE = ".base_layer."
 """In the name of a parameter of a layer that has an adapter."""
-ALL_LINEAR = "all-linear"
-"""peft's name of all linear layers but the output layer."""
 
 
 class Factors(NamedTuple):
@@ -52,7 +51,7 @@ class Adapters:
         self._settings = LoraConfig(
             r=settings.rank,
             lora_alpha=settings.alpha,  # pyright: ignore[reportArgumentType]
-            target_modules=ALL_LINEAR if settings.targets is None else list(settings.targets),
+            target_modules=list(settings.targets or linear_layers(model)),
             bias="none",
             task_type="CAUSAL_LM",
             base_model_name_or_path=config.model.path,
@@ -82,7 +81,7 @@ class Adapters:
                     "others, or train without learner.lora"
                 )
         for target in targets or ():
-            if not any(f".{name}".endswith(f".{target}") for name in self._layers):
+            if not any(_ends(name, (f".{target}",)) for name in self._layers):
                 raise ConfigError(f"learner.lora.targets: model.path has no layer {target!r}; leave it out")
 
     def frozen(self, named: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, nn.Parameter]]:
@@ -123,6 +122,23 @@ class Adapters:
             for letter, matrix in zip("AB", factors[f"{name}.weight"][:2], strict=True):
                 tensors[f"base_model.model.{name}.lora_{letter}.weight"] = matrix.to("cpu", _matrices(layer)[0].dtype)
         save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+
+
+def linear_layers(model: PreTrainedModel) -> list[str]:
+    """Returns the names of all linear layers but the output layer. peft's own "all-linear" adds routers and experts."""
+    head = model.get_output_embeddings()
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
+
+
+def adapter_parameters(model: PreTrainedModel, settings: Lora) -> int:
+    """Returns the number of parameters of the adapters that a model without them would get."""
+    endings = None if settings.targets is None else tuple(f".{target}" for target in settings.targets)
+    layers: list[Any] = [model.get_submodule(name) for name in linear_layers(model) if _ends(name, endings)]
+    return settings.rank * sum(layer.in_features + layer.out_features for layer in layers)
+
+
+def _ends(name: str, endings: tuple[str, ...] | None) -> bool:
+    return endings is None or f".{name}".endswith(endings)
 
 
 def _matrices(layer: Linear) -> tuple[nn.Parameter, nn.Parameter]:
