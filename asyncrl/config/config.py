@@ -165,13 +165,13 @@ class Config(Section):
         learner, reference = self.learner, self.algorithm.reference
         if learner.lora.rank and learner.optimizer != "adamw":
             raise ValueError(
-                f"learner.lora.rank = {learner.lora.rank} with learner.optimizer = {learner.optimizer!r}: it is made for "
-                "complete weights, not for their factors; use learner.optimizer=adamw"
+                f"learner.lora.rank = {learner.lora.rank} with learner.optimizer = {learner.optimizer!r}: it is made "
+                "for complete weights, not for their factors; use learner.optimizer=adamw"
             )
         if learner.lora.rank and reference not in (None, self.model.path):
             raise ValueError(
-                f"algorithm.reference = {reference!r} with learner.lora.rank = {learner.lora.rank}: the reference policy "
-                "is the model without its adapters, of model.path; leave algorithm.reference out, or use "
+                f"algorithm.reference = {reference!r} with learner.lora.rank = {learner.lora.rank}: the reference "
+                "policy is the model without its adapters, of model.path; leave algorithm.reference out, or use "
                 "learner.lora.rank=0"
             )
         return self

@@ -123,7 +123,7 @@ def test_the_memory_is_that_of_adapters(one_rank: Ranks, tiny_model: Path) -> No
 @pytest.mark.parametrize(
     ("sections", "error"),
     [
-        ({"learner": {"lora": {"rank": 4}, "optimizer": "muon"}}, "learner.lora.rank = 4 with learner.optimizer = 'muon'"),
+        ({"learner": {"lora": LORA, "optimizer": "muon"}}, "lora.rank = 4 with learner.optimizer = 'muon'"),
         ({"learner": {"lora": {"targets": ["q_proj"]}}}, "there are no adapters; set rank"),
         (
             {"learner": {"lora": LORA}, "algorithm": {"reference": "elsewhere", "kl_loss_coef": 0.1}},

@@ -93,7 +93,8 @@ class Shape:
         cls, folder: str, *, trust_remote_code: bool = False, values: bool = False, lora: Lora | None = None
     ) -> Shape | None:
         """Returns the shape of the model in a folder, from its `config.json` alone; with `values`, of a critic with its
-        layers; with `lora`, of a policy with these adapters. Raises ConfigError if transformers cannot build the model."""
+        layers; with `lora`, of a policy with these adapters. Raises ConfigError if transformers cannot build the
+        model."""
         settings = json.loads((Path(folder) / "config.json").read_text())
         from asyncrl.learner.model.settings import largest_layer  # imports torch
 

@@ -2,7 +2,8 @@
 
 Every rank has a fragment of each parameter's float32 weights and AdamW's moments: the complete tensor with stage 0, a
 slice of the flattened parameter otherwise. Other optimizers, whose states have other shapes, have stage 0 only.
-Frozen parameters have none. Parameters are assigned to ranks round robin; each rank assembles and writes the tensors of its parameters.
+Frozen parameters have none. Parameters are assigned to ranks round robin; each rank assembles and writes the tensors of
+its parameters.
 """
 
 from __future__ import annotations

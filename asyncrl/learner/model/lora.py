@@ -1,5 +1,5 @@
-"""Low-rank adapters of a frozen model (LoRA, arXiv:2106.09685): a layer computes with W + alpha / rank * B A, of which A
-and B alone are trained."""
+"""Low-rank adapters of a frozen model (LoRA, arXiv:2106.09685): a layer computes with W + alpha / rank * B A, of which
+A and B alone are trained."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from asyncrl.config.mappings import Lora
 from asyncrl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from peft.tuners.lora import Linear
+    from peft.tuners.lora import LoraLayer
 
 MERGED_ELEMENTS = 1 << 24
 """Number of elements that are merged at a time, in float32."""
@@ -57,7 +57,7 @@ class Adapters:
             base_model_name_or_path=config.model.path,
         )
         with torch.random.fork_rng([]):
-            torch.random.default_generator.manual_seed(config.seed)
+            torch.default_generator.manual_seed(config.seed)
             try:
                 inject_adapter_in_model(self._settings, model, ADAPTER)
             except ValueError as error:
@@ -141,7 +141,7 @@ def _ends(name: str, endings: tuple[str, ...] | None) -> bool:
     return endings is None or f".{name}".endswith(endings)
 
 
-def _matrices(layer: Linear) -> tuple[nn.Parameter, nn.Parameter]:
+def _matrices(layer: LoraLayer) -> tuple[nn.Parameter, nn.Parameter]:
     a: Any = layer.lora_A[ADAPTER]
     b: Any = layer.lora_B[ADAPTER]
     return a.weight, b.weight
