@@ -13,7 +13,7 @@ from tests.helpers.runs import SMALL, Launched, check_ledger
 
 pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.timeout(300)]
 
-LORA = ("learner.lora.rank=8", "learner.lr=2e-3", "learner.warmup_steps=5")
+LORA = ("learner.lora.rank=8", "learner.lr=5e-3", "learner.warmup_steps=5")
 
 
 def test_the_demo_learns_with_adapters(launch: Callable[..., Launched]) -> None:
@@ -23,7 +23,7 @@ def test_the_demo_learns_with_adapters(launch: Callable[..., Launched]) -> None:
     rows = run.rows()
     assert len(rows) == 60
     first, last = (fmean(row["reward/mean"] for row in part) for part in (rows[:6], rows[-6:]))
-    assert last > first + 0.1, (first, last)
+    assert last > first + 0.2, (first, last)
     (said,) = [event for event in run.events("learner-0") if event["event"] == "engine and learner agree"]
     assert said["mean_difference_nats"] < 1e-4, "the engine has the merged weights"
     check_ledger(run.summary())
