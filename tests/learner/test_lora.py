@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from worlds import LORA, copy_weights, make_config, make_groups, make_trainer, pack_groups, train_steps
@@ -18,7 +19,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.resources.memory import learner_parts
 from asyncrl.launch.resources.shape import Shape
 from asyncrl.learner.checkpoint.hf_export import save_model
-from asyncrl.learner.checkpoint.zero_state import SKIPPED, collect_state
+from asyncrl.learner.checkpoint.zero_state import SKIPPED, collect_state, restore_state
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.model import lora
 from asyncrl.learner.model.lora import Factors, merged
@@ -99,6 +100,16 @@ def test_folders_of_model_and_adapter(one_rank: Ranks, tiny_model: Path, tmp_pat
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-4)
     before = AutoModelForCausalLM.from_pretrained(tiny_model)(tokens).logits
     assert (logits[1] - before).abs().max() > 1e-2, "the adapter was loaded"
+
+
+def test_training_continues_from_its_state(one_rank: Ranks, tiny_model: Path, tmp_path: Path) -> None:
+    whole, half, again = (trained(tiny_model, one_rank, steps=steps) for steps in (3, 2, 0))
+    save_file(collect_state(half.policy), tmp_path / "rank-0.safetensors")
+    restore_state(again.policy, tmp_path)
+    train_steps(again, (3,))
+    for one, other in ((collect_state(again.policy), collect_state(whole.policy)),
+                       (copy_weights(again.policy), copy_weights(whole.policy))):  # fmt: skip
+        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_layers_by_name(one_rank: Ranks, tiny_model: Path) -> None:
