@@ -110,14 +110,19 @@ def table(features: tuple[Feature, ...], results: list[dict[str, Any]]) -> str:
 
 
 def gpu_cell(feature: Feature, results: list[dict[str, Any]]) -> str:
-    """The cards on which all checks of the feature passed, and when; else that it was written only."""
+    """The cards on which the checks of the feature passed, and when, or how many failed; else that it was written
+    only."""
     cards: list[str] = []
     for one in results:
         outcomes = [
             [check["outcome"] for check in one["checks"] if fnmatch(check["name"], name)] for name in feature.gpu
         ]
+        card = f"{one['machine']['gpus'][0]}, {one['date']}"
+        every = [outcome for own in outcomes for outcome in own]
         if outcomes and all(own and set(own) == {"passed"} for own in outcomes):
-            cards.append(f"{one['machine']['gpus'][0]}, {one['date']}")
+            cards.append(card)
+        elif failed := every.count("failed"):
+            cards.append(f"{failed} of {len(every)} checks failed: {card}")
     return "; ".join(cards) or WRITTEN_ONLY
 
 

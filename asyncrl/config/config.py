@@ -83,18 +83,29 @@ class Config(Section):
     @model_validator(mode="after")
     def _cross_checks(self) -> Self:
         groups, learners = self.replay.groups_per_step, self.launch.learners
+        if learners % (together := self.learner.sequence_parallel):
+            raise ValueError(
+                f"learner.sequence_parallel = {together}: does not divide launch.learners = {learners}; so many "
+                "of them share their sequences"
+            )
+        if together > 1 and self.critic.ranks:
+            raise ValueError(
+                f"learner.sequence_parallel = {together} with critic.ranks = {self.critic.ranks}: critic ranks of "
+                "their own take complete sequences; use critic.ranks=0"
+            )
         if self.epochs is None:
             self.observe.check_profile(self.steps)
-        if groups % learners:
+        if groups % (shards := self.num_shards):
+            what = "launch.learners" if together == 1 else "launch.learners / learner.sequence_parallel"
             raise ValueError(
-                f"launch.learners = {learners} does not divide replay.groups_per_step = {groups}: "
+                f"{what} = {shards} does not divide replay.groups_per_step = {groups}: "
                 f"every learner rank takes the same number of whole groups; use {_divisors(groups)} learners"
             )
         for key, parts in (("learner", self.learner.minibatches), ("critic", self.critic_minibatches)):
-            if (groups // learners) % parts:
+            if (groups // shards) % parts:
                 raise ValueError(
-                    f"{key}.minibatches = {parts} does not divide the {groups // learners} groups that a learner rank "
-                    f"gets in a step; use one of {_divisors(groups // learners)}"
+                    f"{key}.minibatches = {parts} does not divide the {groups // shards} groups that a learner rank "
+                    f"gets in a step; use one of {_divisors(groups // shards)}"
                 )
         if self.critic.ranks > learners:
             raise ValueError(
@@ -122,6 +133,7 @@ class Config(Section):
                 f"generator.tensor_parallel = {self.generator.tensor_parallel}: the engine 'transformers' computes on "
                 "one device; use generator.engine=vllm, or generator.tensor_parallel=1"
             )
+        self._check_pool_of_generators()
         self._check_environment()
         window = self.generator.max_model_tokens
         if window is not None and window <= self.generator.max_new_tokens:
@@ -130,6 +142,15 @@ class Config(Section):
                 f"it must be above generator.max_new_tokens = {self.generator.max_new_tokens}"
             )
         return self
+
+    def _check_pool_of_generators(self) -> None:
+        name, parallel = self.placement.pool_of("generator"), self.generator.tensor_parallel
+        pool = self.placement.pools.get(name)
+        if pool is not None and pool.nodes is None and pool.gpus % parallel:
+            raise ValueError(
+                f"placement.pools.{name} has {pool.gpus} GPUs: it must be a multiple of generator.tensor_parallel = "
+                f"{parallel}, the GPUs of one generator"
+            )
 
     def _check_environment(self) -> None:
         if self.environment.name is None:
@@ -168,6 +189,11 @@ class Config(Section):
                 f"learner.lora.rank = {learner.lora.rank} with learner.optimizer = {learner.optimizer!r}: it is made "
                 "for complete weights, not for their factors; use learner.optimizer=adamw"
             )
+        if learner.lora.rank and self.weights.staging == "buckets":
+            raise ValueError(
+                f"weights.staging = 'buckets' with learner.lora.rank = {learner.lora.rank}: merged weights are a copy; "
+                "use weights.staging=whole"
+            )
         if learner.lora.rank and reference not in (None, self.model.path):
             raise ValueError(
                 f"algorithm.reference = {reference!r} with learner.lora.rank = {learner.lora.rank}: the reference "
@@ -187,6 +213,15 @@ class Config(Section):
         """True if rewards are computed by functions, and not only by environments."""
         given = (self.rewards, self.eval.rewards)
         return self.environment.name is None or any(one not in (AUTO, ENVIRONMENT, None) for one in given)
+
+    @property
+    def num_shards(self) -> int:
+        """Parts of the batch of a step that are dealt to the learner ranks; ranks that share sequences get the same."""
+        return self.launch.learners // self.learner.sequence_parallel
+
+    def shard_of(self, rank: int) -> int:
+        """Returns the number of the part that a learner rank gets."""
+        return rank // self.learner.sequence_parallel
 
     @property
     def critic_epochs(self) -> int:

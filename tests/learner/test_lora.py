@@ -126,7 +126,7 @@ def test_the_memory_is_that_of_adapters(one_rank: Ranks, tiny_model: Path) -> No
         config = make_config(tiny_model, learner={"lora": settings})
         shape = Shape.read(str(tiny_model), lora=config.learner.lora)
         assert shape is not None and shape.adapters == sum(matrix.numel() for matrix in policy.adapters.parameters())
-    parts = learner_parts(config, shape, reference=shape, critic=None, packs=False)
+    parts = learner_parts(config, shape, reference=shape, critic=None, sends=False)
     assert parts["optimizer states"] == 8 * shape.adapters and "reference" not in parts
     assert parts["weights"] == 4 * (shape.parameters + shape.adapters)
 
@@ -135,6 +135,7 @@ def test_the_memory_is_that_of_adapters(one_rank: Ranks, tiny_model: Path) -> No
     ("sections", "error"),
     [
         ({"learner": {"lora": LORA, "optimizer": "muon"}}, "lora.rank = 4 with learner.optimizer = 'muon'"),
+        ({"learner": {"lora": LORA}, "weights": {"staging": "buckets"}}, "merged weights are a copy"),
         ({"learner": {"lora": {"targets": ["q_proj"]}}}, "there are no adapters; set rank"),
         (
             {"learner": {"lora": LORA}, "algorithm": {"reference": "elsewhere", "kl_loss_coef": 0.1}},

@@ -78,6 +78,10 @@ def test_the_demo_learns(demo_folder: Path, without_vllm: None, kv_cache: str) -
     first, last = (fmean(row["reward/mean"] for row in part) for part in (rows[:15], rows[-15:]))
     assert last > first + 0.2, f"reward {first:.3f} -> {last:.3f}"
     assert max(row["staleness/max"] for row in rows) <= 2
+    command = [sys.executable, "-m", "asyncrl.cli", "eval", "--config", "demo", "generator.engine=transformers"]
+    command += ["model.path=demo/model", "data.eval=demo/arithmetic.parquet", "eval.max_prompts=20"]
+    done = subprocess.run(command, cwd=demo_folder, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0 and "pass@1" in done.stdout and not done.stderr, done.stderr
 
 
 def test_a_class_of_the_users_own_and_a_family_that_differs_in_vllm_are_trained(

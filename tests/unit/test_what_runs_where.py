@@ -34,8 +34,8 @@ def test_a_feature_is_proven_by_checks_that_all_passed() -> None:
     assert gpu_cell(feature, [result("Card", **{"a.py::test_x[1]": "passed", "a.py::test_x[2]": "passed"})]) == (
         "Card, 2026-01-02"
     )
-    for other in ("failed", "skipped"):
+    for other, cell in {"failed": "1 of 2 checks failed: Card, 2026-01-02", "skipped": "written only"}.items():
         found = result("Card", **{"a.py::test_x[1]": "passed", "a.py::test_x[2]": other})
-        assert gpu_cell(feature, [found]) == "written only"
+        assert gpu_cell(feature, [found]) == cell
     assert gpu_cell(feature, [result("Card", **{"a.py::test_y": "passed"})]) == "written only"
     assert gpu_cell(Feature("none", ""), [result("Card", **{"a.py::test_x": "passed"})]) == "written only"

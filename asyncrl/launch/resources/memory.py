@@ -85,11 +85,12 @@ def learner_parts(
     *,
     reference: Shape | None,
     critic: Shape | None,
-    packs: bool,
+    sends: bool,
     on_gpu: bool = True,
 ) -> Parts:
-    """Returns the memory of one learner rank. `critic` is the critic trained in this process, if any; `packs` is True
-    for the rank that sends weights. With adapters the reference policy is the policy without them."""
+    """Returns the memory of one learner rank. `critic` is the critic trained in this process, if any; `sends` is True
+    if the rank sends its share of the weights from the GPU. With adapters the reference policy is the policy without
+    them."""
     ranks, size = config.launch.learners, item_bytes(config.model.dtype)
     parts = trained_parts(config, shape, ranks, on_gpu=on_gpu)
     passes = _passes(config, shape, ranks, on_gpu=on_gpu)
@@ -100,8 +101,8 @@ def learner_parts(
     if reference is not None and not shape.adapters:
         count = -(-reference.parameters // ranks) if config.learner.zero_stage == 3 else reference.parameters
         parts["reference"] = size * count
-    if packs:
-        parts["weights to send"] = size * shape.parameters
+    if sends:
+        parts["weights to send"] = size * -(-shape.parameters // ranks)
     return parts | passes
 
 

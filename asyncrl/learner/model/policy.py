@@ -19,6 +19,7 @@ from asyncrl.learner.model.loading import hidden_states, load_policy_model
 from asyncrl.learner.model.logprob_head import LogprobHead
 from asyncrl.learner.model.lora import Adapters
 from asyncrl.learner.model.packing_check import check_packing
+from asyncrl.learner.model.sequence_parallel import SequenceParallel, checked
 from asyncrl.learner.model.settings import deepspeed_config
 
 
@@ -28,6 +29,8 @@ class PolicyNetwork(nn.Module):
     def __init__(self, config: Config, model: PreTrainedModel, *, entropy_gradient: bool = False) -> None:
         super().__init__()
         self.model = model
+        self.parallel: SequenceParallel | None = None
+        """The ranks that share this one's sequences, from when the network is checked on."""
         self.excluded = Excluded.of(config)
         output = model.get_output_embeddings()
         if not isinstance(output, nn.Linear):
@@ -41,7 +44,12 @@ class PolicyNetwork(nn.Module):
 
     def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         excludes = None if self.excluded is None else self.excluded.is_early(micro.logit_index)
-        return self.head(hidden_states(self.model, micro), micro.targets, excludes)
+        states, own = hidden_states(self.model, micro, self.parallel)
+        if self.parallel is None or own is None:
+            return self.head(states, micro.targets, excludes)
+        scores = self.head(states, micro.targets[own], None if excludes is None else excludes[own])
+        logprobs, entropies = self.parallel.collect(torch.stack(scores), own, len(micro.targets))
+        return logprobs, entropies
 
 
 class Policy(TrainedModel):
@@ -54,7 +62,8 @@ class Policy(TrainedModel):
         self.excluded = network.excluded
         """Tokens that the engine excludes early in a completion; None if there are none."""
         super().__init__(config, ranks, model, network, lr=config.learner.lr, adapters=adapters)
-        check_packing(model, self.score, ranks.device, f"model.path = {config.model.path!r}")
+        check_packing(model, self.score, ranks.device, name := f"model.path = {config.model.path!r}")
+        network.parallel = checked(ranks.parallel, model, name)
 
     def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """Returns log-probs [N] of the action tokens at the sampling temperature, and entropies [N], both float32 in
@@ -89,7 +98,8 @@ class Reference:
         if config.learner.zero_stage == 3:
             self._network, *_ = deepspeed.initialize(model=network, config=deepspeed_config(config, network))
             self._network.eval()
-        check_packing(model, self.logprobs, ranks.device, f"algorithm.reference = {path!r}")
+        check_packing(model, self.logprobs, ranks.device, name := f"algorithm.reference = {path!r}")
+        network.parallel = checked(ranks.parallel, model, name)
 
     @torch.no_grad()
     def logprobs(self, micro: MicroBatch) -> Tensor:
