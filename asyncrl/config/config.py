@@ -181,6 +181,27 @@ class Config(Section):
             "learner.optimizer=adamw"
         )
 
+    @model_validator(mode="after")
+    def _check_lora(self) -> Self:
+        learner, reference = self.learner, self.algorithm.reference
+        if learner.lora.rank and learner.optimizer != "adamw":
+            raise ValueError(
+                f"learner.lora.rank = {learner.lora.rank} with learner.optimizer = {learner.optimizer!r}: it is made "
+                "for complete weights, not for their factors; use learner.optimizer=adamw"
+            )
+        if learner.lora.rank and self.weights.staging == "buckets":
+            raise ValueError(
+                f"weights.staging = 'buckets' with learner.lora.rank = {learner.lora.rank}: merged weights are a copy; "
+                "use weights.staging=whole"
+            )
+        if learner.lora.rank and reference not in (None, self.model.path):
+            raise ValueError(
+                f"algorithm.reference = {reference!r} with learner.lora.rank = {learner.lora.rank}: the reference "
+                "policy is the model without its adapters, of model.path; leave algorithm.reference out, or use "
+                "learner.lora.rank=0"
+            )
+        return self
+
     def evaluates(self, version: int) -> bool:
         """True if the run evaluates this policy version: the first, the last, and multiples of `eval.every_steps`."""
         every = self.eval.every_steps

@@ -132,6 +132,27 @@ class Penalize(MappingValue):
     """Reward that a truncated completion loses."""
 
 
+LORA_ALPHA = 32.0
+
+
+class Lora(MappingValue):
+    """Low-rank adapters (LoRA) are trained, and the model is frozen."""
+
+    rank: int = Field(default=0, ge=0)
+    """Rank of the adapters; 0 trains the complete model."""
+    alpha: float = Field(default=LORA_ALPHA, gt=0.0)
+    """Adapters are scaled by this over the rank."""
+    targets: tuple[str, ...] | None = Field(default=None, min_length=1)
+    """Names of the layers that have adapters, such as [q_proj, v_proj]; null: all linear layers but the output
+    layer."""
+
+    @model_validator(mode="after")
+    def _check_rank(self) -> Self:
+        if not self.rank and (self.alpha, self.targets) != (LORA_ALPHA, None):
+            raise ValueError(f"rank = {self.rank} with other options: there are no adapters; set rank, such as 16")
+        return self
+
+
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import Discriminator, Field, JsonValue, Tag, field_validator, model_validator
 
 from asyncrl.config.base import Options, Section
-from asyncrl.config.mappings import Correction, OptimizerOptions, Penalize
+from asyncrl.config.mappings import Correction, Lora, OptimizerOptions, Penalize
 from asyncrl.config.passthrough import check_deepspeed_options
 
 Unpenalized = Literal["keep", "mask", "bootstrap"]
@@ -99,6 +99,9 @@ class LearnerConfig(Section):
     muon and adafactor need complete matrices: float32 and `zero_stage: 0`."""
     optimizer_options: OptimizerOptions = OptimizerOptions()
     """Options of the optimizer."""
+    lora: Lora = Lora()
+    """Train low-rank adapters of the policy in place of its weights, from `rank` 1 on: {rank: 16, alpha: 32}. Needs
+    adamw, and a learning rate about ten times as high."""
     max_grad_norm: float = Field(default=1.0, gt=0.0)
     """Gradients with a larger norm, over all parameters, are scaled down to it."""
     max_skipped_updates: int = Field(default=5, ge=0)

@@ -43,7 +43,7 @@ from asyncrl.learner.metrics.flops import ModelFlops
 from asyncrl.learner.metrics.phases import PhaseTimer
 from asyncrl.learner.metrics.step import StepMetrics
 from asyncrl.learner.mismatch_check import MismatchCheck
-from asyncrl.learner.model.policy import Policy, Reference
+from asyncrl.learner.model.policy import Policy, reference_logprobs
 from asyncrl.learner.token_losses import token_losses
 from asyncrl.learner.update import (
     Minibatch,
@@ -82,7 +82,7 @@ class Trainer:
         self.phases = PhaseTimer(ranks)
         """The seconds of the phases of a step, which the loop reads."""
         self._flops = ModelFlops.of(self.policy.model)
-        self._reference: Reference | None = None
+        self._reference: Callable[[MicroBatch], Tensor] | None = None
         settings = config.algorithm
         self.kl_control: FixedKL | AdaptiveKL = FixedKL(settings.kl_reward_coef)
         if settings.kl_target is not None:
@@ -178,7 +178,7 @@ class Trainer:
         recomputes = "proximal_logprobs" in algorithm.needs and settings.proximal == "recompute" and self._updates > 1
         wants_proximal = recomputes or wants_reference or "log_ratios" in algorithm.needs or algorithm.bound is not None
         if wants_reference and self._reference is None:
-            self._reference = Reference(self.config, self.ranks)
+            self._reference = reference_logprobs(self.config, self.ranks, self.policy)
         reference = self._reference if wants_reference else None
         micro_batches = [micro.to(self.ranks.device) for minibatch in minibatches for micro in minibatch.micro_batches]
         phase, proximal, ref, values = self.phases.phase, None, None, None
@@ -190,7 +190,7 @@ class Trainer:
                 proximal = self._join(self.policy.logprobs, micro_batches)
         if reference is not None:
             with phase("reference"):
-                ref = self._join(reference.logprobs, micro_batches)
+                ref = self._join(reference, micro_batches)
         return Scores(
             proximal_logprobs=proximal,
             ref_logprobs=ref,
@@ -211,7 +211,7 @@ class Trainer:
 
     def _count_flops(self, batch: Batch, scores: Scores, *, warmup: bool) -> float:
         """Returns the floating-point operations of the policy in the step, of all ranks."""
-        passes = (1 if warmup else 3) * self.config.learner.epochs
+        passes = (1 if warmup else 3 if self.policy.adapters is None else 2) * self.config.learner.epochs
         passes += sum(column is not None for column in (scores.proximal_logprobs, scores.ref_logprobs))
         own = self._flops.step(batch, passes=passes)
         return float(self.data_ranks.sum(torch.tensor([own], dtype=torch.float64)))

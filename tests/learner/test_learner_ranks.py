@@ -12,13 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from worlds import CRITIC, LR, MAX_GRAD_NORMS, SKIPS, endpoints, make_config, make_groups, record
+from worlds import CRITIC, LORA, LR, MAX_GRAD_NORMS, SKIPS, endpoints, make_config, make_groups, record
 
 from asyncrl.errors import PeerTimeoutError, RunError
 from asyncrl.learner.distributed import Ranks, process_group
 
 FLOAT32 = ["zero0", "zero1", "zero2", "zero3", "offload-zero1", "offload-zero2", "offload-zero3"]
 BFLOAT16 = ["bfloat16-zero0", "bfloat16-zero3", "bfloat16-offload1", "bfloat16-offload3"]
+WITH_ADAPTERS = ["lora-zero2", "lora-zero3"]
 WITH_CRITIC = ["critic-zero0", "critic-zero3", "critic-offload"]
 
 Record = tuple[dict[str, Tensor], dict[str, float]]
@@ -64,7 +65,23 @@ def test_two_ranks_are_one_rank(name: str, alone: Record, alone_with_critic: Rec
         assert scalars[metric] == pytest.approx(value, rel=1e-4, abs=1e-6), metric
 
 
-@pytest.mark.parametrize("name", [*FLOAT32, *BFLOAT16, "shuffled", "muon", "adafactor"])
+@pytest.mark.parametrize("name", WITH_ADAPTERS)
+def test_two_ranks_with_adapters_are_one_rank(name: str, one_rank: Ranks, tiny_model: Path, two_ranks: Path) -> None:
+    sections = {"learner": {"lora": LORA}, "algorithm": {"kl_loss_coef": 0.1}}
+    alone = record(make_config(tiny_model, **sections), one_rank, make_groups())
+    tensors, scalars = load(two_ranks, name, 0)
+    assert tensors.keys() == alone[0].keys() and scalars["2/kl/reference"] > 0
+    for key, tensor in alone[0].items():
+        if key.startswith("gradient"):
+            assert ".lora_" in key
+            torch.testing.assert_close(tensors[key], tensor, atol=1e-6, rtol=1e-3)
+        else:
+            assert (tensors[key] - tensor).abs().mean() < 1e-6, key
+    for metric, value in alone[1].items():
+        assert scalars[metric] == pytest.approx(value, rel=1e-3, abs=1e-6), metric
+
+
+@pytest.mark.parametrize("name", [*FLOAT32, *BFLOAT16, *WITH_ADAPTERS, "shuffled", "muon", "adafactor"])
 def test_ranks_agree(name: str, two_ranks: Path) -> None:
     (first, metrics), (second, others) = (load(two_ranks, name, rank) for rank in (0, 1))
     assert metrics == others

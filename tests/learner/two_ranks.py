@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from worlds import (
     CRITIC,
+    LORA,
     SKIPS,
     copy_weights,
     endpoints,
@@ -41,6 +42,11 @@ RUNS: dict[str, dict[str, Any]] = {
     "zero1": {"learner": {"zero_stage": 1}},
     "zero2": {"learner": {"zero_stage": 2}},
     "zero3": {"learner": {"zero_stage": 3, "gradient_checkpointing": True}},
+    "lora-zero2": {"learner": {"zero_stage": 2, "lora": LORA}, "algorithm": {"kl_loss_coef": 0.1}},
+    "lora-zero3": {
+        "learner": {"zero_stage": 3, "gradient_checkpointing": True, "lora": LORA},
+        "algorithm": {"kl_loss_coef": 0.1},
+    },
     "offload-zero1": {"learner": {"zero_stage": 1, "offload": "optimizer"}},
     "offload-zero2": {"learner": {"zero_stage": 2, "offload": "optimizer"}},
     "offload-zero3": {"learner": {"zero_stage": 3, "offload": "all"}},

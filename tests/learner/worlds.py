@@ -23,6 +23,7 @@ from asyncrl.learner.collate import make_batch
 from asyncrl.learner.critic.value_function import Critic
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.model.engine import TrainedModel
+from asyncrl.learner.model.lora import trained_parameters
 from asyncrl.learner.trainer import Trainer
 from asyncrl.types import NO_VERSION, Group, Trajectory
 from asyncrl.wire.endpoints import Endpoints
@@ -54,6 +55,7 @@ GAE_CONFIG: dict[str, Any] = {
     },
 }
 """Settings with a critic in a separate process."""
+LORA = {"rank": 4}
 STATE_RUNS: dict[str, dict[str, Any]] = {
     "zero0": {"learner": {"zero_stage": 0}, "steps": 4},
     "muon": {"learner": {"optimizer": "muon"}, "steps": 4},
@@ -63,6 +65,14 @@ STATE_RUNS: dict[str, dict[str, Any]] = {
     "bfloat16-zero1": {"learner": {"zero_stage": 1}, "model": {"dtype": "bfloat16"}, "steps": 4},
     "bfloat16-zero3": {"learner": {"zero_stage": 3}, "model": {"dtype": "bfloat16"}, "steps": 4},
     "offload-zero3": {"learner": {"zero_stage": 3, "offload": "all"}, "steps": 4},
+    "lora-zero2": {"learner": {"zero_stage": 2, "lora": LORA}, "steps": 4},
+    "lora-zero3": {"learner": {"zero_stage": 3, "lora": LORA, "gradient_checkpointing": True}, "steps": 4},
+    "lora-bfloat16-zero3": {
+        "learner": {"zero_stage": 3, "lora": LORA, "lr": 1e-2},
+        "model": {"dtype": "bfloat16"},
+        "steps": 4,
+    },
+    "lora-offload-zero3": {"learner": {"zero_stage": 3, "offload": "all", "lora": LORA}, "steps": 4},
     "bfloat16-offload": {
         "learner": {"zero_stage": 2, "offload": "optimizer"},
         "model": {"dtype": "bfloat16"},
@@ -234,7 +244,7 @@ def gradients_before_step(policy: TrainedModel) -> Iterator[dict[str, Tensor]]:
     step = policy.step
 
     def keep(**options: float) -> None:
-        for name, parameter in policy.model.named_parameters():
+        for name, parameter in trained_parameters(policy.model):
             gradient = safe_get_full_grad(parameter)
             assert gradient is not None, name
             gradients[name] = gradient.float().clone().cpu()

@@ -36,7 +36,7 @@ def trained_per_s(config: Config, shape: Shape, gpu: Gpu, training: Training) ->
     compute_s = training.tokens * flops * shape.active / (gpu.flops * mfu)
     gathered = 2 * item_bytes(config.model.dtype) if training.stage == 3 else 0
     exchanged = gathered + (4 if training.stage >= 2 else 0)
-    exchange_s = exchanged * shape.parameters / gpu.reduce_bytes_per_s if training.ranks > 1 else 0.0
+    exchange_s = exchanged * shape.trained / gpu.reduce_bytes_per_s if training.ranks > 1 else 0.0
     return training.ranks * training.tokens / (compute_s + exchange_s)
 
 

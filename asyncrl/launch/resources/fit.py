@@ -53,7 +53,12 @@ class Models:
             paths["reward_model"] = str(model_options(config)["path"])
         trust = config.model.trust_remote_code
         shapes = {
-            role: Shape.read(folder, trust_remote_code=trust, values=role in ("critic", "reward_model"))
+            role: Shape.read(
+                folder,
+                trust_remote_code=trust,
+                values=role in ("critic", "reward_model"),
+                lora=config.learner.lora if role == "policy" else None,
+            )
             for role, folder in paths.items()
         }
         for role, shape in shapes.items():

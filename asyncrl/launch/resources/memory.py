@@ -38,7 +38,7 @@ def trained_parts(config: Config, shape: Shape, ranks: int, *, of: str = "", on_
     without those of `host_parts`."""
     parts = _states(config, shape, ranks, in_host=False)
     if _stage(config) == 3:
-        parts["bucket of gradients"] = _bucket_bytes(shape.parameters, on_gpu=on_gpu)
+        parts["bucket of gradients"] = _bucket_bytes(shape.trained, on_gpu=on_gpu)
     return {f"{of}{name}": num_bytes for name, num_bytes in parts.items()}
 
 
@@ -48,10 +48,11 @@ def host_parts(config: Config, shape: Shape, ranks: int) -> Parts:
 
 
 def _states(config: Config, shape: Shape, ranks: int, *, in_host: bool) -> Parts:
-    size, total, stage = item_bytes(config.model.dtype), shape.parameters, _stage(config)
+    size, total, stage = item_bytes(config.model.dtype), shape.trained, _stage(config)
     sharded = -(-total // ranks)
+    weights = shape.parameters + shape.adapters
     parts = {
-        "weights": size * (sharded if stage == 3 else total),
+        "weights": size * (-(-weights // ranks) if stage == 3 else weights),
         "float32 copy of the weights": 4 * sharded if stage else 0,
         "optimizer states": optimizer_bytes(config, shape, sharded if stage else total),
         "gradients": 4 * (sharded if stage >= 2 else total),
@@ -88,7 +89,8 @@ def learner_parts(
     on_gpu: bool = True,
 ) -> Parts:
     """Returns the memory of one learner rank. `critic` is the critic trained in this process, if any; `sends` is True
-    if the rank sends its share of the weights from the GPU."""
+    if the rank sends its share of the weights from the GPU. With adapters the reference policy is the policy without
+    them."""
     ranks, size = config.launch.learners, item_bytes(config.model.dtype)
     parts = trained_parts(config, shape, ranks, on_gpu=on_gpu)
     passes = _passes(config, shape, ranks, on_gpu=on_gpu)
@@ -96,7 +98,7 @@ def learner_parts(
         parts |= trained_parts(config, critic, ranks, of="critic: ", on_gpu=on_gpu)
         others = _passes(config, critic, ranks, values=True, on_gpu=on_gpu)
         passes = max(passes, others, key=lambda one: sum(one.values()))
-    if reference is not None:
+    if reference is not None and not shape.adapters:
         count = -(-reference.parameters // ranks) if config.learner.zero_stage == 3 else reference.parameters
         parts["reference"] = size * count
     if sends:
@@ -118,9 +120,9 @@ def _passes(config: Config, shape: Shape, ranks: int, *, values: bool = False, o
     passes = {
         f"activations of {tokens} tokens": trace.forward_bytes,
         "output layer and backward pass": trace.peak_bytes - trace.forward_bytes,
-        "exchange of gradients": _exchange_bytes(trace.peak_bytes, shape.parameters, stage, on_gpu=on_gpu),
+        "exchange of gradients": _exchange_bytes(trace.peak_bytes, shape.trained, stage, on_gpu=on_gpu),
     }
-    sharded = -(-shape.parameters // ranks)
+    sharded = -(-shape.trained // ranks)
     copies = 4 * (min(sharded, STEP_ELEMENTS) if stage == 3 else sharded) if stage else 0
     if config.learner.offload != "none":
         copies = 0

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from asyncrl.config.mappings import Lora
 
 NAMES = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
@@ -42,6 +44,13 @@ class Shape:
     key_value_heads: int
     vocabulary: int
     window: int | None
+    adapters: int = 0
+    """Parameters of the adapters that are trained in place of the model; 0 if the model is trained."""
+
+    @property
+    def trained(self) -> int:
+        """Parameters that are trained."""
+        return self.adapters or self.parameters
 
     @classmethod
     def of(cls, settings: dict[str, Any], folder: str, sizes: dict[str, int], layer: int) -> Shape | None:
@@ -80,15 +89,23 @@ class Shape:
         )
 
     @classmethod
-    def read(cls, folder: str, *, trust_remote_code: bool = False, values: bool = False) -> Shape | None:
+    def read(
+        cls, folder: str, *, trust_remote_code: bool = False, values: bool = False, lora: Lora | None = None
+    ) -> Shape | None:
         """Returns the shape of the model in a folder, from its `config.json` alone; with `values`, of a critic with its
-        layers. Raises ConfigError if transformers cannot build the model."""
+        layers; with `lora`, of a policy with these adapters. Raises ConfigError if transformers cannot build the
+        model."""
         settings = json.loads((Path(folder) / "config.json").read_text())
         from asyncrl.learner.model.settings import largest_layer  # imports torch
 
         model = empty_model_of(folder, trust_remote_code, values=values)
         sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-        return cls.of(settings, folder, sizes, largest_layer(model))
+        shape = cls.of(settings, folder, sizes, largest_layer(model))
+        if shape is None or lora is None or not lora.rank:
+            return shape
+        from asyncrl.learner.model.lora import adapter_parameters
+
+        return replace(shape, adapters=adapter_parameters(model, lora))
 
 
 def empty_model_of(folder: str, trust_remote_code: bool, *, values: bool, **options: Any) -> Any:

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from asyncrl.errors import AsyncrlError, PeerTimeoutError, RunError
-from asyncrl.learner.checkpoint.hf_export import write_model
+from asyncrl.learner.checkpoint.hf_export import ADAPTER_FOLDER, write_model
 from asyncrl.learner.checkpoint.zero_state import collect_state
 from asyncrl.learner.model.engine import TrainedModel
 from asyncrl.util.files import replace_file
@@ -54,7 +54,8 @@ def bytes_file(data: bytes) -> PartContent:
 def model_files(trained: TrainedModel, name: str, *, tokenizer: str) -> Files:
     """Returns the checkpoint files of a model: this rank's part of the training state in the folder `name`, and on rank
     0 also the model in Hugging Face format with the tokenizer of the model at `tokenizer`, in the folder `model` for
-    the policy and `NAME_model` otherwise. Tensors are copied to the CPU. All ranks call it."""
+    the policy and `NAME_model` otherwise, and adapters in peft's format in the folder `adapter`. Tensors are copied to
+    the CPU. All ranks call it."""
     rank = trained.ranks.rank
     files = {f"{name}/rank-{rank}.safetensors": tensors_file(collect_state(trained))}
     weights = trained.collect_weights()
@@ -62,6 +63,10 @@ def model_files(trained: TrainedModel, name: str, *, tokenizer: str) -> Files:
         num_bytes = sum(weight.nbytes for weight in weights.values())
         write = partial(write_model, model=trained.model, weights=weights, tokenizer=tokenizer)
         files["model" if name == "policy" else f"{name}_model"] = PartContent(num_bytes, write)
+    factors = trained.factors()
+    if rank == 0 and trained.adapters is not None:
+        num_bytes = sum(matrix.nbytes for one in factors.values() for matrix in (one.a, one.b))
+        files[ADAPTER_FOLDER] = PartContent(num_bytes, partial(trained.adapters.write, factors=factors))
     return files
 
 

@@ -14,6 +14,8 @@ from asyncrl.learner.model.engine import TrainedModel
 
 log = structlog.get_logger()
 
+ADAPTER_FOLDER = "adapter"
+"""Folder of adapters in peft's format, beside that of the merged model."""
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -29,14 +31,21 @@ TOKENIZER_FILES = (
 
 
 def save_model(trained: TrainedModel, folder: Path, *, tokenizer: str) -> None:
-    """Writes the model, and the tokenizer of the model at `tokenizer`, to `folder`, which is replaced only when the new
-    files are complete. All ranks call it."""
-    weights = trained.collect_weights()
+    """Writes the model, and the tokenizer of the model at `tokenizer`, to `folder`, and adapters to the folder
+    `adapter` beside it. They are replaced only when the new files are complete. All ranks call it."""
+    weights, factors = trained.collect_weights(), trained.factors()
     if trained.ranks.rank:
         return
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     write_model(partial, trained.model, weights, tokenizer=tokenizer)
+    _replace(folder, partial)
+    if trained.adapters is not None:
+        trained.adapters.write(adapter := folder.with_name(f"{ADAPTER_FOLDER}.partial"), factors)
+        _replace(folder.with_name(ADAPTER_FOLDER), adapter)
+
+
+def _replace(folder: Path, partial: Path) -> None:
     former = folder.with_name(f"{folder.name}.former")
     shutil.rmtree(former, ignore_errors=True)
     if folder.exists():

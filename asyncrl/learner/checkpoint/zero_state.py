@@ -2,7 +2,8 @@
 
 Every rank has a fragment of each parameter's float32 weights and AdamW's moments: the complete tensor with stage 0, a
 slice of the flattened parameter otherwise. Other optimizers, whose states have other shapes, have stage 0 only.
-Parameters are assigned to ranks round robin; each rank assembles and writes the tensors of its parameters.
+Frozen parameters have none. Parameters are assigned to ranks round robin; each rank assembles and writes the tensors of
+its parameters.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from asyncrl.errors import RunError
 from asyncrl.learner.model.engine import TrainedModel
+from asyncrl.learner.model.lora import trained_parameters
 from asyncrl.learner.model.optimizers import STEP, first_state
 from asyncrl.learner.model.partitioned_loading import read_range
 
@@ -27,7 +29,7 @@ WEIGHT = "weight"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's state of a parameter. Tensors are saved in float32 with the key `KIND/PARAMETER`; the kinds are `WEIGHT` and
 the names in the optimizer's state. The number of updates has the key `STEP`, int64, in every file."""
-WAY_OUT = "resume with the model.path, critic.path and learner.optimizer that the run began with"
+WAY_OUT = "resume with the model.path, critic.path, learner.lora and learner.optimizer that the run began with"
 SKIPPED = "skipped"
 """Key of the number of consecutive skipped updates, int64; in every file, except those of older checkpoints."""
 
@@ -40,7 +42,7 @@ def collect_state(trained: TrainedModel) -> dict[str, Tensor]:
     states = [trained.optimizer.state[flat] for flat in flats]
     updates = max(int(state[STEP]) for state in states if STEP in state)
     share = {STEP: torch.tensor(updates), SKIPPED: torch.tensor(trained.skipped)}
-    for index, (name, parameter) in enumerate(trained.model.named_parameters()):
+    for index, (name, parameter) in enumerate(trained_parameters(trained.model)):
         owner = index % ranks.count
         for kind in _kinds(trained, parameter):
             full = _assemble(trained, parameter, kind, owner)
@@ -59,7 +61,7 @@ def restore_state(trained: TrainedModel, folder: Path) -> None:
     with ExitStack() as opened:
         files = [opened.enter_context(safe_open(path, "pt")) for path in sorted(folder.glob("rank-*.safetensors"))]
         where = {key: file for file in files for key in file.keys()}  # noqa: SIM118 (it is no dict)
-        parameters = dict(trained.model.named_parameters())
+        parameters = dict(trained_parameters(trained.model))
         kinds = {name: _kinds(trained, parameter) for name, parameter in parameters.items()}
         _check_names(folder, set(where) - {STEP, SKIPPED}, kinds)
         for name, parameter in parameters.items():

@@ -8,7 +8,8 @@ in the layers, V * H in the output layer, L layers, A heads of size D, and token
 
 With all tokens trained that is the usual 6 N for each token, and the causal half of attention. A prefix that a packed
 row computes once for a group counts once. What gradient checkpointing computes again does not count, nor does the
-critic; a reference policy counts as a pass of the policy.
+critic; a reference policy counts as a pass of the policy. With adapters an update counts as two passes, since the
+frozen weights need no gradient.
 """
 
 from __future__ import annotations
@@ -108,7 +109,8 @@ class ModelFlops:
         return 2 * self.layers * len(computed) + 2 * self.head * len(micro.targets) + 4 * self.attention * attended
 
     def step(self, batch: Batch, *, passes: int) -> float:
-        """Returns the operations of this rank's batch in `passes` forward passes; an update counts as three."""
+        """Returns the operations of this rank's batch in `passes` forward passes; an update counts as
+        three, or as two with adapters."""
         return float(passes * sum(self.forward(micro) for micro in batch.micro_batches))
 
 

@@ -16,6 +16,7 @@ from asyncrl.errors import InvariantError
 from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.model.deepspeed_import import BF16_Optimizer, ZeROOptimizer, deepspeed
+from asyncrl.learner.model.lora import Adapters, Factors, merged
 from asyncrl.learner.model.optimizers import make_optimizer
 from asyncrl.learner.model.settings import deepspeed_config
 from asyncrl.weights.shares import slice_of
@@ -27,9 +28,20 @@ GATHER_ELEMENTS = 1 << 26
 class TrainedModel:
     """A model under training, wrapped in a network whose forward takes a micro-batch."""
 
-    def __init__(self, config: Config, ranks: Ranks, model: PreTrainedModel, network: nn.Module, *, lr: float) -> None:
+    def __init__(
+        self,
+        config: Config,
+        ranks: Ranks,
+        model: PreTrainedModel,
+        network: nn.Module,
+        *,
+        lr: float,
+        adapters: Adapters | None = None,
+    ) -> None:
         self.ranks = ranks
         self.model = model
+        self.adapters = adapters
+        """What alone is trained; None if all parameters are."""
         self.network = network.to(ranks.device)
         self.optimizer = make_optimizer(config.learner, model, self.network, lr=lr)
         self.engine, *_ = deepspeed.initialize(
@@ -102,22 +114,28 @@ class TrainedModel:
             raise InvariantError("DeepSpeed applied an update although its gradient is not finite")
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the name and full weight of every parameter, tied ones once, with the names of the model's checkpoint.
+        """Yields the name and full weight of every parameter, tied ones once, with the names of the model's checkpoint,
+        and adapters merged into them.
 
         All ranks iterate. With ZeRO stage 3 the ranks gather the weights in parts, and a tensor is valid only until the
         next one is requested.
         """
+        factors = self.factors()
         for part in self._parts():
             with self._gathered([parameter for _, parameter in part]):
                 for name, parameter in part:
-                    yield name, parameter.detach()
+                    yield name, _with_adapter(factors.get(name), parameter.detach())
 
     def slices(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the name and this rank's slice (`weights/shares.py`) of every parameter, in the order of `weights`, a
-        flat one; with one rank the full weight. Nothing is copied or gathered, and no other rank takes part. Raises
-        InvariantError if DeepSpeed shards the weights in another way."""
+        flat one; with one rank the full weight. Only adapters are gathered, at the call, for which all ranks call it.
+        Otherwise no other rank takes part, and nothing is copied but a merged weight at a time. Raises InvariantError
+        if DeepSpeed shards the weights in another way."""
+        return self._slices(self.factors())
+
+    def _slices(self, factors: dict[str, Factors]) -> Iterator[tuple[str, Tensor]]:
         rank, ranks = self.ranks.rank, self.ranks.count
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self._named():
             sizes: Any = parameter
             count, shape = (sizes.ds_numel, sizes.ds_shape) if self.partitioned else (sizes.numel(), sizes.shape)
             first, last = slice_of(count, rank, ranks)
@@ -128,14 +146,23 @@ class TrainedModel:
                 flat = own.detach()[: last - first]
             else:
                 flat = parameter.detach().reshape(-1)[first:last]
+            flat = _with_adapter(factors.get(name), flat, first)
             yield name, flat if ranks > 1 else flat.view(shape)
 
     def shapes(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         """Returns the name, dtype and full shape of all weights in the order of `weights`, without gathering them."""
-        named = self.model.named_parameters()
         return [
-            (name, parameter.dtype, tuple(getattr(parameter, "ds_shape", parameter.shape))) for name, parameter in named
+            (name, parameter.dtype, tuple(getattr(parameter, "ds_shape", parameter.shape)))
+            for name, parameter in self._named()
         ]
+
+    def factors(self) -> dict[str, Factors]:
+        """Returns copies of the adapters' matrices, by the name of the weight that they change; empty without adapters.
+        All ranks call it."""
+        if self.adapters is None:
+            return {}
+        with self._gathered(self.adapters.parameters()):
+            return self.adapters.factors()
 
     def collect_weights(self) -> dict[str, Tensor]:
         """Returns all weights, on the CPU, on rank 0 and an empty dict on other ranks. All ranks call it."""
@@ -147,13 +174,20 @@ class TrainedModel:
     def join_gathering(self) -> None:
         """Takes part in gathering while rank 0 iterates over `weights`. All other ranks call it."""
         if self.partitioned:
-            for _ in self.weights():
-                pass
+            self.factors()
+            for part in self._parts():
+                with self._gathered([parameter for _, parameter in part]):
+                    pass
+
+    def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the parameters of the model without adapters."""
+        named = self.model.named_parameters()
+        return named if self.adapters is None else self.adapters.frozen(named)
 
     def _parts(self) -> Iterator[list[tuple[str, nn.Parameter]]]:
         part: list[tuple[str, nn.Parameter]] = []
         elements = 0
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self._named():
             part.append((name, parameter))
             elements += getattr(parameter, "ds_numel", parameter.numel())
             if elements >= GATHER_ELEMENTS:
@@ -172,7 +206,9 @@ class TrainedModel:
             return optimizer.fp32_groups_flat_partition
         if self.partitioned:
             return optimizer.fp32_partitioned_groups_flat
-        return optimizer.single_partition_of_fp32_groups if self.sharded else list(self.network.parameters())
+        if self.sharded:
+            return optimizer.single_partition_of_fp32_groups
+        return [parameter for parameter in self.network.parameters() if parameter.requires_grad]
 
     def _gradients(self) -> list[Tensor]:
         """Returns this rank's shards of the reduced gradient; with stage 0, the complete gradient."""
@@ -186,3 +222,7 @@ class TrainedModel:
         if self.sharded:
             return [gradient for group in optimizer.averaged_gradients.values() for gradient in group]
         return [p.grad for p in self.network.parameters() if p.grad is not None]
+
+
+def _with_adapter(factors: Factors | None, weight: Tensor, first: int = 0) -> Tensor:
+    return weight if factors is None else merged(weight, factors, first)

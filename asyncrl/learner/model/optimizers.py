@@ -51,8 +51,9 @@ class MuonWithAdamW(Optimizer):
 
 
 def make_optimizer(settings: LearnerConfig, model: PreTrainedModel, network: nn.Module, *, lr: float) -> Optimizer:
-    """Returns the optimizer of the parameters of `network`, in which `model` is wrapped."""
-    options, parameters = settings.optimizer_options, list(network.parameters())
+    """Returns the optimizer of the trained parameters of `network`, in which `model` is wrapped."""
+    options = settings.optimizer_options
+    parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
     if settings.optimizer == "adafactor":
         return Adafactor(
             parameters, lr=lr, beta2_decay=options.beta2_decay, d=options.d, weight_decay=options.weight_decay

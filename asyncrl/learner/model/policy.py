@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -15,6 +17,7 @@ from asyncrl.learner.model.engine import TrainedModel
 from asyncrl.learner.model.excluded import Excluded
 from asyncrl.learner.model.loading import hidden_states, load_policy_model
 from asyncrl.learner.model.logprob_head import LogprobHead
+from asyncrl.learner.model.lora import Adapters
 from asyncrl.learner.model.packing_check import check_packing
 from asyncrl.learner.model.sequence_parallel import SequenceParallel, checked
 from asyncrl.learner.model.settings import deepspeed_config
@@ -54,10 +57,11 @@ class Policy(TrainedModel):
 
     def __init__(self, config: Config, ranks: Ranks) -> None:
         model = load_policy_model(config, config.model.path)
+        adapters = Adapters(config, model) if config.learner.lora.rank else None
         network = PolicyNetwork(config, model, entropy_gradient=config.algorithm.entropy_coef > 0)
         self.excluded = network.excluded
         """Tokens that the engine excludes early in a completion; None if there are none."""
-        super().__init__(config, ranks, model, network, lr=config.learner.lr)
+        super().__init__(config, ranks, model, network, lr=config.learner.lr, adapters=adapters)
         check_packing(model, self.score, ranks.device, name := f"model.path = {config.model.path!r}")
         network.parallel = checked(ranks.parallel, model, name)
 
@@ -69,6 +73,18 @@ class Policy(TrainedModel):
     def logprobs(self, micro: MicroBatch) -> Tensor:
         """Returns the log-probs [N] of `forward`, without gradient."""
         return self.score(micro)[0]
+
+    def base_logprobs(self, micro: MicroBatch) -> Tensor:
+        """Returns the log-probs [N] of the model without its adapters."""
+        assert self.adapters is not None
+        with self.adapters.disabled():
+            return self.logprobs(micro)
+
+
+def reference_logprobs(config: Config, ranks: Ranks, policy: Policy) -> Callable[[MicroBatch], Tensor]:
+    """Returns the function that scores micro-batches by the reference policy: with adapters it is the policy without
+    them, otherwise a model of its own."""
+    return Reference(config, ranks).logprobs if policy.adapters is None else policy.base_logprobs
 
 
 class Reference:

@@ -1,0 +1,168 @@
+"""Adapters: what they compute, what is trained, sent and written, and what is refused. Two ranks are in
+test_learner_ranks.py, test_learner_slices.py and test_learner_state.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from worlds import LORA, copy_weights, make_config, make_groups, make_trainer, pack_groups, train_steps
+
+from asyncrl.config import parse_override
+from asyncrl.errors import ConfigError
+from asyncrl.launch.resources.memory import learner_parts
+from asyncrl.launch.resources.shape import Shape
+from asyncrl.learner.checkpoint.hf_export import save_model
+from asyncrl.learner.checkpoint.zero_state import SKIPPED, collect_state, restore_state
+from asyncrl.learner.distributed import Ranks
+from asyncrl.learner.model import lora
+from asyncrl.learner.model.lora import Factors, merged
+from asyncrl.learner.model.optimizers import STEP
+from asyncrl.learner.model.policy import Reference
+from asyncrl.learner.trainer import Trainer
+from benchmarks.families import save_family
+
+
+def trained(model: Path, ranks: Ranks, /, *, steps: int = 2, **sections: Any) -> Trainer:
+    sections["learner"] = {"lora": LORA, "lr": 1e-2} | sections.get("learner", {})
+    trainer = make_trainer(make_config(model, **sections), ranks)
+    train_steps(trainer, range(1, steps + 1))
+    return trainer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_merged_weight_is_rounded_once(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(37, 24, generator=generator).to(dtype)
+    factors = Factors(torch.randn(3, 24, generator=generator), torch.randn(37, 3, generator=generator), 0.25)
+    exact = weight.double() + 0.25 * (factors.b.double() @ factors.a.double())
+    whole = merged(weight, factors)
+    assert whole.dtype is dtype and (whole.double() - exact).abs().max() <= exact.abs().max() * torch.finfo(dtype).eps
+    if dtype is torch.bfloat16:
+        assert (whole != exact.to(dtype)).sum() <= 1, "at most a tie that float32 rounds to"
+    monkeypatch.setattr(lora, "MERGED_ELEMENTS", 5 * 24)
+    torch.testing.assert_close(merged(weight, factors), whole, rtol=1e-6, atol=1e-6)
+    for first, last in ((0, 888), (0, 13), (13, 500), (500, 888), (24, 48), (7, 7)):
+        part = merged(weight.view(-1)[first:last], factors, first)
+        torch.testing.assert_close(part, whole.view(-1)[first:last], rtol=1e-6, atol=1e-6)
+
+
+def test_only_adapters_are_trained(one_rank: Ranks, tiny_model: Path) -> None:
+    before = copy_weights(make_trainer(make_config(tiny_model), one_rank).policy)
+    policy = trained(tiny_model, one_rank).policy
+    assert policy.adapters is not None
+    base = dict(policy.adapters.frozen(policy.model.named_parameters()))
+    assert base.keys() == before.keys() and all(torch.equal(base[name], before[name]) for name in base)
+    sent = {name: weight.clone() for name, weight in policy.slices()}
+    changed = {name for name in sent if not torch.equal(sent[name], before[name])}
+    assert changed == set(policy.factors()) and len(changed) == 14
+    again = copy_weights(policy)
+    assert all(torch.equal(sent[name], again[name]) for name in sent), "merging does not accumulate"
+    keys = set(collect_state(policy)) - {STEP, SKIPPED}
+    assert len(keys) == 3 * 2 * 14 and all(".lora_" in key for key in keys)
+
+
+def test_a_new_policy_is_the_model(one_rank: Ranks, tiny_model: Path) -> None:
+    new, other = trained(tiny_model, one_rank, steps=0).policy, trained(tiny_model, one_rank, steps=0, seed=1).policy
+    before = copy_weights(make_trainer(make_config(tiny_model), one_rank).policy)
+    assert all(torch.equal(weight, before[name]) for name, weight in copy_weights(new).items())
+    for name, factors in new.factors().items():
+        assert not factors.b.any() and not torch.equal(factors.a, other.factors()[name].a), "A is random, by the seed"
+
+
+def test_the_reference_is_the_model_without_adapters(one_rank: Ranks, tiny_model: Path) -> None:
+    trainer = trained(tiny_model, one_rank, algorithm={"kl_loss_coef": 0.1})
+    policy, config = trainer.policy, trainer.config
+    reference = Reference(config, one_rank)
+    micro = pack_groups(config, make_groups(2)).micro_batches[0]
+    alone = policy.base_logprobs(micro)
+    torch.testing.assert_close(alone, reference.logprobs(micro), rtol=0, atol=0)
+    assert (policy.logprobs(micro) - alone).abs().max() > 1e-2
+    assert trainer._reference == policy.base_logprobs, "no second model was loaded"
+
+
+def test_folders_of_model_and_adapter(one_rank: Ranks, tiny_model: Path, tmp_path: Path) -> None:
+    policy = trained(tiny_model, one_rank).policy
+    save_model(policy, tmp_path / "model", tokenizer=str(tiny_model))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "model"]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    weights = copy_weights(policy)
+    assert all(torch.equal(parameter, weights[name]) for name, parameter in model.named_parameters())
+    separate = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), str(tmp_path / "adapter"))
+    tokens = torch.arange(1, 12).unsqueeze(0)
+    logits: list[Tensor] = [one(tokens).logits for one in (model, separate)]
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-4)
+    before = AutoModelForCausalLM.from_pretrained(tiny_model)(tokens).logits
+    assert (logits[1] - before).abs().max() > 1e-2, "the adapter was loaded"
+
+
+def test_training_continues_from_its_state(one_rank: Ranks, tiny_model: Path, tmp_path: Path) -> None:
+    whole, half, again = (trained(tiny_model, one_rank, steps=steps) for steps in (3, 2, 0))
+    save_file(collect_state(half.policy), tmp_path / "rank-0.safetensors")
+    restore_state(again.policy, tmp_path)
+    train_steps(again, (3,))
+    for one, other in ((collect_state(again.policy), collect_state(whole.policy)),
+                       (copy_weights(again.policy), copy_weights(whole.policy))):  # fmt: skip
+        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_layers_by_name(one_rank: Ranks, tiny_model: Path) -> None:
+    policy = trained(tiny_model, one_rank, learner={"lora": {"rank": 2, "alpha": 3, "targets": ["q_proj"]}}).policy
+    factors = policy.factors()
+    assert list(factors) == [f"model.layers.{layer}.self_attn.q_proj.weight" for layer in (0, 1)]
+    assert {one.scale for one in factors.values()} == {1.5} and {one.a.shape for one in factors.values()} == {(2, 32)}
+
+
+def test_the_memory_is_that_of_adapters(one_rank: Ranks, tiny_model: Path) -> None:
+    for settings in ({"rank": 4}, {"rank": 2, "targets": ["q_proj", "down_proj"]}):
+        policy = trained(tiny_model, one_rank, steps=0, learner={"lora": settings}).policy
+        assert policy.adapters is not None
+        config = make_config(tiny_model, learner={"lora": settings})
+        shape = Shape.read(str(tiny_model), lora=config.learner.lora)
+        assert shape is not None and shape.adapters == sum(matrix.numel() for matrix in policy.adapters.parameters())
+    parts = learner_parts(config, shape, reference=shape, critic=None, sends=False)
+    assert parts["optimizer states"] == 8 * shape.adapters and "reference" not in parts
+    assert parts["weights"] == 4 * (shape.parameters + shape.adapters)
+
+
+@pytest.mark.parametrize(
+    ("sections", "error"),
+    [
+        ({"learner": {"lora": LORA, "optimizer": "muon"}}, "lora.rank = 4 with learner.optimizer = 'muon'"),
+        ({"learner": {"lora": LORA}, "weights": {"staging": "buckets"}}, "merged weights are a copy"),
+        ({"learner": {"lora": {"targets": ["q_proj"]}}}, "there are no adapters; set rank"),
+        (
+            {"learner": {"lora": LORA}, "algorithm": {"reference": "elsewhere", "kl_loss_coef": 0.1}},
+            "algorithm.reference = 'elsewhere' with learner.lora.rank = 4",
+        ),
+    ],
+)  # fmt: skip
+def test_refused_settings(sections: dict[str, Any], error: str, tiny_model: Path) -> None:
+    with pytest.raises(ValueError, match=error):
+        make_config(tiny_model, **sections)
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "error"),
+    [
+        ("qwen2", ["lm_head"], "lm_head is the output layer"),
+        ("qwen2", ["q_proj", "w7"], "model.path has no layer 'w7'"),
+        ("qwen2", ["w7"], "learner.lora.targets = "),
+        ("gpt2", ["c_attn"], "is a Conv1D, but only linear layers"),
+        ("mixtral", ["q_proj", "gate"], "is a MixtralTopKRouter, but only linear layers"),
+    ],
+)
+def test_refused_layers(family: str, targets: list[str], error: str, one_rank: Ranks, tmp_path: Path) -> None:
+    model = save_family(family, tmp_path)
+    with pytest.raises(ConfigError, match=error):
+        trained(model, one_rank, steps=0, learner={"lora": LORA | {"targets": targets}})
+
+
+def test_the_rank_is_a_setting_of_the_command_line() -> None:
+    assert parse_override("learner.lora.rank=8") == ("learner.lora.rank", 8)
