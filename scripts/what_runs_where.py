@@ -65,6 +65,8 @@ FEATURES = (
         ("test_gpu_weights.py::test_a_receiver*nccl*",),
     ),
     Feature("Every learner rank sends its part", "weights/test_weight_ranks.py"),
+    Feature("Learner ranks that share long sequences", "learner/test_sequence_parallel.py"),
+    Feature("LoRA: trained, sent merged, resumed, exported", "system/test_lora_runs.py"),
     Feature(
         "Engine on transformers: log-probs, versions, swaps",
         "generator/test_engine_contract.py",
