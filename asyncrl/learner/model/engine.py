@@ -16,6 +16,7 @@ from asyncrl.errors import InvariantError
 from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.model.deepspeed_import import BF16_Optimizer, ZeROOptimizer, deepspeed
+from asyncrl.learner.model.experts import gather_experts_together
 from asyncrl.learner.model.optimizers import make_optimizer
 from asyncrl.learner.model.settings import deepspeed_config
 from asyncrl.weights.shares import slice_of
@@ -31,6 +32,7 @@ class TrainedModel:
         self.ranks = ranks
         self.model = model
         self.network = network.to(ranks.device)
+        gather_experts_together(model)
         self.optimizer = make_optimizer(config.learner, model, self.network, lr=lr)
         self.engine, *_ = deepspeed.initialize(
             model=self.network, optimizer=self.optimizer, config=deepspeed_config(config, self.network)
