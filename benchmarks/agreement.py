@@ -16,9 +16,7 @@ from torch import Tensor, nn
 
 from asyncrl.config import Config, load_config
 from asyncrl.errors import ConfigError
-from asyncrl.generator.engine import Completion
-from asyncrl.generator.vllm_backend.engine import VllmEngine
-from asyncrl.generator.vllm_backend.sent_weights import SentWeights
+from asyncrl.generator.engine import Completion, Engine, make_engine
 from asyncrl.learner.collate import make_batch
 from asyncrl.learner.model.loading import load_policy_model
 from asyncrl.learner.model.policy import PolicyNetwork
@@ -54,13 +52,14 @@ class Comparison:
         return max(self.start, self.swapped) < 1e-4 if dtype == "float32" else self.mean < 0.1
 
 
-def family_config(folder: Path, dtype: str) -> Config:
+def family_config(folder: Path, dtype: str, engine: str = "vllm") -> Config:
     return load_config(
         None,
         {
             "model.path": str(folder),
             "model.dtype": dtype,
             "data.train": "unused.parquet",
+            "generator.engine": engine,
             "generator.group_size": 2,
             "generator.max_running_groups": 4,
             "generator.max_new_tokens": 24,
@@ -79,11 +78,10 @@ def disturb(model: nn.Module) -> None:
         parameter.add_(0.3 * noise * parameter.std().nan_to_num(0.1).clamp(min=0.05))
 
 
-def sample(folder: Path, dtype: str, disturbed: Path) -> list[list[Completion]]:
+def sample(folder: Path, dtype: str, disturbed: Path, engine_name: str = "vllm") -> list[list[Completion]]:
     """Returns an engine's completions of PROMPTS with the folder's model: with the model's own weights, and after a
-    swap to those in the file `disturbed`. Raises ConfigError or one of NO_ENGINE if vLLM cannot run the model."""
-    config = family_config(folder, dtype)
-    engine = VllmEngine(config, seed=1, sent=SentWeights(config))
+    swap to those in the file `disturbed`. Raises ConfigError or one of NO_ENGINE if the engine cannot run the model."""
+    engine = make_engine(family_config(folder, dtype, engine_name), seed=1)
     try:
         engine.use_own_weights(0)
         before = complete(engine)
@@ -93,13 +91,13 @@ def sample(folder: Path, dtype: str, disturbed: Path) -> list[list[Completion]]:
         engine.close()
 
 
-def sample_apart(folder: Path, dtype: str, disturbed: Path) -> list[list[Completion]]:
+def sample_apart(folder: Path, dtype: str, disturbed: Path, engine_name: str = "vllm") -> list[list[Completion]]:
     """Returns the result of `sample` in a separate process, like a generator: vLLM runs some families with classes of
     transformers, which it patches for the complete process. Raises EngineError if that process fails."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["vllm", "benchmarks.agreement"])
+    context.set_forkserver_preload([engine_name, "benchmarks.agreement"])  # libraries are named as their engines
     answers, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(sender, folder, dtype, disturbed))
+    process = context.Process(target=_answer, args=(sender, folder, dtype, disturbed, engine_name))
     process.start()
     sender.close()
     try:
@@ -124,7 +122,7 @@ def _answer(sender: Connection, *arguments: Any) -> None:
         sender.send(f"{type(error).__name__}: {str(error).splitlines()[0]}")
 
 
-def complete(engine: VllmEngine) -> list[Completion]:
+def complete(engine: Engine) -> list[Completion]:
     for index, prompt in enumerate(PROMPTS):
         engine.add(str(index), prompt)
     done: dict[str, Completion] = {}

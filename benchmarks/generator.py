@@ -6,6 +6,8 @@ The model is the demo's before its warm start, with completions of 1 to 48 token
     engine of LLM.generate tokens per second of processor time of the generator's engine and of `LLM.generate`, in
                            alternated blocks of one process: what a busy machine leaves comparable
 
+`python -m benchmarks.generator of_engines BLOCKS KEY=VALUE ...` measures the engines of asyncrl in the same way.
+
 The run has a learning rate so small that the lengths do not change, and a staleness limit so high that the generator
 never waits. Its weights are swapped at every step, about once per second.
 """
@@ -31,7 +33,7 @@ from benchmarks.synchronous import all_prompts, sampling
 if TYPE_CHECKING:
     from vllm import LLM
 
-    from asyncrl.generator.vllm_backend.engine import VllmEngine
+    from asyncrl.generator.engine import Engine
 
 RUN = "bench-generator"
 RUNNING_GROUPS = 32
@@ -105,6 +107,30 @@ def in_turns(config: Config, blocks: int) -> list[float]:
     return ratios[1:]
 
 
+def of_engines(config: Config, blocks: int) -> list[dict[str, float]]:
+    """Returns, for each round of blocks, tokens per second of processor time of each engine of asyncrl, in turns."""
+    from transformers import AutoModelForCausalLM
+
+    from asyncrl.generator.engine import ENGINES, make_engine
+
+    weights = [
+        (name, one.data) for name, one in AutoModelForCausalLM.from_pretrained(config.model.path).named_parameters()
+    ]
+    engines: dict[str, Engine] = {}
+    for name in ENGINES:
+        generator = config.generator.model_copy(update={"engine": name})
+        engines[name] = make_engine(config.model_copy(update={"generator": generator}), seed=0)
+    prompts, rounds = all_prompts(config), list[dict[str, float]]()
+    for block in range(-1, blocks):  # the first one warms up
+        asked, rates = list(islice(prompts, BLOCK_GROUPS)), dict[str, float]()
+        for name in list(engines)[:: 1 if block % 2 else -1]:
+            started_s = time.thread_time()
+            tokens = completed(engines[name], weights, asked)
+            rates[name] = tokens / (time.thread_time() - started_s)
+        rounds.append(rates)
+    return rounds[1:]
+
+
 def default_llm(config: Config) -> LLM:
     """Returns an engine with vLLM's defaults, except for what the model and the device ask for."""
     from vllm import LLM
@@ -131,7 +157,7 @@ def generated(llm: LLM, config: Config, prompts: list[list[int]]) -> int:
     return sum(len(output.outputs[0].token_ids) for output in outputs)
 
 
-def completed(engine: VllmEngine, weights: list, prompts: list[list[int]]) -> int:
+def completed(engine: Engine, weights: list, prompts: list[list[int]]) -> int:
     """Returns the tokens that the generator's engine makes of a group for each prompt, with a swap at the start and
     then every second of the same processor time. As many wait in the engine as the generator's loop would hand it."""
     left = [(f"{group} {member}", prompt) for group, prompt in enumerate(prompts) for member in range(GROUP_SIZE)][::-1]
@@ -175,6 +201,6 @@ if __name__ == "__main__":
     from asyncrl.generator.vllm_backend.setup import ENVIRONMENT
 
     os.environ.update(ENVIRONMENT)
-    measured = {"of_llm": of_llm, "in_turns": in_turns}[sys.argv[1]]
+    measured = {"of_llm": of_llm, "in_turns": in_turns, "of_engines": of_engines}[sys.argv[1]]
     settings = dict(parse_override(text) for text in sys.argv[3:])
     print(json.dumps(measured(load_config("demo", settings), int(sys.argv[2]))))

@@ -1,12 +1,13 @@
-"""`python -m benchmarks.models`: a table of the model families that the learner can pack, and for which the engine
-computes the same log-probs."""
+"""`python -m benchmarks.models [--engine ENGINE] [FAMILY ...]`: a table of the model families that the learner can
+pack, and for which the engine computes the same log-probs."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
-import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -23,17 +24,21 @@ from benchmarks.agreement import EngineError, compare, load, sample_apart
 from benchmarks.families import FAMILIES, save_family
 
 
-def main(names: list[str]) -> None:
-    """Prints each row of the table after its measurement, for all families or for `names`."""
+def main() -> None:
+    """Prints each row of the table after its measurement, for all families or for those that are named."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.models")
+    parser.add_argument("--engine", default="vllm", help="generator.engine")
+    parser.add_argument("families", nargs="*")
+    arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     print("| model type | packed rows | engine = learner | float32, start | float32, swapped | bfloat16, mean |")
     print("|---|---|---|---|---|---|")
-    for name in names or FAMILIES:
+    for name in arguments.families or FAMILIES:
         with tempfile.TemporaryDirectory() as folder:
             save_family(name, Path(folder))
             packed = packs(Path(folder))
-            cells = engine_cells(Path(folder)) if packed == "yes" else ["", "", "", ""]
+            cells = engine_cells(Path(folder), arguments.engine) if packed == "yes" else ["", "", "", ""]
             print(f"| {name} | {packed} | {' | '.join(cells)} |", flush=True)
 
 
@@ -50,10 +55,11 @@ def packs(folder: Path) -> str:
     return "yes"
 
 
-def engine_cells(folder: Path) -> list[str]:
+def engine_cells(folder: Path, engine: str) -> list[str]:
     """Returns the cells on whether engine and learner agree, or why not, and on the differences in both dtypes."""
     try:
-        found = {dtype: compare(folder, dtype, sample_apart) for dtype in ("float32", "bfloat16")}
+        sampler = partial(sample_apart, engine_name=engine)
+        found = {dtype: compare(folder, dtype, sampler) for dtype in ("float32", "bfloat16")}
     except EngineError as error:
         return [f"no: {error}", "", "", ""]
     agrees = all(comparison.agrees(dtype) for dtype, comparison in found.items())
@@ -62,4 +68,4 @@ def engine_cells(folder: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -24,42 +25,67 @@ class Feature:
     cpu: str
     """The test that shows it on a CPU, as a file below `tests`; empty if it needs a GPU."""
     gpu: tuple[str, ...] = ()
-    """The first characters of the names of the GPU checks that show it; empty if there is none."""
+    """The GPU checks that show it, as patterns of their names; empty if there is none."""
 
 
 FEATURES = (
     Feature(
-        "learner: a step, ZeRO 0 to 3, float32 and bfloat16, checkpointing, critic",
+        "A learner's step: ZeRO 0 to 3, float32 and bfloat16, checkpointing, offload, critic",
         "learner/test_learner_ranks.py",
-        ("test_gpu_learner.py::test_a_step_is_that_of_the_cpu",),
+        ("test_gpu_learner.py::test_a_step_is_that_of_the_cpu*",),
     ),
     Feature(
-        "learner: its memory is below the launcher's arithmetic",
-        "learner/test_learner_memory.py",
-        ("test_gpu_learner.py::test_memory_is_what_the_arithmetic_says",),
+        "Attention of packed rows by torch's kernel for variable lengths",
+        "learner/test_varlen.py",
+        ("test_gpu_learner.py::test_attention_is_that_of_float64*",),
     ),
-    Feature("learner: several ranks, a GPU each", "learner/test_learner_ranks.py"),
     Feature(
-        "weights: from a learner to a generator through host memory (gloo)",
+        "Log-probs in float32 of bfloat16 states",
+        "learner/test_logprob_head.py",
+        ("test_gpu_learner.py::test_logprobs*",),
+    ),
+    Feature(
+        "Several learner ranks, a GPU each; no rank loads the complete model", "learner/test_partitioned_loading.py"
+    ),
+    Feature(
+        "Memory of the learner as predicted",
+        "learner/test_predicted_memory.py",
+        ("test_gpu_learner.py::test_memory_is_what_the_arithmetic_says*", "test_gpu_figures.py::test_a_step*"),
+    ),
+    Feature("Memory of a vLLM engine as predicted", "generator/test_predicted_engine_memory.py"),
+    Feature(
+        "Weights through host memory (gloo)",
         "weights/test_weight_sync.py",
-        ("test_gpu_weights.py::test_a_receiver_gets_what_the_learner_has[gloo]",),
+        ("test_gpu_weights.py::test_a_receiver*gloo*",),
     ),
     Feature(
-        "weights: from GPU to GPU (NCCL)",
+        "Weights from GPU to GPU (NCCL)",
         "weights/test_weight_nccl.py",
-        ("test_gpu_weights.py::test_a_receiver_gets_what_the_learner_has[nccl]",),
+        ("test_gpu_weights.py::test_a_receiver*nccl*",),
+    ),
+    Feature("Every learner rank sends its part", "weights/test_weight_ranks.py"),
+    Feature(
+        "Engine on transformers: log-probs, versions, swaps",
+        "generator/test_engine_contract.py",
+        ("test_gpu_engine.py::*transformers*",),
     ),
     Feature(
-        "vLLM: log-probs, versions, weights swapped with a batch in flight",
-        "generator/test_engine.py",
-        ("test_gpu_engine.py::",),
+        "Engine on vLLM: log-probs, versions, swaps with a batch in flight",
+        "generator/test_engine_contract.py",
+        ("test_gpu_engine.py::*vllm*",),
+    ),
+    Feature("vLLM divided among GPUs (`generator.tensor_parallel`)", "generator/test_tensor_parallel.py"),
+    Feature(
+        "A complete run with the engine on transformers, all roles on one GPU",
+        "system/test_transformers_engine_runs.py",
+        ("test_gpu_run.py::*1-transformers*",),
     ),
     Feature(
-        "a complete run with vLLM, all roles on one GPU",
+        "A complete run with vLLM",
         "system/test_runs.py",
-        ("test_gpu_run.py::test_the_demo_trains_on_gpus[1-vllm]",),
+        ("test_gpu_run.py::*1-vllm*",),
     ),
-    Feature("roles over several hosts: Ray, SLURM, guests", "system/test_ray.py"),
+    Feature("Roles over several hosts: Ray, SLURM, guests", "system/test_ray.py"),
 )
 
 
@@ -84,14 +110,19 @@ def table(features: tuple[Feature, ...], results: list[dict[str, Any]]) -> str:
 
 
 def gpu_cell(feature: Feature, results: list[dict[str, Any]]) -> str:
-    """The cards on which all checks of the feature passed, and when; else that it was written only."""
+    """The cards on which the checks of the feature passed, and when, or how many failed; else that it was written
+    only."""
     cards: list[str] = []
     for one in results:
         outcomes = [
-            [check["outcome"] for check in one["checks"] if check["name"].startswith(name)] for name in feature.gpu
+            [check["outcome"] for check in one["checks"] if fnmatch(check["name"], name)] for name in feature.gpu
         ]
+        card = f"{one['machine']['gpus'][0]}, {one['date']}"
+        every = [outcome for own in outcomes for outcome in own]
         if outcomes and all(own and set(own) == {"passed"} for own in outcomes):
-            cards.append(f"{one['machine']['gpus'][0]}, {one['date']}")
+            cards.append(card)
+        elif failed := every.count("failed"):
+            cards.append(f"{failed} of {len(every)} checks failed: {card}")
     return "; ".join(cards) or WRITTEN_ONLY
 
 

@@ -83,18 +83,29 @@ class Config(Section):
     @model_validator(mode="after")
     def _cross_checks(self) -> Self:
         groups, learners = self.replay.groups_per_step, self.launch.learners
+        if learners % (together := self.learner.sequence_parallel):
+            raise ValueError(
+                f"learner.sequence_parallel = {together}: does not divide launch.learners = {learners}; so many "
+                "of them share their sequences"
+            )
+        if together > 1 and self.critic.ranks:
+            raise ValueError(
+                f"learner.sequence_parallel = {together} with critic.ranks = {self.critic.ranks}: critic ranks of "
+                "their own take complete sequences; use critic.ranks=0"
+            )
         if self.epochs is None:
             self.observe.check_profile(self.steps)
-        if groups % learners:
+        if groups % (shards := self.num_shards):
+            what = "launch.learners" if together == 1 else "launch.learners / learner.sequence_parallel"
             raise ValueError(
-                f"launch.learners = {learners} does not divide replay.groups_per_step = {groups}: "
+                f"{what} = {shards} does not divide replay.groups_per_step = {groups}: "
                 f"every learner rank takes the same number of whole groups; use {_divisors(groups)} learners"
             )
         for key, parts in (("learner", self.learner.minibatches), ("critic", self.critic_minibatches)):
-            if (groups // learners) % parts:
+            if (groups // shards) % parts:
                 raise ValueError(
-                    f"{key}.minibatches = {parts} does not divide the {groups // learners} groups that a learner rank "
-                    f"gets in a step; use one of {_divisors(groups // learners)}"
+                    f"{key}.minibatches = {parts} does not divide the {groups // shards} groups that a learner rank "
+                    f"gets in a step; use one of {_divisors(groups // shards)}"
                 )
         if self.critic.ranks > learners:
             raise ValueError(
@@ -124,6 +135,7 @@ class Config(Section):
             )
         if self.algorithm.routing_replay == "engine":
             self._check_routing()
+        self._check_pool_of_generators()
         self._check_environment()
         window = self.generator.max_model_tokens
         if window is not None and window <= self.generator.max_new_tokens:
@@ -140,10 +152,24 @@ class Config(Section):
                 f"{key}: the engine {self.generator.engine!r} does not record which experts it chooses; use "
                 "generator.engine=transformers, or algorithm.routing_replay=off"
             )
+        if self.learner.sequence_parallel > 1:
+            raise ValueError(
+                f"{key}: routings are not divided among ranks that share sequences, and learner.sequence_parallel = "
+                f"{self.learner.sequence_parallel}; use learner.sequence_parallel=1, or algorithm.routing_replay=off"
+            )
         if self.environment.name is not None:
             raise ValueError(
                 f"{key}: routings are recorded of single turns only, not with environment.name = "
                 f"{self.environment.name!r}; use algorithm.routing_replay=off"
+            )
+
+    def _check_pool_of_generators(self) -> None:
+        name, parallel = self.placement.pool_of("generator"), self.generator.tensor_parallel
+        pool = self.placement.pools.get(name)
+        if pool is not None and pool.nodes is None and pool.gpus % parallel:
+            raise ValueError(
+                f"placement.pools.{name} has {pool.gpus} GPUs: it must be a multiple of generator.tensor_parallel = "
+                f"{parallel}, the GPUs of one generator"
             )
 
     def _check_environment(self) -> None:
@@ -186,6 +212,15 @@ class Config(Section):
         """True if rewards are computed by functions, and not only by environments."""
         given = (self.rewards, self.eval.rewards)
         return self.environment.name is None or any(one not in (AUTO, ENVIRONMENT, None) for one in given)
+
+    @property
+    def num_shards(self) -> int:
+        """Parts of the batch of a step that are dealt to the learner ranks; ranks that share sequences get the same."""
+        return self.launch.learners // self.learner.sequence_parallel
+
+    def shard_of(self, rank: int) -> int:
+        """Returns the number of the part that a learner rank gets."""
+        return rank // self.learner.sequence_parallel
 
     @property
     def critic_epochs(self) -> int:

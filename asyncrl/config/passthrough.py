@@ -120,7 +120,7 @@ DEEPSPEED_REFUSED = {
     "data_types": "gradients add up in float32",
     "pipeline": "every learner rank holds all layers",
     "tensor_parallel": "every learner rank holds all layers",
-    "sequence_parallel_size": "every learner rank takes whole sequences",
+    "sequence_parallel_size": "it is learner.sequence_parallel",
     "checkpoint": "checkpoints are the learner's own",
     "data_efficiency": "the replay queue gives the data",
     "curriculum_learning": "the replay queue gives the data",

@@ -122,6 +122,10 @@ class LearnerConfig(Section):
     """Tokens of one packed forward pass; a longer trajectory is a micro-batch of its own."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass instead of storing them: less memory, more time."""
+    sequence_parallel: int = Field(default=1, ge=1)
+    """Learner ranks that share each sequence, for long ones: each computes a part of its tokens, and in attention a
+    part of the heads. It divides `launch.learners` and the model's attention heads, and divides its key-value heads or
+    is a multiple of them."""
     deepspeed_options: dict[str, JsonValue] = Field(default={})
     """DeepSpeed settings such as zero_optimization.overlap_comm, merged over the learner's own. Refused: those that
     have a key here, and those that the learner's own gradient handling replaces."""

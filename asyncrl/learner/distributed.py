@@ -6,8 +6,9 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from asyncrl.errors import AsyncrlError, PeerTimeoutError, RunError
 from asyncrl.learner.model.deepspeed_import import deepspeed
+from asyncrl.learner.model.sequence_parallel import SequenceParallel
 from asyncrl.wire.directory import announce, located
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.store import StoreClient, StoreServer
@@ -35,6 +37,16 @@ class Ranks:
     count: int
     device: torch.device
     what: str = "learner"
+    group: dist.ProcessGroup | None = None
+    """The members; None if they are all processes."""
+    parallel: SequenceParallel | None = None
+    """The ranks that share this one's sequences; None if it has sequences of its own."""
+    members: Ranks | None = None
+
+    @property
+    def of_data(self) -> Ranks:
+        """The ranks over which data are summed: one of each set of ranks that share sequences, else all."""
+        return self.members or self
 
     def sum(self, values: Tensor) -> Tensor:
         return self._reduce(values, dist.ReduceOp.SUM)
@@ -54,7 +66,7 @@ class Ranks:
         if self.count == 1:
             return values.unsqueeze(0).cpu()
         parts = [torch.empty_like(values, device=self.device) for _ in range(self.count)]
-        dist.all_gather(parts, values.to(self.device))
+        dist.all_gather(parts, values.to(self.device), group=self.group)
         return torch.stack(parts).cpu()
 
     def raise_on_all_ranks(self, error: AsyncrlError | None) -> None:
@@ -78,7 +90,7 @@ class Ranks:
         if self.count == 1:
             return values.cpu()
         values = values.to(self.device, copy=True)
-        dist.all_reduce(values, op=how)
+        dist.all_reduce(values, op=how, group=self.group)
         return values.cpu()
 
 
@@ -95,9 +107,17 @@ def own_device(rank: int) -> torch.device:
 
 @contextmanager
 def process_group(
-    endpoints: Endpoints, rank: int, count: int, *, start_timeout_s: float, timeout_s: float, what: str = "learner"
+    endpoints: Endpoints,
+    rank: int,
+    count: int,
+    *,
+    start_timeout_s: float,
+    timeout_s: float,
+    what: str = "learner",
+    sequence_parallel: int = 1,
 ) -> Iterator[Ranks]:
     """Connects the ranks of the role `what` and yields them; each collective then has the deadline `timeout_s`.
+    `sequence_parallel` adjacent ranks share their sequences.
 
     A rank that leaves the context breaks the collectives of the others: call `Ranks.barrier` before leaving.
     Rank 0 opens the rendezvous at `endpoints.learners`. Raises PeerTimeoutError, naming the missing ranks, if not all
@@ -117,8 +137,19 @@ def process_group(
             timeout=timedelta(seconds=timeout_s),
         )
         deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=timedelta(seconds=timeout_s))
-        yield Ranks(rank, count, device, what)
+        ranks = Ranks(rank, count, device, what)
+        yield ranks if sequence_parallel == 1 else _sharing(ranks, sequence_parallel)
         dist.destroy_process_group()
+
+
+def _sharing(ranks: Ranks, size: int) -> Ranks:
+    """Returns the ranks with `size` adjacent ones that share their sequences. All ranks call it."""
+    sets = [range(first, first + size) for first in range(0, ranks.count, size)]
+    shared: list[Any] = [dist.new_group(list(members)) for members in sets]
+    across: list[Any] = [dist.new_group(list(range(place, ranks.count, size))) for place in range(size)]
+    number, place = divmod(ranks.rank, size)
+    members = replace(ranks, rank=number, count=len(sets), group=across[place])
+    return replace(ranks, parallel=SequenceParallel(place, size, shared[number]), members=members)
 
 
 @contextmanager

@@ -62,7 +62,7 @@ class MismatchCheck:
         Raises ConfigError if engine and learner differ by more than rounding explains. If the engine is configured to
         round more than the learner, a warning is logged instead.
         """
-        total, tokens = self._ranks.gather(self._sums).sum(dim=0).tolist()
+        total, tokens = self._ranks.of_data.gather(self._sums).sum(dim=0).tolist()
         if tokens < ENOUGH_TOKENS:
             return False
         mean = total / tokens

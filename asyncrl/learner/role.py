@@ -80,6 +80,7 @@ def _make_sender(
         "timeout_s": config.weights.timeout_s,
         "start_timeout_s": config.launch.start_timeout_s,
         "device": str(ranks.device),
+        "copies": config.weights.staging == "whole",
     }
     if ranks.rank:
         return RankShareSender(manifest, endpoints, rank=ranks.rank, ranks=ranks.count, **options)
@@ -166,7 +167,7 @@ def run_offline(
                 )
             trainer.restore(checkpoints.path(start))
         kind, source = (SampleBatches, samples) if samples else (JournalBatches, run_dir / "journal")
-        batches = kind(source, rank, ranks=config.launch.learners)
+        batches = kind(source, config.shard_of(rank), ranks=config.num_shards)
         parts.callback(batches.close)
         trackers = None
         if rank == 0:
@@ -191,6 +192,7 @@ def _training(
             launch.learners,
             start_timeout_s=launch.start_timeout_s,
             timeout_s=launch.progress_timeout_s,
+            sequence_parallel=config.learner.sequence_parallel,
         ) as ranks,
         ExitStack() as parts,
     ):

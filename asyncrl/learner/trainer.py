@@ -70,7 +70,7 @@ class Trainer:
     def __init__(self, config: Config, ranks: Ranks, algorithm: Algorithm, critic: ValueFunction | None = None) -> None:
         """Loads the policy. `critic` is required if the algorithm needs one."""
         self.config = config
-        self.ranks = ranks
+        self.ranks, self.data_ranks = ranks, ranks.of_data
         self.algorithm = algorithm
         self.policy = Policy(config, ranks)
         self.critic = critic
@@ -97,13 +97,13 @@ class Trainer:
         """
         settings, device = self.config.learner, self.ranks.device
         may_be_empty = self.config.replay.drops
-        minibatches = sync_microbatches(batch.minibatches, self.ranks, step, may_be_empty=may_be_empty)
+        minibatches = sync_microbatches(batch.minibatches, self.data_ranks, step, may_be_empty=may_be_empty)
         if not any(minibatch.num_tokens for minibatch in minibatches):
             return {"learner/tokens": 0.0, "learner/skipped_updates": 0.0}
         scores = self._score(batch, minibatches, step)
         phase = self.phases.phase
         with phase("advantage"):
-            estimates = estimate(self.algorithm, batch, scores, self.ranks, kl_coef=self.kl_control.coef)
+            estimates = estimate(self.algorithm, batch, scores, self.data_ranks, kl_coef=self.kl_control.coef)
         if self.critic is not None:
             assert estimates.returns is not None
             with phase("critic"):
@@ -113,7 +113,7 @@ class Trainer:
         total = self._new_metrics(step)
         updates: list[Update] = []
         parts = {"epochs": settings.epochs, "minibatches": settings.minibatches}
-        planned = plan_updates(batch, minibatches, self.ranks, step, self.config, **parts)
+        planned = plan_updates(batch, minibatches, self.data_ranks, step, self.config, **parts)
         for number, minibatch in enumerate(planned):
             metrics = self._new_metrics(step)
             finite: list[Tensor] = []
@@ -147,7 +147,7 @@ class Trainer:
         skipped = 0 if warmup else len(planned) - len(updates)
         metrics = self._describe(total, updates, skipped, minibatches, estimates, counted=len(planned) - skipped)
         metrics["learner/flops"] = self._count_flops(batch, scores, warmup=warmup)
-        return metrics | batch_metrics(batch, estimates.advantages, self.ranks)
+        return metrics | batch_metrics(batch, estimates.advantages, self.data_ranks)
 
     def snapshot(self, folder: Path) -> Files:
         """Returns this rank's files of the checkpoint in `folder`, copied to the CPU. All ranks call it."""
@@ -214,13 +214,13 @@ class Trainer:
         passes = (1 if warmup else 3) * self.config.learner.epochs
         passes += sum(column is not None for column in (scores.proximal_logprobs, scores.ref_logprobs))
         own = self._flops.step(batch, passes=passes)
-        return float(self.ranks.sum(torch.tensor([own], dtype=torch.float64)))
+        return float(self.data_ranks.sum(torch.tensor([own], dtype=torch.float64)))
 
     def _learning_rate(self, step: int, metrics: StepMetrics) -> float:
         """Returns the scheduled rate, scaled by the square root of the effective sample size with
         `learner.ess_scaled_lr`."""
         settings = self.config.learner
-        scale = metrics.ess(self.ranks) ** 0.5 if settings.ess_scaled_lr else 1.0
+        scale = metrics.ess(self.data_ranks) ** 0.5 if settings.ess_scaled_lr else 1.0
         return scale * learning_rate(step, settings, steps=self.config.steps)
 
     def _find_culprits(self, batch: Batch, scores: Scores) -> str:
@@ -229,7 +229,7 @@ class Trainer:
         given = (batch.behavior_logprobs, scores.proximal_logprobs, scores.ref_logprobs, scores.values)
         finite = torch.stack([column.isfinite() for column in given if column is not None]).all(dim=0)
         names = [name for micro in batch.micro_batches for name in broken_names(micro, finite[micro.span])]
-        return name_together(names, self.ranks)
+        return name_together(names, self.data_ranks)
 
     def _conclude_mismatch_check(self, step: int) -> None:
         if self.mismatch_check is not None and self.mismatch_check.conclude(step):
@@ -247,7 +247,7 @@ class Trainer:
     ) -> dict[str, float]:
         """Returns the finite metrics of the step, whose `total` is of `counted` updates. Waits for the critic, whose
         metrics are included."""
-        metrics = total.reduce(self.ranks, updates=counted)
+        metrics = total.reduce(self.data_ranks, updates=counted)
         metrics["learner/tokens"] = float(sum(minibatch.num_tokens for minibatch in minibatches))
         metrics["learner/skipped_updates"] = float(skipped)
         if counted:

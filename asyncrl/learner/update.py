@@ -145,7 +145,7 @@ def skip_if_not_finite(
     known to have non-finite scores, and `lr_key` is the config key of the learning rate, for the error. Raises RunError
     on all ranks if more than `max_skipped_updates` updates in a row were skipped.
     """
-    reason = _find_reason(minibatch, finite, grad_norm, model.ranks, culprits)
+    reason = _find_reason(minibatch, finite, grad_norm, model.ranks.of_data, culprits)
     if not reason:
         return False
     model.skip()

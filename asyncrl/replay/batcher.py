@@ -56,7 +56,7 @@ class Batcher:
             past = self.store.history(step)
             if not past.read(step):
                 return "wait", []
-            groups = past.groups(step, rank, ranks=self.config.launch.learners)
+            groups = past.groups(step, self.config.shard_of(rank), ranks=self.config.num_shards)
             self.progress += 1
             return "shard", groups
         steps, next_step = self.state.ledger.steps, self.state.ledger.next_step
@@ -71,7 +71,7 @@ class Batcher:
             return "wait", []
         self.progress += 1
         costs = {number: sum(self.state.held[number].finished.lengths) for shard in batch.shards for number in shard}
-        shard = shards_for(self.config.launch.learners, batch.shards, costs)[rank]
+        shard = shards_for(self.config.num_shards, batch.shards, costs)[self.config.shard_of(rank)]
         held = [self.state.held[number] for number in shard]
         return "shard", [FinishedGroup(one.finished, one.arrays) for one in held]
 
@@ -116,6 +116,6 @@ class Batcher:
         dropped = [number for number in numbers if settings.drops and not held[number].signal]
         dealt = [number for number in numbers if number not in dropped]
         costs = [sum(held[number].finished.lengths) for number in dealt]
-        shards = [[dealt[index] for index in shard] for shard in balance(costs, self.config.launch.learners)]
+        shards = [[dealt[index] for index in shard] for shard in balance(costs, self.config.num_shards)]
         body = {"step": step, "shards": shards, "dropped": dropped, "at_s": self.store.clock.now()}
         self.store.record("take", body)

@@ -18,6 +18,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Generic, TypeVar
 
 import structlog
 import torch
@@ -25,7 +26,8 @@ from torch import Tensor
 
 from asyncrl.errors import AsyncrlError, PeerTimeoutError, RunError
 from asyncrl.weights import transports
-from asyncrl.weights.buckets import WeightBuffer, WeightManifest
+from asyncrl.weights.buckets import WeightManifest
+from asyncrl.weights.references import Buffer, WeightReferences
 from asyncrl.weights.staging import StagedWeights, Staging
 from asyncrl.weights.stats import WeightSyncStats
 from asyncrl.weights.waits import Interrupted, Wait
@@ -33,13 +35,15 @@ from asyncrl.wire.version_messages import Announced, Following
 
 log = structlog.get_logger()
 
+B = TypeVar("B", bound=Buffer)
+
 _LOOK_S = 0.05
 """Interval of the checks whether the background thread is stuck."""
 _STUCK_PHASES, _STUCK_S = 3, 10.0
 """Deadlines and additional seconds after which a background thread that polls nothing counts as stuck."""
 
 
-class BackgroundSender(ABC):
+class BackgroundSender(ABC, Generic[B]):
     """Copies versions of the weights, and delivers each of them in a thread.
 
     Errors of the background thread are raised by the next `send` or `wait`: an AsyncrlError if the cause is known,
@@ -49,17 +53,27 @@ class BackgroundSender(ABC):
     takes_slices = False
     """True if `send` takes a rank's slices of the weights (`TrainedModel.slices`), else complete weights."""
 
-    def __init__(self, manifest: WeightManifest, *, timeout_s: float, device: str, look_s: float | None = None) -> None:
-        """`manifest` describes the weights of every `send`; `timeout_s` is the deadline of each phase. `_wants` is
+    def __init__(
+        self,
+        manifest: WeightManifest,
+        *,
+        timeout_s: float,
+        device: str,
+        look_s: float | None = None,
+        copies: bool = True,
+    ) -> None:
+        """`manifest` describes the weights of every `send`; `timeout_s` is the deadline of each phase. Without `copies`
+        the weights themselves are sent, so that they may change only after that. `_wants` is
         looked at when `_changed` is notified, and every `look_s`. A subclass starts
         `_thread` at the end of its `__init__`."""
         self.stats = WeightSyncStats()
         self._manifest = manifest
+        self._copies = copies
         self._timeout_s = timeout_s
         self._device = transports.with_index(device)
         self._changed = threading.Condition()
         self._look_s = look_s
-        self._buffer: WeightBuffer | None = None
+        self._buffer: B | None = None
         self._version = 0
         self._error: Exception | None = None
         self._looks = 0
@@ -82,7 +96,7 @@ class BackgroundSender(ABC):
         """The destination of the version, for error messages."""
 
     @abstractmethod
-    def _make_buffer(self) -> WeightBuffer:
+    def _make_buffer(self) -> B:
         """Makes the buffer for all versions."""
 
     @abstractmethod
@@ -90,7 +104,7 @@ class BackgroundSender(ABC):
         """True if there is something to do for the current version. Called with the lock of `_changed`."""
 
     @abstractmethod
-    def _deliver(self, version: int, buffer: WeightBuffer) -> None:
+    def _deliver(self, version: int, buffer: B) -> None:
         """Delivers the version to where it is wanted. Its waits call `_raise_if_stopping`."""
 
     @abstractmethod
@@ -120,14 +134,21 @@ class BackgroundSender(ABC):
                     raise self._error
                 self._version, self._busy = version, True
                 self._changed.notify_all()
-        if copy_later:
+        if copy_later and self._copies:
             self._copying = self._copier.submit(self._fill, buffer, weights, transports.queued(self._device))
         else:
             buffer.fill(weights)
 
     def copied(self) -> None:
-        """Returns when the weights of the last `send` may change. Raises the error of their copy, and PeerTimeoutError
-        if it takes longer than `timeout_s`."""
+        """Returns when the weights of the last `send` may change: when they are copied or, without copies, when they
+        are delivered or given up. Raises the error of their copy, PeerTimeoutError if it takes longer than `timeout_s`,
+        and as `wait`."""
+        if isinstance(self._buffer, WeightReferences) and not self._buffer.is_released:
+            started_s = time.monotonic()
+            self.wait()
+            with self._buffer_lock:  # a generator that came late may be served
+                self._buffer.release()
+            self.stats.wait_s += time.monotonic() - started_s
         copying, self._copying = self._copying, None
         if copying is None:
             return
@@ -168,7 +189,7 @@ class BackgroundSender(ABC):
             self._leave()
 
     @staticmethod
-    def _fill(buffer: WeightBuffer, weights: Iterable[tuple[str, Tensor]], trained: torch.cuda.Event | None) -> None:
+    def _fill(buffer: Buffer, weights: Iterable[tuple[str, Tensor]], trained: torch.cuda.Event | None) -> None:
         """Fills the buffer with the weights as they are once `trained` has happened."""
         if trained is not None:
             torch.cuda.current_stream().wait_event(trained)

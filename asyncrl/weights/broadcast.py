@@ -37,9 +37,9 @@ import structlog
 import torch
 
 from asyncrl.errors import AsyncrlError, RunError
-from asyncrl.weights.buckets import WeightBuffer
 from asyncrl.weights.membership import Membership, Peer, T
 from asyncrl.weights.rank_shares import Finish, Has, OtherShares, SendShare, VersionGoneError, link_of, send_share
+from asyncrl.weights.references import Buffer
 from asyncrl.weights.shares import RankShare
 from asyncrl.weights.stats import WeightSyncStats
 from asyncrl.weights.transports import Link, Member, Transport, device_name, host_name, problem
@@ -67,6 +67,8 @@ class Delivery:
     membership: Membership
     stats: WeightSyncStats
     bucket_bytes: int
+    urgent: bool
+    """True if the learner waits for each round: a generator that keeps its version does not get the next one."""
     timeout_s: float
     device: torch.device
     check: Callable[[], None]
@@ -101,7 +103,7 @@ class Delivery:
         """True if there is somebody to deliver this version to."""
         return version != self.gone and bool(self.membership.behind(version))
 
-    def deliver(self, version: int, buffer: WeightBuffer) -> None:
+    def deliver(self, version: int, buffer: Buffer) -> None:
         """Runs rounds until no generator is behind. Raises RunError if the transport does not work, or the learner
         does not fill the buffer."""
         started = time.monotonic()
@@ -128,11 +130,14 @@ class Delivery:
         here = host_name()
         return sorted(self.membership.behind(version), key=lambda peer: (peer.host != here, peer.host, peer.rank))
 
-    def _round(self, version: int, buffer: WeightBuffer, behind: Sequence[Peer]) -> None:
+    def _round(self, version: int, buffer: Buffer, behind: Sequence[Peer]) -> None:
         weights = f"version {version} of the weights"
         self.offered = list(behind)
-        self.membership.offer(behind, version=version, transport=self.transport, bucket_bytes=self.bucket_bytes)
+        offer = {"version": version, "transport": self.transport, "bucket_bytes": self.bucket_bytes}
+        self.membership.offer(behind, **offer, urgent=self.urgent)
         ready = self._answers(behind, Ready, f"become ready to receive {weights}", self.timeout_s)
+        if self.urgent:
+            self.membership.leave_out(behind, [peer for peer, _ in ready], version)
         there = {peer.id for peer in self.membership.present()}  # one that was ready early may have left since
         peers = [peer for peer, answer in ready if peer.id in there and self._loaded_right(peer, answer)]
         if not peers:
@@ -162,7 +167,7 @@ class Delivery:
 
     def _answers(self, peers: Sequence[Peer], kind: type[T], phase: str, timeout_s: float) -> list[tuple[Peer, T]]:
         """Returns each peer with its answer. Drops peers that did not do `phase` in time, or sent a bad message."""
-        answers, failed = self.membership.collect(peers, kind, timeout_s)
+        answers, failed = self.membership.collect(peers, kind, timeout_s, patient=not self.urgent or kind is not Ready)
         for peer, why in failed:
             self._drop(peer, f"{peer.name} did not {phase} {why}")
         return answers
@@ -198,7 +203,7 @@ class Delivery:
         for position, peer in enumerate(peers, start=1):
             self.membership.tell([peer], Go, group=self.group_number, rank=position, size=len(peers) + 1)
 
-    def _send(self, version: int, buffer: WeightBuffer, peers: Sequence[Peer]) -> int:
+    def _send(self, version: int, buffer: Buffer, peers: Sequence[Peer]) -> int:
         """Has all ranks send their shares. Returns the checksum of all bytes."""
         told_s = time.monotonic()
 

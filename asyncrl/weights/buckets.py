@@ -112,6 +112,9 @@ class WeightBuffer:
     """A copy of the weights in one buffer (`data`), so that the learner may change the originals. One thread fills it,
     while another takes the buckets as they become full."""
 
+    is_released = False
+    """Always: the copy stays until the next one."""
+
     def __init__(
         self,
         manifest: WeightManifest,
@@ -225,6 +228,7 @@ def _as_row(part: Tensor, offset: int) -> Tensor:
 
 
 def _of_rows(rows: Tensor, first_row: int) -> int:
+    rows = rows.clone() if rows.storage_offset() % 8 else rows
     words = rows.view(torch.int64).view(-1, ROW_BYTES // 8)
     weights = torch.arange(first_row + 1, first_row + 1 + len(words), device=rows.device)
     return int((words.sum(1) * weights).sum())

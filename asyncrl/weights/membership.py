@@ -44,6 +44,8 @@ class Peer:
     """Offers made to it."""
     version: int | None = None
     """Last version it received."""
+    later: int | None = None
+    """A version that it does not get, since its engine kept another one while the learner waited."""
     failures: int = 0
     """Wrong checksums in a row."""
     answers: dict[str, messages.Ready | messages.Received | str] = field(default_factory=dict)  # pyright: ignore
@@ -157,7 +159,7 @@ class Membership:
 
     def behind(self, version: int) -> list[Peer]:
         """The generators whose engine runs and that do not have this version, by rank."""
-        return [peer for peer in self.present() if peer.up and peer.version != version]
+        return [peer for peer in self.present() if peer.up and version not in (peer.version, peer.later)]
 
     def await_members(self, count: int, timeout_s: float) -> None:
         """Returns when `count` generators are present, or after `timeout_s`."""
@@ -168,6 +170,13 @@ class Membership:
         with self._changed:
             self._remove(peer)
         self._send(peer.id, messages.Dropped(reason))
+
+    def leave_out(self, peers: Sequence[Peer], ready: Sequence[Peer], version: int) -> None:
+        """Ends the round for the peers that are here and not ready: they get the next version."""
+        for peer in peers:
+            if peer not in ready and self._is_here(peer):
+                peer.later = version
+                self.tell([peer], messages.Abort, reason="the learner does not wait for an engine that keeps a version")
 
     def close(self, timeout_s: float) -> None:
         """Notifies the generators, and returns when they have left, or after `timeout_s`."""
@@ -197,10 +206,11 @@ class Membership:
                 raise RuntimeError(f"{', '.join(silent)} said nothing for {SILENT_S:g} s")
 
     def collect(
-        self, peers: Sequence[Peer], kind: type[T], timeout_s: float
+        self, peers: Sequence[Peer], kind: type[T], timeout_s: float, *, patient: bool = True
     ) -> tuple[list[tuple[Peer, T]], list[tuple[Peer, str]]]:
         """Returns the peers that answered, each with its answer, and those that are late or sent a bad message, each
-        with the problem. Peers that left or were replaced are in neither list."""
+        with the problem. Peers that left or were replaced are in neither list, nor those that are holding unless the
+        sender is patient."""
         # A peer may keep its version while its engine needs it, and repeats "holding" meanwhile. At each deadline the
         # peers with a new "holding" get another timeout_s, and only the silent ones fail. Peers that have answered
         # would lose patience with the sender in the meantime: "patience" restarts their own deadline for "go".
@@ -218,7 +228,8 @@ class Membership:
                     peer.was_ready = True
             silent = [peer for peer in silence.look() if peer not in answers]
             failed.update(dict.fromkeys(silent, f"and said nothing for {SILENT_S:g} s"))
-            return [peer for peer in peers if peer not in answers and peer not in failed and self._is_here(peer)]
+            ended = {*answers, *failed, *(peer for peer in peers if peer.holds and not patient)}
+            return [peer for peer in peers if peer not in ended and self._is_here(peer)]
 
         with self._changed:
             while not self._await(lambda: not waiting(), timeout_s):

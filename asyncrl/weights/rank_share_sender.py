@@ -7,11 +7,9 @@ full buckets, and the transport    fill, polled      timeout_s; ends early when 
 
 from __future__ import annotations
 
-import torch
-
 from asyncrl.errors import AsyncrlError, PeerTimeoutError
 from asyncrl.weights.background import BackgroundSender
-from asyncrl.weights.buckets import BUCKET_BYTES, WeightBuffer, WeightManifest
+from asyncrl.weights.buckets import BUCKET_BYTES, WeightManifest
 from asyncrl.weights.other_ranks import Orders
 from asyncrl.weights.rank_shares import (
     TRANSPORT_KEY,
@@ -23,6 +21,7 @@ from asyncrl.weights.rank_shares import (
     link_of,
     send_share,
 )
+from asyncrl.weights.references import Buffer
 from asyncrl.weights.shares import share_of
 from asyncrl.weights.transports import Link, Member, Transport, find_transport, problem
 from asyncrl.wire.endpoints import Endpoints
@@ -32,7 +31,7 @@ _IDLE_S = 0.02
 """Wait for an order for a version that all generators have: the learner may wait for it."""
 
 
-class RankShareSender(BackgroundSender):
+class RankShareSender(BackgroundSender[Buffer]):
     """Sends the share of a learner rank other than 0, as rank 0 orders."""
 
     takes_slices = True
@@ -48,12 +47,13 @@ class RankShareSender(BackgroundSender):
         timeout_s: float,
         start_timeout_s: float | None = None,
         device: str = "cpu",
+        copies: bool = True,
     ) -> None:
         """`layout` describes all weights; `send` takes this rank's slices of them. The other arguments are those of
         rank 0's `WeightSender`."""
         self._bucket_bytes = max(bucket_bytes, MIN_BUCKET_BYTES)
         self._share = share_of(layout, rank, ranks, self._bucket_bytes)
-        super().__init__(self._share.layout, timeout_s=timeout_s, device=device)
+        super().__init__(self._share.layout, timeout_s=timeout_s, device=device, copies=copies)
         self._rank = rank
         self._start_timeout_s = start_timeout_s or timeout_s
         check = super()._raise_if_stopping
@@ -71,10 +71,9 @@ class RankShareSender(BackgroundSender):
     def _receivers(self) -> str:
         return "the generators"
 
-    def _make_buffer(self) -> WeightBuffer:
-        is_gpu = self._device.type == "cuda"
-        device = self._device if is_gpu and self._find_way().on_device else torch.device("cpu")
-        return buffer_of(self._share, device, pinned=is_gpu, bucket_bytes=self._bucket_bytes)
+    def _make_buffer(self) -> Buffer:
+        way = self._find_way() if self._device.type == "cuda" else None
+        return buffer_of(self._share, self._device, way, bucket_bytes=self._bucket_bytes, copies=self._copies)
 
     def _find_way(self) -> Transport:
         """Returns the transport, which rank 0 chooses at its first version."""
@@ -86,7 +85,7 @@ class RankShareSender(BackgroundSender):
     def _wants(self, version: int) -> bool:
         return not self._rank_0_is_gone  # a generator may come late
 
-    def _deliver(self, version: int, buffer: WeightBuffer) -> None:
+    def _deliver(self, version: int, buffer: Buffer) -> None:
         if version != self._finished:
             while self._finished != version:
                 self._obey(version, buffer)
@@ -96,7 +95,7 @@ class RankShareSender(BackgroundSender):
         except PeerTimeoutError:
             self._rank_0_is_gone = True  # perhaps the run is over; else it is found at the next version
 
-    def _obey(self, version: int, buffer: WeightBuffer, **options: float) -> None:
+    def _obey(self, version: int, buffer: Buffer, **options: float) -> None:
         """Carries out the next order, if it comes in time."""
         self._raise_if_stopping()
         order: Order | None = self._orders.next(**options)
@@ -105,13 +104,15 @@ class RankShareSender(BackgroundSender):
         answer = Done()
         if order.version < version:
             answer = Done(problem=f"learner rank {self._rank} has version {version} by now", is_ahead=True)
+        elif buffer.is_released and not isinstance(order, Finish):
+            answer = Done(problem=f"learner rank {self._rank} has changed version {version}", is_ahead=True)
         elif isinstance(order, SendShare):
             answer = self._send(order, buffer)
         self._orders.answer(answer)
         if isinstance(order, Finish):
             self._finished = order.version
 
-    def _send(self, order: SendShare, buffer: WeightBuffer) -> Done:
+    def _send(self, order: SendShare, buffer: Buffer) -> Done:
         try:
             link = self._linked(order)
             checksum = send_share(

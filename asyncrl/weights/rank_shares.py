@@ -13,9 +13,10 @@ import msgspec
 import torch
 from torch import Tensor
 
-from asyncrl.errors import AsyncrlError
+from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.weights.buckets import RunningChecksum, WeightBuffer
 from asyncrl.weights.other_ranks import OtherRanks
+from asyncrl.weights.references import Buffer, WeightReferences
 from asyncrl.weights.shares import RankShare
 from asyncrl.weights.transports import Link, Member, Transport, problem
 from asyncrl.wire.store import RemoteStore, Store
@@ -127,7 +128,7 @@ def link_of(store: Store | RemoteStore, way: Transport, group: int, member: Memb
 
 
 def send_share(
-    link: Link, version: int, share: RankShare, buffer: WeightBuffer, *, timeout_s: float, check: Callable[[], None],
+    link: Link, version: int, share: RankShare, buffer: Buffer, *, timeout_s: float, check: Callable[[], None],
     told: Callable[[], None] = lambda: None,
 ) -> int:  # fmt: skip
     """Sends a share. Returns the checksum of its bytes. `told` is called after each bucket."""
@@ -143,7 +144,21 @@ def send_share(
     return total.of(share.num_bytes)
 
 
-def buffer_of(share: RankShare, device: torch.device, *, pinned: bool, bucket_bytes: int) -> WeightBuffer:
-    """Makes the buffer of a share."""
+def buffer_of(
+    share: RankShare, device: torch.device, way: Transport | None, *, bucket_bytes: int, copies: bool
+) -> Buffer:
+    """Makes the buffer of a share on this device, or holds references if nothing is to be copied. Raises ConfigError if
+    a GPU's weights have to be copied to be sent."""
+    on_device = way is not None and way.on_device
+    pinned = device.type == "cuda"
+    if not copies:
+        if pinned and not on_device:
+            raise ConfigError(
+                "weights.staging = 'buckets': the transport sends from host memory, and the weights are on a GPU; use "
+                "weights.transport=nccl or weights.staging=whole"
+            )
+        return WeightReferences(share, device)
+    if not on_device:
+        device = torch.device("cpu")
     cuts = [(cut.own, cut.own + cut.num_bytes) for cut in share.cuts]
     return WeightBuffer(share.layout, device, pinned=pinned, bucket_bytes=bucket_bytes, cuts=cuts)

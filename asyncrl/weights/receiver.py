@@ -182,7 +182,7 @@ class WeightReceiver(BackgroundReceiver):
     def _receive(self, session: Session, offer: Offer) -> None:
         """Runs one round, from an offer to complete staging. Raises RoundAborted if it fails."""
         manifest = self._prepare(session, offer.transport, offer.bucket_bytes)
-        self._await_staging(session)
+        self._await_staging(session, urgent=offer.urgent)
         self._say_ready(session, offer.round)
         # Twice the deadline: the other generators have timeout_s of their own to become ready.
         go = session.wait_for(Go, f"start to send version {offer.version}", 2 * self._timeout_s)
@@ -200,12 +200,13 @@ class WeightReceiver(BackgroundReceiver):
     def _say_ready(self, session: Session, number: int) -> None:
         session.say_once(Ready(number, self._staging.loaded_in(session.id)))
 
-    def _await_staging(self, session: Session) -> None:
+    def _await_staging(self, session: Session, *, urgent: bool) -> None:
         """Returns when the next version may be written to staging."""
-        wait, holding_sent_s = Wait(), time.monotonic()
+        wait, holding_sent_s, pause_s = Wait(), time.monotonic(), 0.0 if urgent else self._timeout_s / 4
         while not self._staging.reclaim():
             session.check()
-            if self._staging.held_s > holding_sent_s and time.monotonic() - holding_sent_s > self._timeout_s / 4:
+            if self._staging.held_s > holding_sent_s and time.monotonic() - holding_sent_s > pause_s:
+                pause_s = self._timeout_s / 4
                 holding_sent_s = time.monotonic()
                 session.say(Holding(session.round))
             wait.look()
@@ -221,7 +222,7 @@ class WeightReceiver(BackgroundReceiver):
             device = self._device if self._way.on_device else torch.device("cpu")
             if self._buffer.numel() != manifest.num_bytes or self._buffer.device.type != device.type:
                 self._buffer = empty_buffer(manifest.num_bytes, device, pinned=self._device.type == "cuda")
-            self._shares = shares_of_ranks(manifest, session.senders, bucket_bytes)
+            self._shares = shares_of_ranks(manifest, session.senders, bucket_bytes, by_parameter=session.by_parameter)
             self._manifest = manifest
         return self._manifest
 

@@ -15,13 +15,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from asyncrl.weights.background import BackgroundSender
 from asyncrl.weights.broadcast import Delivery
-from asyncrl.weights.buckets import BUCKET_BYTES, WeightBuffer, WeightManifest
+from asyncrl.weights.buckets import BUCKET_BYTES, WeightManifest
 from asyncrl.weights.membership import Membership
 from asyncrl.weights.rank_shares import OtherShares, buffer_of
+from asyncrl.weights.references import Buffer
 from asyncrl.weights.shares import share_of
 from asyncrl.weights.transports import FEW_RECEIVERS, choose_transport, device_name, find_transport, host_name
 from asyncrl.wire.channel import ChannelServer
@@ -34,7 +33,7 @@ _LEAVE_S = 0.5
 """Time for the generators to leave a sender that closes."""
 
 
-class WeightSender(BackgroundSender):
+class WeightSender(BackgroundSender[Buffer]):
     """Broadcasts policy weights to all generators while the learner continues to train. Runs in learner rank 0, listens
     at `address`, and is rank 0 of its link."""
 
@@ -52,18 +51,20 @@ class WeightSender(BackgroundSender):
         timeout_s: float,
         start_timeout_s: float | None = None,
         device: str = "cpu",
+        copies: bool = True,
         run_id: str = "",
         keys: str = "",
     ) -> None:
         """`manifest` describes all weights; with several learner `ranks`, `send` takes rank 0's slices of them, and the
-        others send theirs (`rank_shares.py`). `timeout_s` is the deadline of each phase. On a GPU, and
+        others send theirs (`rank_shares.py`). Without `copies` the weights themselves are sent, and no generator that
+        keeps its version holds that up. `timeout_s` is the deadline of each phase. On a GPU, and
         with more than FEW_RECEIVERS, `transport` "auto" depends on the devices and hosts of the generators: the first
         `send` waits for `expected_generators` of them, at most `start_timeout_s` (default: `timeout_s`). The address is
         one of ZeroMQ. Messages without the `run_id` are refused; with `keys` only peers with the run's keys are
         admitted. Raises ConfigError if the address is in use."""
         self._bucket_bytes = max(bucket_bytes, MIN_BUCKET_BYTES)
-        self._share = share_of(manifest, 0, ranks, self._bucket_bytes)
-        super().__init__(self._share.layout, timeout_s=timeout_s, device=device)
+        self._share = share_of(manifest, 0, ranks, self._bucket_bytes, by_parameter=not copies)
+        super().__init__(self._share.layout, timeout_s=timeout_s, device=device, copies=copies)
         self._expected_generators = expected_generators
         self._transport = transport
         self._start_timeout_s = start_timeout_s or timeout_s
@@ -71,7 +72,7 @@ class WeightSender(BackgroundSender):
         self.address = self._channel.address
         """The ZeroMQ address that it listens on."""
         self._store = Store(self._channel.send)
-        description = Manifest(manifest.to_json(), ranks)
+        description = Manifest(manifest.to_json(), ranks, not copies)
         self._membership = Membership(self._channel.send, description, self._changed, self._raise_if_stopping)
         self._others = OtherShares(self._store, ranks - 1, timeout_s=timeout_s)
         self._delivery = Delivery(
@@ -82,6 +83,7 @@ class WeightSender(BackgroundSender):
             membership=self._membership,
             stats=self.stats,
             bucket_bytes=self._bucket_bytes,
+            urgent=not copies,
             timeout_s=timeout_s,
             device=self._device,
             check=self._check,
@@ -93,19 +95,19 @@ class WeightSender(BackgroundSender):
     def _receivers(self) -> str:
         return self._delivery.receivers
 
-    def _make_buffer(self) -> WeightBuffer:
+    def _make_buffer(self) -> Buffer:
         name = self._choose_transport()
         way = find_transport(name)
         self._delivery.transport, self._delivery.way = name, way
         self._others.announce(name)
-        device = self._device if way.on_device else torch.device("cpu")
-        return buffer_of(self._share, device, pinned=self._device.type == "cuda", bucket_bytes=self._bucket_bytes)
+        return buffer_of(self._share, self._device, way, bucket_bytes=self._bucket_bytes, copies=self._copies)
 
     def _wants(self, version: int) -> bool:
-        return self._delivery.wants(version)
+        return self._buffer is not None and not self._buffer.is_released and self._delivery.wants(version)
 
-    def _deliver(self, version: int, buffer: WeightBuffer) -> None:
-        self._delivery.deliver(version, buffer)
+    def _deliver(self, version: int, buffer: Buffer) -> None:
+        if not buffer.is_released:
+            self._delivery.deliver(version, buffer)
 
     def _leave(self) -> None:
         self._membership.close(_LEAVE_S)

@@ -47,6 +47,8 @@ class Session:
         """Empty until the sender has admitted this receiver."""
         self.senders = 1
         """Number of learner ranks that send."""
+        self.by_parameter = False
+        """True if each bucket is a part of one parameter."""
         self._timeout_s = timeout_s
         self._told: dict[type, Any] = {}
         """The last message of each kind."""
@@ -142,7 +144,7 @@ class Session:
         if isinstance(message, StoreReply):
             self.store.handle(message)
         elif isinstance(message, messages.Manifest):
-            self.senders = message.senders
+            self.senders, self.by_parameter = message.senders, message.by_parameter
             self.manifest = message.text
         else:
             self._told[type(message)] = message

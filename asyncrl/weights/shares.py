@@ -37,7 +37,7 @@ class RankShare:
     """The part of each version that a rank sends."""
 
     layout: WeightManifest
-    """The rank's buffer: of each parameter a flat slice, which may be empty; with one rank, the parameters."""
+    """The rank's buffer: of each parameter a flat slice, which may be empty, or the parameters."""
     cuts: tuple[Cut, ...]
     """What is sent, in this order."""
 
@@ -47,10 +47,13 @@ class RankShare:
         return sum(cut.num_bytes for cut in self.cuts)
 
 
-def share_of(layout: WeightManifest, rank: int, ranks: int, bucket_bytes: int) -> RankShare:
-    """Returns the share of a rank, in buckets of at most `bucket_bytes`, rounded down to complete rows."""
+def share_of(
+    layout: WeightManifest, rank: int, ranks: int, bucket_bytes: int, *, by_parameter: bool = False
+) -> RankShare:
+    """Returns the share of a rank, in buckets of at most `bucket_bytes`, rounded down to complete rows. With several
+    ranks, or `by_parameter`, each is a part of one parameter."""
     step = max(bucket_bytes // ROW_BYTES, 1) * ROW_BYTES
-    if ranks == 1:
+    if ranks == 1 and not by_parameter:
         return RankShare(layout, tuple(_cuts(0, 0, layout.num_bytes, step)))
     entries: list[Entry] = []
     cuts: list[Cut] = []
@@ -66,9 +69,11 @@ def share_of(layout: WeightManifest, rank: int, ranks: int, bucket_bytes: int) -
     return RankShare(WeightManifest(tuple(entries)), tuple(cuts))
 
 
-def shares_of_ranks(layout: WeightManifest, ranks: int, bucket_bytes: int) -> list[RankShare]:
+def shares_of_ranks(
+    layout: WeightManifest, ranks: int, bucket_bytes: int, *, by_parameter: bool = False
+) -> list[RankShare]:
     """Returns the shares of all ranks."""
-    return [share_of(layout, rank, ranks, bucket_bytes) for rank in range(ranks)]
+    return [share_of(layout, rank, ranks, bucket_bytes, by_parameter=by_parameter) for rank in range(ranks)]
 
 
 def _cuts(own: int, start: int, num_bytes: int, step: int) -> Iterator[Cut]:

@@ -81,6 +81,8 @@ class Manifest(Body):
     text: Document
     senders: Annotated[int, Meta(ge=1, le=MAX_INDEX + 1)] = 1
     """Learner ranks, each of which sends a share of them (`weights/shares.py`)."""
+    by_parameter: bool = False
+    """True if each bucket is a part of one parameter."""
 
 
 class Offer(Body):
@@ -90,6 +92,8 @@ class Offer(Body):
     version: Number
     transport: _Name
     bucket_bytes: Annotated[int, Meta(ge=MIN_BUCKET_BYTES, le=MAX_NUMBER)]
+    urgent: bool = False
+    """True if the learner waits for the round: a receiver whose engine keeps its version says "holding" at once."""
 
 
 class Go(Body):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from generator_model import small_config
 from structlog.testing import capture_logs
 
+from asyncrl.errors import ConfigError
 from asyncrl.generator.vllm_backend import setup as vllm_setup
 from asyncrl.generator.vllm_backend.engine import VllmEngine
 from asyncrl.launch.resources.engine_memory import ENGINE_STEP_TOKENS
@@ -52,6 +56,36 @@ def deterministic(model_path: str) -> Iterator[VllmEngine]:
 def test_a_deterministic_engine_neither_schedules_ahead_nor_shares_prompts(deterministic: VllmEngine) -> None:
     assert deterministic._engine.vllm_config.scheduler_config.async_scheduling is False
     assert not deterministic.prefix_caching
+
+
+@pytest.mark.parametrize(
+    ("parallel", "sizes", "rule"),
+    [
+        (2, {}, ""),
+        (4, {"num_attention_heads": 8, "num_key_value_heads": 2}, ""),  # each part has a copy
+        (4, {}, "must divide num_attention_heads = 2 in"),
+        (4, {"num_attention_heads": 8, "num_key_value_heads": 6}, "divide or be a multiple of num_key_value_heads = 6"),
+        (4, {"num_attention_heads": 8, "intermediate_size": 130}, "must divide intermediate_size = 130 in"),
+    ],
+)
+def test_sizes_that_cannot_be_divided_are_named(
+    model_path: str, tmp_path: Path, parallel: int, sizes: dict[str, int], rule: str
+) -> None:
+    settings = json.loads(Path(model_path, "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(settings | sizes))
+    config = small_config(str(tmp_path), generator__tensor_parallel=parallel)
+    with pytest.raises(ConfigError, match=f"generator.tensor_parallel = 4: .*{rule}") if rule else nullcontext():
+        vllm_setup.check_tensor_parallel(config)
+
+
+def test_workers_without_the_plug_in_are_refused(model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small_config(model_path, generator__tensor_parallel=2)
+    with monkeypatch.context() as patch, pytest.raises(ConfigError, match=r"which is not installed; run `make setup`"):
+        patch.setattr(vllm_setup, "entry_points", lambda group: [])
+        vllm_setup.check_tensor_parallel(config)
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    with pytest.raises(ConfigError, match=r"VLLM_PLUGINS=other keeps vLLM from loading the plug-in 'asyncrl'"):
+        vllm_setup.check_tensor_parallel(config)
 
 
 def test_a_device_without_batches_in_flight_is_named(model_path: str) -> None:

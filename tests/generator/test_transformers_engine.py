@@ -116,8 +116,6 @@ def test_a_deterministic_completion_does_not_depend_on_company(model_path: str, 
 def varlen_attn(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """A stand-in, by its documentation, for the function that torch has on GPUs only. It can align the mask at the
     wrong end, or lack options."""
-    import torch.nn.attention.varlen as library
-
     wrong: dict[str, Any] = {"shift": 0, "lacks": ()}
 
     def attend(
@@ -145,7 +143,7 @@ def varlen_attn(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]
             outputs.append(torch.einsum("hqk,khd->qhd", weights, v.float()).to(q.dtype))
         return torch.cat(outputs)
 
-    monkeypatch.setattr(library, "varlen_attn", attend)
+    monkeypatch.setattr(varlen, "varlen_attn", attend)
     yield wrong.update
 
 

@@ -75,7 +75,7 @@ def main() -> None:
     )
     shape = Shape.read(str(folder))
     assert shape is not None
-    parts = learner_parts(config, shape, reference=None, critic=None, packs=False)
+    parts = learner_parts(config, shape, reference=None, critic=None, sends=False)
     groups, seconds = make_groups(sizes["vocab_size"]), list[float]()
     metrics: dict[str, float] = {}
     with process_group(endpoints(port), 0, 1, start_timeout_s=60, timeout_s=60) as ranks:

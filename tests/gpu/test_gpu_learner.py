@@ -193,7 +193,7 @@ def test_memory_is_what_the_arithmetic_says(
     config, future = measured[dtype, checkpointing]
     shape = Shape.read(config.model.path)
     assert shape is not None
-    parts = learner_parts(config, shape, reference=None, critic=None, packs=False)
+    parts = learner_parts(config, shape, reference=None, critic=None, sends=False)
     estimate = sum(parts.values()) - PROCESS_BYTES
     peak = int(future.result(timeout=250))
     terms = ", ".join(f"{name} {num_bytes >> 20}" for name, num_bytes in parts.items() if num_bytes >> 20)

@@ -170,6 +170,16 @@ SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 
 
+def test_an_engine_without_graphs_has_its_own_step_and_no_graphs() -> None:
+    vllm, eager = (
+        engine_parts(load_config(None, SETTINGS | {"generator.engine": engine}), SEVEN)
+        for engine in ("vllm", "transformers")
+    )
+    assert "a step of 16384 tokens" in vllm and "a step of 8192 tokens" in eager
+    assert vllm["CUDA graphs"] and not eager["CUDA graphs"]
+    assert sum(eager.values()) < sum(vllm.values())
+
+
 def test_states_are_divided_as_zero_does() -> None:
     def sums(dtype: str, stage: int) -> dict[str, float]:
         config = load_config(None, SETTINGS | {"model.dtype": dtype, "learner.zero_stage": stage})
@@ -187,14 +197,17 @@ def test_states_are_divided_as_zero_does() -> None:
 
 
 def test_a_run_that_cannot_fit_is_refused_with_the_sum_and_the_keys_that_help(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = SETTINGS | {"learner.gradient_checkpointing": False, "launch.learners": 4, "launch.generators": 1}
+    settings = SETTINGS | {
+        "learner.gradient_checkpointing": False, "launch.learners": 4, "launch.generators": 1,
+        "generator.max_new_tokens": 7168, "generator.engine_options": {"max_model_len": 8192},
+    }  # fmt: skip
     config = load_config(None, settings)
     with pytest.raises(ConfigError) as caught:
         fitted(monkeypatch, config, 5, MIB_80GB, Models(SEVEN))
     lines = str(caught.value).splitlines()
     assert lines[0] == "by arithmetic the run does not fit its GPUs:"
-    assert lines[1].startswith("  GPU 0 (79.6 GiB, of which 75.7 may be used): learner-0 104.")
-    assert "activations of 8192 tokens 48." in lines[1] and "weights to send 14.2" in lines[1]
+    assert lines[1].startswith("  GPU 0 (79.6 GiB, of which 75.7 may be used): learner-0 93.")
+    assert "activations of 8192 tokens 48." in lines[1] and "weights to send 3.5" in lines[1]
     assert lines[-1] == "with learner.gradient_checkpointing=true it would fit"
     config = load_config(None, settings | {"learner.gradient_checkpointing": True})
     assert fitted(monkeypatch, config, 5, MIB_80GB, Models(SEVEN)).generators[0].gpu_memory_utilization

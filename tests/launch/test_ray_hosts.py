@@ -144,6 +144,21 @@ def test_the_death_of_an_actor_is_that_of_its_host(actor: Actor, host: Any, tmp_
     assert "its actor has died" in learner.cause()
 
 
+def test_a_bundle_of_the_generators_has_the_gpus_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    from asyncrl.launch.ray import cluster
+
+    monkeypatch.setattr(cluster, "placement_group", lambda bundles, strategy, name: (bundles, strategy, name))
+    pools = {
+        "placement__pools": {"gen": "8 x gpu", "train": "2 x gpu"},
+        "placement__roles": {"generator": "gen", "learner": "train"},
+    }
+    config = small_config(generator__tensor_parallel=4, **pools)
+    for pool, bundles in (("gen", [{"CPU": 4, "GPU": 4}] * 2), ("train", [{"CPU": 1, "GPU": 1}] * 2)):
+        group = cluster.reserve(config, pool)
+        assert group.group == (bundles, "PACK", f"asyncrl/{config.run}/{pool}")
+    assert cluster.reserve(config, "gen", count=1).group[0] == [{"CPU": 4, "GPU": 4}]  # type: ignore[index]
+
+
 def test_a_pool_of_gpus_grows(actor: Actor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Once for each GPU that is missing; what does not come in time is given back."""
     from asyncrl.launch.ray import hosts as module
@@ -153,7 +168,9 @@ def test_a_pool_of_gpus_grows(actor: Actor, monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setattr(PoolGroup, "remove", lambda self: given_back.append(self.count))
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.1")
     monkeypatch.setattr(
-        module, "reserve", lambda run, pool, size, count: PoolGroup(pool, {"CPU": 1, "GPU": 1}, None, count, False, 1e9)
+        module,
+        "reserve",
+        lambda config, pool, count: PoolGroup(pool, {"CPU": 1, "GPU": 1}, None, count, False, 1e9),  # type: ignore[arg-type]
     )
     pools = {"placement__pools": {"a": "2 x gpu"}, "placement__roles": {"generator": "a", "learner": "a"}}
     found = module.RayHosts(small_config(runs_dir=str(tmp_path), **pools))

@@ -52,6 +52,11 @@ def difference(model: nn.Module, expected: nn.Module) -> str:
     return ""
 
 
+def device_of(parameter: Any) -> str:
+    """Returns the device of this rank's part."""
+    return parameter.ds_tensor.device.type
+
+
 def compare(folder: Path, dtype: str) -> dict[str, str]:
     config, path = config_of(folder, dtype), str(folder)
     options: dict[str, Any] = {"dtype": getattr(torch, dtype)}
@@ -113,7 +118,7 @@ def main(rank: int, port: int, models: Path, out: Path) -> None:
                 for dtype in DTYPES:
                     result[f"{folder.name}-{dtype}"] = compare(folder, dtype)
             of_host = Policy(config_of(models / "qwen2", "float32", "all"), ranks)
-            devices = {parameter.ds_tensor.device.type for _, parameter in of_host.model.named_parameters()}
+            devices = set(map(device_of, of_host.model.parameters()))
             result["devices"] = sorted(devices)
     (out / f"{rank}.json").write_text(json.dumps(result))
     os._exit(0)

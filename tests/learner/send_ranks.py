@@ -29,9 +29,10 @@ BUCKET_BYTES = 1 << 16
 TIMEOUT_S = 60.0
 
 
-def make_sender(trainer: Trainer, ranks: Ranks, places: Endpoints) -> BackgroundSender:
+def make_sender(config: Config, trainer: Trainer, ranks: Ranks, places: Endpoints) -> BackgroundSender:
     manifest = WeightManifest.of(trainer.policy.shapes())
     options: dict[str, Any] = {"bucket_bytes": BUCKET_BYTES, "timeout_s": TIMEOUT_S}
+    options["copies"] = config.weights.staging == "whole"
     if ranks.rank:
         return RankShareSender(manifest, places, rank=ranks.rank, ranks=ranks.count, **options)
     return WeightSender(
@@ -54,7 +55,7 @@ def next_tensors(receiver: WeightReceiver, version: int) -> dict[str, torch.Tens
 def check(config: Config, ranks: Ranks, places: Endpoints) -> int:
     """Returns the number of bytes that were compared."""
     trainer = make_trainer(config, ranks)
-    sender = make_sender(trainer, ranks, places)
+    sender = make_sender(config, trainer, ranks, places)
     receiver = None
     if ranks.rank == 0:
         receiver = WeightReceiver(
@@ -65,8 +66,8 @@ def check(config: Config, ranks: Ranks, places: Endpoints) -> int:
     compared, before = 0, dict[str, torch.Tensor]()
     for version in (0, 1):
         sender.send(version, trainer.policy.slices(), copy_later=True)
-        sender.copied()
         expected = copy_weights(trainer.policy)
+        sender.copied()
         if receiver is not None:
             found = next_tensors(receiver, version)
             assert found.keys() == expected.keys()

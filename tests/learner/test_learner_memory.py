@@ -71,7 +71,7 @@ def kept_bytes(config: Config, micro: MicroBatch) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        states = hidden_states(model, micro)
+        states, _ = hidden_states(model, micro)
     assert states.requires_grad
     return sum(kept.values())
 

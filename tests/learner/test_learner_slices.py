@@ -13,6 +13,7 @@ from benchmarks.families import save_family
 
 FLOAT32 = [{"learner": {"zero_stage": stage}} for stage in range(4)]
 BFLOAT16 = [{"learner": {"zero_stage": stage}, "model": {"dtype": "bfloat16"}} for stage in (1, 3)]
+BUCKETS = [section | {"weights": {"staging": "buckets"}} for section in (FLOAT32[0], FLOAT32[3], *BFLOAT16)]
 
 
 @pytest.mark.timeout(240)
@@ -27,7 +28,7 @@ BFLOAT16 = [{"learner": {"zero_stage": stage}, "model": {"dtype": "bfloat16"}} f
 def test_the_slices_of_all_ranks_are_the_model(
     family: str, ranks: int, free_port: Callable[[], int], tmp_path: Path
 ) -> None:
-    sections = [*FLOAT32, *BFLOAT16]
+    sections = [*FLOAT32, *BFLOAT16, *BUCKETS]
     (tmp_path / "cases.json").write_text(json.dumps({"ranks": ranks, "sections": sections}))
     model = save_family(family, tmp_path / "model")
     codes = spawn("send_ranks.py", model, tmp_path, free_port(), ranks=ranks, timeout_s=220)

@@ -135,7 +135,7 @@ def test_logprobs_of_a_bfloat16_model_are_those_of_float64_logits_of_its_states(
     config = make_config(tiny_model, model={"dtype": "bfloat16"})
     model = load_policy_model(config, str(tiny_model))
     micro = pack_groups(config, make_groups(3)).micro_batches[0]
-    states = hidden_states(model, micro)
+    states, _ = hidden_states(model, micro)
     output = model.get_output_embeddings()
     assert isinstance(output, nn.Linear) and states.dtype == output.weight.dtype == torch.bfloat16
     logprobs, _ = PolicyNetwork(config, model)(micro)

@@ -31,6 +31,10 @@ class OneOfTwo:
     def __init__(self, rank: int, other: tuple[float, float]) -> None:
         self.rank, self._other = rank, torch.tensor(other, dtype=torch.float64)
 
+    @property
+    def of_data(self) -> OneOfTwo:
+        return self
+
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         return torch.stack([values, self._other])
 

@@ -141,7 +141,7 @@ def test_packed_attention_is_attention_of_each_sequence(
 def test_heads_are_repeated_where_a_gpu_would_store_all_scores(
     on_gpu: bool, dtype: torch.dtype, masked: bool, repeats: bool
 ) -> None:
-    query: Any = SimpleNamespace(is_cuda=on_gpu, dtype=dtype)
+    query: Any = SimpleNamespace(is_cuda=on_gpu, is_meta=False, dtype=dtype)
     assert packed_attention_module.lacks_grouped_kernel(query, torch.ones(1) if masked else None) is repeats
 
 

@@ -78,7 +78,7 @@ def predict_and_measure(folder: Path, case: Case) -> tuple[Parts, int]:
     config = make_config(folder, learner=learner, generator=generator, launch={"learners": ranks})
     shape = Shape.read(str(folder))
     assert shape is not None
-    predicted = learner_parts(config, shape, reference=None, critic=None, packs=False, on_gpu=False)
+    predicted = learner_parts(config, shape, reference=None, critic=None, sends=False, on_gpu=False)
     (folder / "run.json").write_text(config.model_dump_json())
     codes = spawn("memory_steps.py", folder / "run.json", folder, find_port(), ranks=ranks, timeout_s=200)
     assert codes == [0] * ranks, [(folder / f"{rank}.log").read_text()[-2000:] for rank in range(ranks)]

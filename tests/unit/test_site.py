@@ -97,7 +97,7 @@ def test_the_site_builds_and_a_broken_link_fails_it(tmp_path: Path) -> None:
     assert "asyncrl launch" in (site / "index.html").read_text()
 
     root = tmp_path / "repository"
-    for name in ("docs", "benchmarks", "asyncrl", "scripts", "configs"):
+    for name in ("docs", "benchmarks", "asyncrl", "scripts", "configs", "tests"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("README.md", "CHANGELOG.md"):
         shutil.copy(ROOT / name, root)

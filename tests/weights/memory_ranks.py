@@ -1,6 +1,6 @@
 """One of several learner ranks with ZeRO stage 3, or the generator, that measures its memory while versions are sent.
 
-    python memory_ranks.py RANK RANKS ADDRESS MODEL OUT
+    python memory_ranks.py RANK RANKS ADDRESS MODEL OUT STAGING
 
 RANK is that of a learner rank, or RANKS for the generator's receiver. Each writes the peak of its anonymous memory
 above that before the first version, in bytes, to OUT/RANK.json.
@@ -58,7 +58,7 @@ class Peak:
         return self.most_bytes - self.before_bytes
 
 
-def learn(rank: int, ranks: int, places: Endpoints, model: str, out: Path) -> None:
+def learn(rank: int, ranks: int, places: Endpoints, model: str, out: Path, *, copies: bool) -> None:
     config = Config.model_validate(
         {
             "model": {"path": model},
@@ -74,12 +74,12 @@ def learn(rank: int, ranks: int, places: Endpoints, model: str, out: Path) -> No
         if rank == 0:
             sender = WeightSender(
                 places.weights, manifest, ranks=ranks, expected_generators=1, transport="gloo",
-                bucket_bytes=BUCKET_BYTES, timeout_s=TIMEOUT_S, run_id=places.run_id,
+                bucket_bytes=BUCKET_BYTES, timeout_s=TIMEOUT_S, run_id=places.run_id, copies=copies,
             )  # fmt: skip
             sender._membership.await_members(1, TIMEOUT_S)
         else:
             sender = RankShareSender(
-                manifest, places, rank=rank, ranks=ranks, bucket_bytes=BUCKET_BYTES, timeout_s=TIMEOUT_S
+                manifest, places, rank=rank, ranks=ranks, bucket_bytes=BUCKET_BYTES, timeout_s=TIMEOUT_S, copies=copies
             )
         group.barrier()
         peak = Peak()
@@ -118,7 +118,7 @@ def main() -> None:
     if rank == ranks:
         generate(rank, places, out)
     else:
-        learn(rank, ranks, places, sys.argv[4], out)
+        learn(rank, ranks, places, sys.argv[4], out, copies=sys.argv[6] == "whole")
 
 
 if __name__ == "__main__":

@@ -27,18 +27,18 @@ from asyncrl.wire.endpoints import Endpoints
 
 
 def make_rank(
-    rank: int, ranks: int, address: str, *, timeout_s: float = 20.0, transport: str = "gloo"
+    rank: int, ranks: int, address: str, *, timeout_s: float = 20.0, transport: str = "gloo", copies: bool = True
 ) -> BackgroundSender:
     """The sender of a rank. That of rank 0 comes first: the others look for it."""
     manifest = manifest_of(weights(0))
     if rank == 0:
         return WeightSender(
             address, manifest, ranks=ranks, expected_generators=1, transport=transport,
-            bucket_bytes=BUCKET_BYTES, timeout_s=timeout_s,
+            bucket_bytes=BUCKET_BYTES, timeout_s=timeout_s, copies=copies,
         )  # fmt: skip
     return RankShareSender(
         manifest, Endpoints("", "", address, ""), rank=rank, ranks=ranks, bucket_bytes=BUCKET_BYTES,
-        timeout_s=timeout_s, start_timeout_s=60.0,
+        timeout_s=timeout_s, start_timeout_s=60.0, copies=copies,
     )  # fmt: skip
 
 

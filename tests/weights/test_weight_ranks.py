@@ -58,6 +58,7 @@ def test_each_byte_is_sent_once_and_the_checksum_is_that_of_all(
             own[there] = expected[place]
             whole[place] = own[there]
             times[place] += 1
+            assert (cut.own - cut.start) % ROW_BYTES == 0, "slices can be viewed, and rows summed without a copy"
             assert 0 < cut.num_bytes <= max(bucket_bytes, ROW_BYTES)
             assert checksum(own[there], cut.start) == checksum(whole[place], cut.start)
             total += checksum(own[there], cut.start)

@@ -201,6 +201,7 @@ class TransformersEngine:
         """Aborts all requests and frees the memory of model and cache."""
         self.abort(list(self._requests))
         del self._decoder, self._scheduler
+        gc.unfreeze()
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

@@ -6,7 +6,8 @@ GPU.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from inspect import signature
 from typing import Any
 
@@ -49,7 +50,7 @@ def table_attention(
         batch.max_key,
         scale=scale,
         window_size=_window(window),
-        **_grouped(q.shape[1] != keys.shape[2]),
+        **_grouped(varlen_attn, q.shape[1] != keys.shape[2]),
         seqused_k=batch.key_lengths,
         block_table=batch.page_table,
     )  # type: ignore[return-value]
@@ -71,14 +72,14 @@ def gathered_attention(
         batch.max_key,
         scale=scale,
         window_size=_window(window),
-        **_grouped(q.shape[1] != keys.shape[1]),
+        **_grouped(varlen_attn, q.shape[1] != keys.shape[1]),
     )  # type: ignore[return-value]
 
 
-def _grouped(grouped: bool) -> dict[str, Any]:
+@cache
+def _grouped(function: Callable[..., Any], grouped: bool) -> dict[str, Any]:
     """The option for several query heads for a head of keys, which releases before 2.12 accept without it."""
-    assert varlen_attn is not None
-    return {"enable_gqa": grouped} if "enable_gqa" in signature(varlen_attn).parameters else {}
+    return {"enable_gqa": grouped} if "enable_gqa" in signature(function).parameters else {}
 
 
 def _window(window: int | None) -> tuple[int, int]:

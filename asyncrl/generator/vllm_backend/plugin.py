@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import multiprocessing
 import os
+import threading
 from contextlib import suppress
 from functools import wraps
 from pathlib import Path
@@ -19,8 +20,9 @@ from asyncrl.util.processes import end_with_parent
 if TYPE_CHECKING:
     from torch.nn import Module
 
+GROUP = "vllm.general_plugins"
 NAME = "asyncrl"
-"""Name of the weight transfer engine in `WeightTransferConfig`."""
+"""Name of the entry point, and of the weight transfer engine in `WeightTransferConfig`."""
 GENERATOR = "ASYNCRL_ENGINE_PID"
 """Environment variable with the process that has an engine of asyncrl: the plug-in leaves other uses of vLLM alone."""
 SHARED_MEMORY = Path("/dev/shm")
@@ -40,8 +42,7 @@ def register() -> None:
         return
     parent = multiprocessing.parent_process()
     if parent is not None and str(parent.pid) == generator:
-        end_with_parent(int(generator))
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the workers of an engine are on one machine
+        _become_worker(int(generator))
     from vllm.platforms import current_platform
 
     _remove_queue_names()
@@ -52,6 +53,15 @@ def register() -> None:
         _remove_communicator_names()
         # vLLM would still compile one line of its sampler: the C++ compiler runs for a minute where nothing is cached.
         torch.compiler.set_stance("force_eager")
+
+
+def _become_worker(generator: int) -> None:
+    """Makes this process a worker, which ends with the generator and leaves nothing."""
+    from tqdm import tqdm
+
+    end_with_parent(generator)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the workers of an engine are on one machine
+    tqdm.set_lock(threading.RLock())  # by default it has a semaphore with a name, which a killed process leaves
 
 
 def _keep_weights_beside_packed() -> None:

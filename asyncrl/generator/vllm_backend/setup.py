@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,6 +18,7 @@ import structlog
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.generator.engine import GPU_FRACTION
+from asyncrl.generator.vllm_backend.plugin import GENERATOR, GROUP, NAME, register
 from asyncrl.generator.vllm_backend.version_labels import VersionLabels
 from asyncrl.util.files import read_json
 from asyncrl.util.hints import did_you_mean
@@ -54,9 +56,9 @@ CPU_KV_CACHE_BYTES = 1 << 30
 def build_engine(config: Config, seed: int, labels: VersionLabels) -> LLMEngine:
     """Builds the vLLM engine for `model.path`, as configured in sections `model` and `generator`. `labels` then labels
     its tokens."""
-    limit_s = str(math.ceil(config.launch.heartbeat_timeout_s))
-    for name, value in (ENVIRONMENT | {"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": limit_s}).items():
+    for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    os.environ["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"] = str(math.ceil(config.launch.heartbeat_timeout_s))
     import torch
 
     on_gpu = torch.cuda.is_available()
@@ -74,8 +76,6 @@ def _environment_of_workers(count: int) -> Iterator[None]:
     """Sets what worker processes find in their environment when they start. Other children of this process get the
     former values, also of LD_PRELOAD, which vLLM sets."""
     import torch
-
-    from asyncrl.generator.vllm_backend.plugin import GENERATOR, register
 
     names = ("LD_PRELOAD", "OMP_NUM_THREADS", GENERATOR)
     before = {name: os.environ.get(name) for name in names}
@@ -120,8 +120,6 @@ def _build(config: Config, arguments: dict[str, Any], labels: VersionLabels) -> 
 def _arguments(config: Config, seed: int, *, on_gpu: bool) -> dict[str, Any]:
     """Returns the arguments of `vllm.EngineArgs`."""
     from vllm.config import WeightTransferConfig
-
-    from asyncrl.generator.vllm_backend.plugin import NAME
 
     generator = config.generator
     arguments: dict[str, Any] = {
@@ -171,10 +169,22 @@ def check_engine_options(config: Config) -> None:
 
 
 def check_tensor_parallel(config: Config) -> None:
-    """Raises ConfigError if vLLM cannot divide the model of `model.path` into `generator.tensor_parallel` parts."""
+    """Raises ConfigError if vLLM cannot divide the model of `model.path` into `generator.tensor_parallel` parts, and if
+    its worker processes would not find the plug-in."""
     parallel = config.generator.tensor_parallel
     if parallel == 1:
         return
+    if NAME not in (point.name for point in entry_points(group=GROUP)):
+        raise ConfigError(
+            f"generator.tensor_parallel = {parallel}: worker processes of vLLM find asyncrl by its entry point in "
+            f"{GROUP}, which is not installed; run `make setup`"
+        )
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and NAME not in allowed.split(","):
+        raise ConfigError(
+            f"generator.tensor_parallel = {parallel}: VLLM_PLUGINS={allowed} keeps vLLM from loading the plug-in "
+            f"{NAME!r}; add it there"
+        )
     settings = read_json(Path(config.model.path) / "config.json", "model.path")
     settings = settings.get("text_config") or settings
     for name in DIVIDED:

@@ -46,7 +46,6 @@ from asyncrl.util.tokenizer import load_decoder
 from asyncrl.wire.endpoints import LOOPBACK, Endpoints
 
 if TYPE_CHECKING:
-    from asyncrl.generator.engine import make_engine
     from asyncrl.generator.evaluator import Evaluator
 
 PROGRESS_EVERY_S = 5.0
@@ -142,6 +141,7 @@ def evaluate_prompts(
     """Completes and scores all prompts, and returns the results; the ticket is the index of the prompt. There are fewer
     results after `should_stop()`."""
     from asyncrl.environments.pool import EnvironmentPool
+    from asyncrl.generator.engine import make_engine
     from asyncrl.generator.evaluator import Evaluator
     from asyncrl.rewards.workers import RewardPool
 

@@ -17,8 +17,9 @@ from ray._private.state import available_resources_per_node  # there is no publi
 from ray._private.utils import read_ray_address
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
-from asyncrl.config.placement import Pool
+from asyncrl.config import Config
 from asyncrl.errors import ConfigError
+from asyncrl.launch.resources.hosts import num_devices
 
 OBJECT_STORE_BYTES = 78 << 20
 """Ray's least size: nothing of a run is in the object store."""
@@ -110,16 +111,18 @@ class PoolGroup:
         remove_placement_group(self.group)
 
 
-def reserve(run: str, name: str, pool: Pool, *, count: int | None = None) -> PoolGroup:
-    """Asks for a pool's bundles: one for each node, without `nodes` one for each GPU. `count` is the number of bundles,
-    by default all of the pool. Returns at once."""
-    count = count or pool.nodes or pool.gpus
-    gpus = pool.gpus if pool.nodes else 1
+def reserve(config: Config, name: str, *, count: int | None = None) -> PoolGroup:
+    """Asks for a pool's bundles: one for each node, without `nodes` one for each GPU, in the pool of the generators for
+    those of one generator. `count` is the number of bundles, by default all of the pool. Returns at once."""
+    pool = config.placement.pools[name]
+    each = num_devices(config, "generator") if config.placement.pool_of("generator") == name and pool.gpus else 1
+    count = count or pool.nodes or pool.gpus // each
+    gpus = pool.gpus if pool.nodes else each
     bundle: dict[str, float] = {"CPU": pool.cpus or (gpus if gpus else _free_cpus(count))}
     if gpus:
         bundle["GPU"] = gpus
     strategy = "STRICT_SPREAD" if pool.nodes else "PACK"
-    group = placement_group([bundle] * count, strategy=strategy, name=f"asyncrl/{run}/{name}")
+    group = placement_group([bundle] * count, strategy=strategy, name=f"asyncrl/{config.run}/{name}")
     return PoolGroup(name, bundle, group, count, pool.nodes is not None, time.monotonic())
 
 

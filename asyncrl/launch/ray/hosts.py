@@ -164,7 +164,7 @@ class RayHosts:
         each, limit_s = int(own[0].bundle.get("GPU", 0)), self._config.launch.start_timeout_s
         missing = gpus - each * sum(group.count for group in own)
         if each and missing > 0:
-            own.append(reserve(self._config.run, pool, self._config.placement.pools[pool], count=-(-missing // each)))
+            own.append(reserve(self._config, pool, count=-(-missing // each)))
             self.add(own[-1])
         waiting = [group for group in own if sum(one.place.group is group for one in self.all) < group.count]
         late = [group for group in waiting if time.monotonic() - group.asked_s > limit_s]

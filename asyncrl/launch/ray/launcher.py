@@ -21,7 +21,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.launcher import HOST_LOST, Launcher, RoleHandle
 from asyncrl.launch.local import KILL_S, LocalLauncher
 from asyncrl.launch.ray.logs import RemoteLogs
-from asyncrl.launch.resources.hosts import Host
+from asyncrl.launch.resources.hosts import Host, num_devices
 from asyncrl.launch.resources.network import listening_address
 from asyncrl.launch.resources.placement import RoleResources
 from asyncrl.launch.worker import EXIT_CRASHED, RoleSpec
@@ -132,7 +132,7 @@ class RayLauncher(Launcher):
         pools = config.placement.pools
         # Learners first: two runs that each hold a part of what they need would wait for each other.
         for name in sorted(pools, key=lambda name: name != config.placement.pool_of("learner")):
-            group = reserve(config.run, name, pools[name])
+            group = reserve(config, name)
             hosts.add(group)
             await_group(group, timeout_s=limit_s, say=lambda text: print(text, flush=True))
         hosts.open(timeout_s=max(1.0, deadline_s - time.monotonic()))
@@ -206,7 +206,7 @@ class RayLauncher(Launcher):
         config = self._config
         assert config is not None
         pool = config.placement.pool_of("generator")
-        return self._cluster.grow(pool, generators) if pool else ""
+        return self._cluster.grow(pool, generators * num_devices(config, "generator")) if pool else ""
 
     def describe(self) -> dict[str, str]:
         """As `Launcher.describe`: the cluster, its dashboard, the id of Ray's job, and the hosts."""

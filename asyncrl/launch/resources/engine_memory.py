@@ -37,7 +37,7 @@ def engine_parts(config: Config, shape: Shape, *, on_gpu: bool = True) -> Parts:
     sequences = config.generator.max_running_groups * config.generator.group_size
     cache, of = cache_bytes(config, shape, window), f"keys and values of {window} tokens"
     if config.generator.kv_cache_bytes:
-        cache, of = config.generator.kv_cache_bytes, "key-value cache"
+        cache, of = config.generator.kv_cache_bytes // parallel, "key-value cache"
     matrices = shape.layers * shape.layer + 2 * shape.vocabulary * shape.hidden
     step = 2 * shape.intermediate // parallel + 6 * shape.hidden
     return {

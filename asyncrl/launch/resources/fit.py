@@ -157,8 +157,7 @@ def _needs(config: Config, placement: Placement, models: Models) -> Iterator[tup
 def learner_need(config: Config, models: Models, rank: int, *, by_nccl: bool) -> Need:
     """Returns the need of a learner rank; with `by_nccl` weights are sent from GPU to GPU."""
     inside = models.critic if not config.critic.ranks else None
-    packs = rank == 0 and by_nccl
-    parts = learner_parts(config, models.policy, reference=models.reference, critic=inside, packs=packs)
+    parts = learner_parts(config, models.policy, reference=models.reference, critic=inside, sends=by_nccl)
     return Need(f"learner-{rank}", parts)
 
 

@@ -84,11 +84,11 @@ def learner_parts(
     *,
     reference: Shape | None,
     critic: Shape | None,
-    packs: bool,
+    sends: bool,
     on_gpu: bool = True,
 ) -> Parts:
-    """Returns the memory of one learner rank. `critic` is the critic trained in this process, if any; `packs` is True
-    for the rank that sends weights."""
+    """Returns the memory of one learner rank. `critic` is the critic trained in this process, if any; `sends` is True
+    if the rank sends its share of the weights from the GPU."""
     ranks, size = config.launch.learners, item_bytes(config.model.dtype)
     parts = trained_parts(config, shape, ranks, on_gpu=on_gpu)
     passes = _passes(config, shape, ranks, on_gpu=on_gpu)
@@ -99,8 +99,8 @@ def learner_parts(
     if reference is not None:
         count = -(-reference.parameters // ranks) if config.learner.zero_stage == 3 else reference.parameters
         parts["reference"] = size * count
-    if packs:
-        parts["weights to send"] = size * shape.parameters
+    if sends:
+        parts["weights to send"] = size * -(-shape.parameters // ranks)
     return parts | passes
 
 

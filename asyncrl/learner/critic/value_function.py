@@ -25,6 +25,7 @@ from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.model.engine import TrainedModel
 from asyncrl.learner.model.loading import hidden_states, load_value_model
 from asyncrl.learner.model.packing_check import check_packing
+from asyncrl.learner.model.sequence_parallel import SequenceParallel, checked
 from asyncrl.learner.update import Minibatch, learning_rate, plan_updates, skip_if_not_finite, sync_microbatches
 
 
@@ -81,10 +82,16 @@ class ValueNetwork(nn.Module):
     def __init__(self, model: PreTrainedModel, head: nn.Linear) -> None:
         super().__init__()
         self.model = model
+        self.parallel: SequenceParallel | None = None
+        """The ranks that share this one's sequences, from when the network is checked on."""
         self.head = ValueHead(head)
 
     def forward(self, micro: MicroBatch) -> Tensor:
-        return self.head(hidden_states(self.model, micro))
+        states, own = hidden_states(self.model, micro, self.parallel)
+        values = self.head(states)
+        if self.parallel is None or own is None:
+            return values
+        return self.parallel.collect(values, own, len(micro.logit_index))
 
 
 class CriticModel(TrainedModel):
@@ -93,8 +100,10 @@ class CriticModel(TrainedModel):
         if path is None:
             path, key = config.model.path, "model.path"
         model, head = load_value_model(config, path, key)
-        super().__init__(config, ranks, model, ValueNetwork(model, head), lr=config.critic.lr)
-        check_packing(model, self.score, ranks.device, f"{key} = {path!r}")
+        network = ValueNetwork(model, head)
+        super().__init__(config, ranks, model, network, lr=config.critic.lr)
+        check_packing(model, self.score, ranks.device, name := f"{key} = {path!r}")
+        network.parallel = checked(ranks.parallel, model, name)
 
 
 class Critic:
@@ -103,6 +112,7 @@ class Critic:
     def __init__(self, config: Config, ranks: Ranks) -> None:
         self.config = config
         self.ranks = ranks
+        self.data_ranks = ranks.of_data
         self.model = CriticModel(config, ranks)
         self._step = 0
         self._batch = Batch([], *(torch.empty(0) for _ in range(4)))
@@ -112,7 +122,7 @@ class Critic:
 
     def values(self, batch: Batch, step: int) -> Tensor:
         self._step, self._batch = step, batch
-        self._minibatches = sync_microbatches(batch.minibatches, self.ranks, step)
+        self._minibatches = sync_microbatches(batch.minibatches, self.data_ranks, step)
         parts: list[Tensor] = []
         ends: list[Tensor] = []
         for micro in (micro for minibatch in self._minibatches for micro in minibatch.micro_batches):
@@ -130,7 +140,9 @@ class Critic:
         norms: list[float] = []
         skipped = 0
         parts = {"epochs": self.config.critic_epochs, "minibatches": self.config.critic_minibatches}
-        for minibatch in plan_updates(self._batch, self._minibatches, self.ranks, self._step, self.config, **parts):
+        for minibatch in plan_updates(
+            self._batch, self._minibatches, self.data_ranks, self._step, self.config, **parts
+        ):
             sums = torch.zeros_like(total)
             finite: list[Tensor] = []
             for micro, last in minibatch.on(self.ranks.device):
@@ -146,7 +158,7 @@ class Critic:
             self.model.step(lr=lr, max_grad_norm=settings.max_grad_norm, grad_norm=norm)
             total += sums
             norms.append(norm)
-        loss, clipped, tokens = self.ranks.sum(total).tolist()
+        loss, clipped, tokens = self.data_ranks.sum(total).tolist()
         metrics = self._describe(returns) | {"critic/lr": lr, "critic/skipped_updates": float(skipped)}
         if norms:
             metrics |= {
@@ -187,7 +199,7 @@ class Critic:
         count = torch.tensor(float(len(returns)), dtype=torch.float64)
         moments = torch.stack([columns[1].sum(), columns[0].sum(), columns[0].square().sum(), error.sum(),
                                error.square().sum(), count])  # fmt: skip
-        values, total, squares, errors, error_squares, count = self.ranks.sum(moments).tolist()
+        values, total, squares, errors, error_squares, count = self.data_ranks.sum(moments).tolist()
         variance = squares / count - (total / count) ** 2
         unexplained = error_squares / count - (errors / count) ** 2
         metrics = {"critic/value_mean": values / count, "critic/return_mean": total / count}

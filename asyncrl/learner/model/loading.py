@@ -14,7 +14,7 @@ from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.model.packed_attention import PACKED
-from asyncrl.learner.model.partitioned_loading import load_partitioned
+from asyncrl.learner.model.sequence_parallel import SequenceParallel
 
 HEADS = ("score", "classifier")
 """Attribute names of the head of a token-classification model."""
@@ -64,6 +64,8 @@ def _load(
     try:
         loaded = None
         if config.learner.zero_stage == 3 and dist.is_initialized():
+            from asyncrl.learner.model.partitioned_loading import load_partitioned  # imports DeepSpeed
+
             loaded = load_partitioned(kind, config, path, new=new, **options)
         model, info = loaded or kind.from_pretrained(
             path,
@@ -111,13 +113,21 @@ def switch_dropout_off(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def hidden_states(model: PreTrainedModel, micro: MicroBatch) -> torch.Tensor:
-    """Returns the last hidden states [N, size] at the positions `logit_index` of the micro-batch."""
-    layout = micro.layout
+def hidden_states(
+    model: PreTrainedModel, micro: MicroBatch, parallel: SequenceParallel | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns the last hidden states [N, size] at the positions `logit_index` of the micro-batch. With `parallel`, only
+    those of this rank's tokens, and which of the N they are."""
+    layout, options = micro.layout, {}
+    computed, rows, own = layout.computed, layout.twins[micro.logit_index], None
+    if parallel is not None:
+        computed, options = parallel.part(computed), {"parallel": parallel}
+        own, rows = parallel.own(rows, len(layout.computed))
     output = model.base_model(
-        input_ids=micro.input_ids[layout.computed].unsqueeze(0),
-        position_ids=micro.position_ids[layout.computed].unsqueeze(0),
+        input_ids=micro.input_ids[computed].unsqueeze(0),
+        position_ids=micro.position_ids[computed].unsqueeze(0),
         packing=layout,
         use_cache=False,
+        **options,
     )
-    return output.last_hidden_state.squeeze(0).index_select(0, layout.twins[micro.logit_index])
+    return output.last_hidden_state.squeeze(0).index_select(0, rows), own

@@ -199,7 +199,7 @@ def trace(
     )
     try:
         with meta_as_gpu(on_gpu), live:
-            states = hidden_states(model, micro)
+            states, _ = hidden_states(model, micro)
             forward_bytes = live.num_bytes
             outputs = score(states, micro)
             (outputs * torch.empty_like(outputs)).sum().backward()

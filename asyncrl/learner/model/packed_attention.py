@@ -20,6 +20,7 @@ from transformers import AttentionInterface
 
 from asyncrl.errors import ConfigError
 from asyncrl.learner.model import varlen
+from asyncrl.learner.model.sequence_parallel import SequenceParallel
 from asyncrl.learner.model.stand_in import is_on_gpu
 from asyncrl.learner.model.varlen import Segments, make_segments
 
@@ -130,6 +131,7 @@ def packed_attention(
     attention_mask: Tensor | None,
     *,
     packing: Layout,
+    parallel: SequenceParallel | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -138,17 +140,22 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Returns the attention output [1, D, heads, head size] of query [1, heads, D, head size], key and value.
 
-    `packing` is the row's layout, passed as a keyword argument to the model's forward. Dropout is not applied, as in
-    the policy that sampled the tokens. With a `sliding_window`, a token attends to that many tokens, including itself.
+    `packing` is the row's layout, passed as a keyword argument to the model's forward; with `parallel`, the D tokens
+    are this rank's part. Dropout is not applied, as in the policy that sampled the tokens. With a `sliding_window`, a
+    token attends to that many tokens, including itself.
     Raises ConfigError for unsupported kinds of attention.
     """
     if softcap is not None or s_aux is not None:
         raise ConfigError("model.path: models with capped attention scores or attention sinks cannot be trained")
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    if parallel is not None:
+        q, k, v = parallel.by_heads(q, k, v, len(packing.computed))
     if varlen.has_kernel(q):
         output = varlen.attend(q, k, v, packing.segments, scaling=scaling, window=sliding_window)
     else:
         output = attend_in_buckets(q, k, v, packing, scaling=scaling, window=sliding_window)
+    if parallel is not None:
+        output = parallel.by_tokens(output)
     return output.unsqueeze(0), None
 
 

@@ -18,6 +18,7 @@ from asyncrl.learner.model.loading import hidden_states, load_policy_model
 from asyncrl.learner.model.logprob_head import LogprobHead
 from asyncrl.learner.model.packing_check import check_packing
 from asyncrl.learner.model.router_replay import RouterReplay
+from asyncrl.learner.model.sequence_parallel import SequenceParallel, checked
 from asyncrl.learner.model.settings import deepspeed_config
 from asyncrl.util.routing import replayed_routers
 
@@ -36,6 +37,8 @@ class PolicyNetwork(nn.Module):
         super().__init__()
         self.model = model
         self.replay = replay
+        self.parallel: SequenceParallel | None = None
+        """The ranks that share this one's sequences, from when the network is checked on."""
         self.excluded = Excluded.of(config)
         output = model.get_output_embeddings()
         if not isinstance(output, nn.Linear):
@@ -51,7 +54,12 @@ class PolicyNetwork(nn.Module):
         if self.replay is not None:
             self.replay.use(micro.routing)
         excludes = None if self.excluded is None else self.excluded.is_early(micro.logit_index)
-        return self.head(hidden_states(self.model, micro), micro.targets, excludes)
+        states, own = hidden_states(self.model, micro, self.parallel)
+        if self.parallel is None or own is None:
+            return self.head(states, micro.targets, excludes)
+        scores = self.head(states, micro.targets[own], None if excludes is None else excludes[own])
+        logprobs, entropies = self.parallel.collect(torch.stack(scores), own, len(micro.targets))
+        return logprobs, entropies
 
 
 class Policy(TrainedModel):
@@ -70,7 +78,8 @@ class Policy(TrainedModel):
         self.excluded = network.excluded
         """Tokens that the engine excludes early in a completion; None if there are none."""
         super().__init__(config, ranks, model, network, lr=config.learner.lr)
-        check_packing(model, self.score, ranks.device, f"model.path = {config.model.path!r}")
+        check_packing(model, self.score, ranks.device, name := f"model.path = {config.model.path!r}")
+        network.parallel = checked(ranks.parallel, model, name)
 
     def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """Returns log-probs [N] of the action tokens at the sampling temperature, and entropies [N], both float32 in
@@ -94,7 +103,8 @@ class Reference:
             gather_experts_together(model)
             self._network, *_ = deepspeed.initialize(model=network, config=deepspeed_config(config, network))
             self._network.eval()
-        check_packing(model, self.logprobs, ranks.device, f"algorithm.reference = {path!r}")
+        check_packing(model, self.logprobs, ranks.device, name := f"algorithm.reference = {path!r}")
+        network.parallel = checked(ranks.parallel, model, name)
 
     @torch.no_grad()
     def logprobs(self, micro: MicroBatch) -> Tensor:

@@ -26,7 +26,7 @@ _IDLE_S = 0.02
 """Wait for an order for a version that is published: the learner may wait for it."""
 
 
-class ShareSender(BackgroundSender):
+class ShareSender(BackgroundSender[WeightBuffer]):
     """Copies this rank's share of each version, and has a thread write it to a store."""
 
     def __init__(self, layout: WeightManifest, share: Share, *, timeout_s: float, device: str) -> None:
