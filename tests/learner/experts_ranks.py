@@ -37,7 +37,7 @@ def train(folder: Path, ranks: Ranks, port: int) -> dict[str, Any]:
     """Returns the number of sends that were compared, the losses, and how many parameters of experts have changed."""
     config, places = make_config(folder, **SECTIONS), endpoints(port)
     trainer = make_trainer(config, ranks)
-    sender = make_sender(trainer, ranks, places)
+    sender = make_sender(config, trainer, ranks, places)
     receiver = engine = None
     if ranks.rank == 0:
         engine = TransformersEngine(config, seed=0)

@@ -150,7 +150,8 @@ def test_a_token_costs_the_bytes_of_its_experts_and_nothing_without_replay(
     assert len(memoryview(arrays.frame).cast("B")) < (13 + LAYERS * CHOSEN) * tokens + 5 * 8
     found = unpack_group(header, arrays)
     for one, other in zip(found.trajectories, groups[0].trajectories, strict=True):
-        assert one.routing is not None and np.array_equal(one.routing, other.routing)
+        assert one.routing is not None and other.routing is not None
+        assert np.array_equal(one.routing, other.routing)
     engine = TransformersEngine(live(config), seed=1)
     engine.use_own_weights(0)
     (plain, *_) = groups_of(live(config), engine)

@@ -107,7 +107,7 @@ def test_experts_are_replayed_from_the_journal(demo_folder: Path, tmp_path: Path
     """Two learner ranks of ZeRO stage 3; every token of a group has the bytes of its experts in the journal."""
     path = save_family(name, tmp_path / name)
     settings = ("--steps", "4", "replay.zero_variance=train", f"model.path={path}", "algorithm.routing_replay=engine",
-                "launch.learners=2", "learner.zero_stage=3", "replay.flush=sync")  # fmt: skip
+                "launch.learners=2", "learner.zero_stage=3")  # fmt: skip
     ended = run(demo_folder, f"routed-{name}", *settings)
     assert len(ended.rows()) == 4
     (said,) = [event for event in ended.events("learner-0") if event["event"] == "engine and learner agree"]
