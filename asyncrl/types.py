@@ -185,6 +185,9 @@ class Trajectory:
     member: int | None = None
     """Number of the episode in its group, if it may have several rows; these are adjacent and have the same reward,
     parts, status and error. None: the only row of its member."""
+    routing: NDArray[np.uint8] | None = None
+    """[T, layers, chosen], the experts that each token was routed to (`asyncrl.util.routing`), with
+    `algorithm.routing_replay` only. The last token was never an input: its experts have no meaning."""
 
     @property
     def num_tokens(self) -> int:
@@ -223,6 +226,10 @@ class Trajectory:
             raise InvariantError("trajectory: a token has a version if and only if the policy chose it")
         if not np.all(np.isfinite(self.behavior_logprobs)):
             raise InvariantError("trajectory: behavior_logprobs are not finite")
+        if self.routing is not None and (self.routing.ndim != 3 or len(self.routing) != length):
+            raise InvariantError(
+                f"trajectory: routing has shape {self.routing.shape}, expected ({length}, layers, experts of a token)"
+            )
 
 
 @dataclass(slots=True)
@@ -250,8 +257,8 @@ class Group:
     weight: float = 1.0
     """Weight of its losses (`data.selection`)."""
     arrays: list[NDArray[Any]] | None = field(default=None, repr=False, compare=False)
-    """tokens, action_mask, behavior_logprobs and versions of all trajectories end to end, of which theirs are views;
-    None if they lie apart."""
+    """tokens, action_mask, behavior_logprobs and versions of all trajectories end to end, and their routing as a flat
+    array if they have one, of which theirs are views; None if they lie apart."""
 
     @property
     def members(self) -> list[int]:

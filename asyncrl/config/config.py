@@ -133,6 +133,8 @@ class Config(Section):
                 f"generator.tensor_parallel = {self.generator.tensor_parallel}: the engine 'transformers' computes on "
                 "one device; use generator.engine=vllm, or generator.tensor_parallel=1"
             )
+        if self.algorithm.routing_replay == "engine":
+            self._check_routing()
         self._check_pool_of_generators()
         self._check_environment()
         window = self.generator.max_model_tokens
@@ -142,6 +144,29 @@ class Config(Section):
                 f"it must be above generator.max_new_tokens = {self.generator.max_new_tokens}"
             )
         return self
+
+    def _check_routing(self) -> None:
+        key = "algorithm.routing_replay = 'engine'"
+        if self.generator.engine != "transformers":
+            raise ValueError(
+                f"{key}: the engine {self.generator.engine!r} does not record which experts it chooses; use "
+                "generator.engine=transformers, or algorithm.routing_replay=off"
+            )
+        if self.learner.sequence_parallel > 1:
+            raise ValueError(
+                f"{key}: routings are not divided among ranks that share sequences, and learner.sequence_parallel = "
+                f"{self.learner.sequence_parallel}; use learner.sequence_parallel=1, or algorithm.routing_replay=off"
+            )
+        if self.learner.lora.rank:
+            raise ValueError(
+                f"{key}: the reference policy is the policy without adapters and would replay, too, with "
+                f"learner.lora.rank = {self.learner.lora.rank}; use learner.lora.rank=0, or algorithm.routing_replay=off"
+            )
+        if self.environment.name is not None:
+            raise ValueError(
+                f"{key}: routings are recorded of single turns only, not with environment.name = "
+                f"{self.environment.name!r}; use algorithm.routing_replay=off"
+            )
 
     def _check_pool_of_generators(self) -> None:
         name, parallel = self.placement.pool_of("generator"), self.generator.tensor_parallel

@@ -60,6 +60,10 @@ class Completion:
     others are 0 and NO_VERSION."""
     prompt: NDArray[np.int32] | None = None
     """The tokens before it, if they differ from the prompt of its lease."""
+    routing: NDArray[np.uint8] | None = None
+    """[prompt and completion, layers, chosen], with `algorithm.routing_replay`: the experts that each token was routed
+    to in the pass that sampled the token after it. Of a prompt that was computed again, those of the last pass; a token
+    of the completion that was computed again keeps its own. The last token has none, and zeros."""
 
     @property
     def num_action_tokens(self) -> int:

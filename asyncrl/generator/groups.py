@@ -257,8 +257,13 @@ def _trajectories(prompt: Prompt, completions: Sequence[Completion]) -> tuple[li
     lie in one frame, which is sent as it is."""
     prompts = [prompt.tokens if completion.prompt is None else completion.prompt for completion in completions]
     ends = np.cumsum([len(own) + len(one.tokens) for own, one in zip(prompts, completions, strict=True)]).tolist()
-    block = group_block(ends[-1])
-    tokens, action_mask, behavior_logprobs, versions = block
+    routings = [completion.routing for completion in completions if completion.routing is not None]
+    shape = routings[0].shape[1:] if len(routings) == len(completions) else ()
+    if len(routings) not in (0, len(completions)):
+        raise InvariantError(f"{len(routings)} of the {len(completions)} completions of a group have a routing")
+    block = group_block(ends[-1], shape)
+    tokens, action_mask, behavior_logprobs, versions = block[:4]
+    routed = block[4].reshape(ends[-1], *shape) if shape else None
     group = Trajectory(tokens, action_mask, behavior_logprobs, versions, "completed")
     trajectories: list[Trajectory] = []
     for completion, own_prompt, begin, end in zip(completions, prompts, [0, *ends], ends, strict=False):
@@ -268,7 +273,11 @@ def _trajectories(prompt: Prompt, completions: Sequence[Completion]) -> tuple[li
         group.behavior_logprobs[first:end] = completion.logprobs
         group.versions[begin:first], group.versions[first:end] = NO_VERSION, completion.versions
         own = slice(begin, end)
+        if routed is not None:
+            assert completion.routing is not None
+            routed[own] = completion.routing
         arrays = group.tokens[own], group.action_mask[own], group.behavior_logprobs[own], group.versions[own]
-        trajectories.append(Trajectory(*arrays, completion.status))
+        own_routing = None if routed is None else routed[own]
+        trajectories.append(Trajectory(*arrays, completion.status, routing=own_routing))
     group.check()
     return trajectories, block

@@ -25,6 +25,7 @@ from asyncrl.errors import AsyncrlError, ConfigError, DataError, PeerTimeoutErro
 from asyncrl.launch.resources.network import network_environment
 from asyncrl.observe.logs import configure_logs
 from asyncrl.util.processes import end_with_parent, tune_gc
+from asyncrl.util.routing import replayed_routers
 from asyncrl.wire.endpoints import Endpoints
 
 log = structlog.get_logger()
@@ -130,6 +131,9 @@ def run_replay_role(config: Config, spec: RoleSpec, should_stop: Callable[[], bo
     tokens = config.generator.group_size * (spec.prompt_tokens + config.generator.max_new_tokens)
     if config.environment.name is not None:  # an episode may have several rows
         tokens = None
+    routers = replayed_routers(
+        config.algorithm.routing_replay, config.model.path, trust_remote_code=config.model.trust_remote_code
+    )
     tune_gc()
     eval_samples = EvalSamples(run_dir) if config.observe.samples else None
     directory = Directory(run_dir / "addresses.json", run_id)
@@ -138,6 +142,7 @@ def run_replay_role(config: Config, spec: RoleSpec, should_stop: Callable[[], bo
         spec.endpoints,
         should_stop,
         max_group_tokens=tokens,
+        routing_bytes=0 if routers is None else routers.token_bytes,
         eval_samples=eval_samples,
         directory=directory,
         reception=reception_of(

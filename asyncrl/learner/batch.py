@@ -17,6 +17,20 @@ Name = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
+class Routing:
+    """The recorded experts of a packed row of T tokens, of which the model computes D (`Layout`)."""
+
+    experts: Tensor
+    """uint8 [T, layers, chosen]"""
+    source: Tensor
+    """int64 [D], position in the row of the routing of each computed token, or -1: it is routed live, since it is the
+    last token of its sequences. A token shared by several sequences has the routing of the first that has one."""
+
+    def to(self, device: torch.device) -> Routing:
+        return Routing(self.experts.to(device, non_blocking=True), self.source.to(device, non_blocking=True))
+
+
+@dataclass(frozen=True, slots=True)
 class MicroBatch:
     """One packed forward pass: S complete sequences with T tokens, N of which are action tokens."""
 
@@ -45,6 +59,8 @@ class MicroBatch:
     """int64 [C], positions of the last tokens of sequences for which the critic also values the state after the end."""
     members: Integers = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     """[S], the member of which each sequence is a row, by its number in the rank's batch."""
+    routing: Routing | None = None
+    """None without `algorithm.routing_replay`, and for an empty micro-batch."""
 
     @property
     def ended(self) -> Tensor:
@@ -62,7 +78,8 @@ class MicroBatch:
             for own in fields(self)
             if isinstance(value := getattr(self, own.name), Tensor)
         }
-        return replace(self, layout=self.layout.to(device), **tensors)
+        routing = None if self.routing is None else self.routing.to(device)
+        return replace(self, layout=self.layout.to(device), routing=routing, **tensors)
 
 
 @dataclass(frozen=True)

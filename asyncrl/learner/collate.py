@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from asyncrl.config import Config
 from asyncrl.errors import InvariantError
-from asyncrl.learner.batch import Batch, MicroBatch, Name
-from asyncrl.learner.model.packed_attention import Integers, find_firsts, make_layout
+from asyncrl.learner.batch import Batch, MicroBatch, Name, Routing
+from asyncrl.learner.model.packed_attention import Integers, Layout, find_firsts, make_layout
 from asyncrl.learner.packing import pack_groups
 from asyncrl.learner.turns import turns_of
 from asyncrl.types import Group, Trajectory
@@ -33,6 +33,8 @@ class Rows:
     """True for a trajectory for which the critic also values the state after the last token."""
     members: Integers
     """The member of each trajectory, by its number in the rank's batch."""
+    routing: NDArray[np.uint8] | None = None
+    """[tokens, layers, chosen]; None without `algorithm.routing_replay`."""
 
 
 def check_staleness(groups: Sequence[Group], *, version: int, max_staleness: int) -> None:
@@ -153,10 +155,11 @@ def make_micro_batch(rows: Rows, chosen: Integers, start: int) -> MicroBatch:
     seq = np.repeat(np.arange(len(chosen)), lengths)[actions]
     names = [rows.names[i] for i in chosen.tolist()]
     tickets = np.array([ticket for ticket, _ in names])
+    layout = make_layout(lengths, find_firsts(input_ids, lengths, tickets, members))
     return MicroBatch(
         input_ids=torch.from_numpy(input_ids),
         position_ids=torch.from_numpy(positions),
-        layout=make_layout(lengths, find_firsts(input_ids, lengths, tickets, members)),
+        layout=layout,
         logit_index=torch.from_numpy(actions - 1),
         targets=torch.from_numpy(input_ids[actions]),
         behavior_logprobs=torch.from_numpy(rows.behavior_logprobs[trained]),
@@ -166,7 +169,17 @@ def make_micro_batch(rows: Rows, chosen: Integers, start: int) -> MicroBatch:
         start=start,
         ends=torch.from_numpy((np.cumsum(lengths) - 1)[rows.ended[chosen]]),
         members=members,
+        routing=None if rows.routing is None else _routing(rows.routing[source], lengths, layout),
     )
+
+
+def _routing(experts: NDArray[np.uint8], lengths: Integers, layout: Layout) -> Routing:
+    recorded = np.ones(len(experts), dtype=np.bool_)
+    recorded[np.cumsum(lengths) - 1] = False
+    places = np.flatnonzero(recorded)[::-1]  # the first of a token's places is written last
+    source = np.full(len(layout.computed), -1)
+    source[layout.twins.numpy()[places]] = places
+    return Routing(torch.from_numpy(experts), torch.from_numpy(source))
 
 
 def _concatenate(
@@ -190,7 +203,13 @@ def _concatenate(
         names=[name for name, _ in named],
         ended=np.array(ends, dtype=np.bool_),
         members=members,
+        routing=_join_routings(trajectories),
     )
+
+
+def _join_routings(trajectories: Sequence[Trajectory]) -> NDArray[np.uint8] | None:
+    routings = [t.routing for t in trajectories if t.routing is not None]
+    return np.concatenate(routings) if routings and len(routings) == len(trajectories) else None
 
 
 def _check(name: Name, trajectory: Trajectory) -> None:

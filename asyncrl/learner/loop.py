@@ -222,6 +222,8 @@ class Learner:
             raise InvariantError(f"step {step}: took the shard of step {shard.step}")
         if (excluded := self.trainer.policy.excluded) is not None:
             excluded.check(shard.groups)
+        if (replay := self.trainer.policy.replay) is not None:
+            replay.check(shard.groups)
         return collate(shard.groups, self.config, version=step - 1)
 
     def _send(self, version: int) -> None:

@@ -57,6 +57,7 @@ def _rows_of(batch: Batch) -> Rows:
     action_mask[actions] = True
     behavior_logprobs[actions] = batch.behavior_logprobs
     versions[actions] = _join([micro.versions for micro in micro_batches]).int()
+    routings = [micro.routing for micro in micro_batches if micro.routing is not None]
     ended = torch.zeros(len(starts), dtype=torch.bool)
     ended[batch.ended] = True
     return Rows(
@@ -69,6 +70,7 @@ def _rows_of(batch: Batch) -> Rows:
         names=[name for micro in micro_batches for name in micro.names],
         ended=ended.numpy(),
         members=batch.member.numpy(),
+        routing=np.concatenate([one.experts.numpy() for one in routings]) if routings else None,
     )
 
 

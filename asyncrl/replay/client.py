@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 from msgspec import structs
@@ -36,7 +37,6 @@ from asyncrl.wire.service_messages import Error, Ok
 RESEND_S = 2.0
 """A message without an answer is sent again after this time: the replay queue may have died with it. The time doubles
 with each repetition, so that a slow queue, or one that sends a large answer, is not flooded with requests."""
-ARRAYS_PER_GROUP = 4
 EVALUATION_POLL_S = 0.1
 
 
@@ -271,9 +271,10 @@ def _shard(message: Message) -> tuple[str, list[Group]]:
     """Raises ProtocolError unless the groups are complete."""
     body: ShardHeader = message.body
     headers, arrays = body.groups, message.arrays
-    if len(arrays) != ARRAYS_PER_GROUP * len(headers):
-        raise ProtocolError(f"shard of {len(headers)} groups with {len(arrays)} arrays")
-    parts = [arrays[i : i + ARRAYS_PER_GROUP] for i in range(0, len(arrays), ARRAYS_PER_GROUP)]
+    ends = [*accumulate((header.num_arrays for header in headers), initial=0)]
+    if len(arrays) != ends[-1]:
+        raise ProtocolError(f"shard of {len(headers)} groups with {len(arrays)} arrays, expected {ends[-1]}")
+    parts = [arrays[begin:end] for begin, end in pairwise(ends)]
     return body.outcome, [unpack_group(header, part) for header, part in zip(headers, parts, strict=True)]
 
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from asyncrl.errors import ProtocolError
+from asyncrl.errors import InvariantError, ProtocolError
 from asyncrl.types import NO_VERSION, EpisodeOutcome, Group, Lease, Prompt, Trajectory
 from asyncrl.wire.bounds import MAX_REWARD
 from asyncrl.wire.frames import DTYPES, NAMES, Array, Block, joined, zeros
@@ -18,21 +18,28 @@ from asyncrl.wire.messages import EpisodeHeader, GroupHeader, LeaseHeader
 
 _SHARED = tuple(name for name in GroupHeader.__struct_fields__ if name in {field.name for field in fields(Group)})
 """Fields that a header has of its group; its others are lists with an entry for each trajectory."""
-_LISTS = tuple(name for name in GroupHeader.__struct_fields__ if name not in (*_SHARED, "members"))
+_LISTS = tuple(name for name in GroupHeader.__struct_fields__ if name not in (*_SHARED, "members", "routing"))
 _OUTCOME = EpisodeHeader.__struct_fields__
 MAX_ROWS_PER_MEMBER = 1024
 _ARRAYS = ["i4", "b1", "f4", "i4"]
 """Types of tokens, action_mask, behavior_logprobs and versions."""
 
 
-def group_block(num_tokens: int) -> Block:
-    """Zeros for tokens, action_mask, behavior_logprobs and versions of a group, in one frame."""
-    return zeros([(DTYPES[name], num_tokens) for name in _ARRAYS])
+def group_block(num_tokens: int, routing: Sequence[int] = ()) -> Block:
+    """Zeros for tokens, action_mask, behavior_logprobs and versions of a group, in one frame; and for its routing, if
+    the numbers of layers and of experts of a token are given."""
+    flat = [(DTYPES["u1"], num_tokens * math.prod(routing))] if routing else []
+    return zeros([(DTYPES[name], num_tokens) for name in _ARRAYS] + flat)
 
 
 def pack_group(group: Group) -> tuple[GroupHeader, Block]:
     """Header part and arrays of a group, in one frame. Arrays that lie in one are not copied."""
     rows = group.trajectories
+    routings = [t.routing for t in rows if t.routing is not None]
+    shapes = {routing.shape[1:] for routing in routings}
+    if len(shapes) > 1 or len(routings) not in (0, len(rows)):
+        raise InvariantError(f"ticket {group.ticket}: {len(routings)} of {len(rows)} trajectories have a routing, of "
+                             f"the shapes {sorted(shapes)}; all have the same, or none")  # fmt: skip
     header = GroupHeader(
         **{name: getattr(group, name) for name in _SHARED},
         members=group.members,
@@ -42,6 +49,7 @@ def pack_group(group: Group) -> tuple[GroupHeader, Block]:
         status=[t.status for t in rows],
         errors=[t.error for t in rows],
         episodes=[_episode_header(t.episode) for t in rows if t.episode is not None],
+        routing=[*shapes.pop()] if shapes else [],
     )
     if isinstance(group.arrays, Block):
         return header, group.arrays
@@ -50,6 +58,7 @@ def pack_group(group: Group) -> tuple[GroupHeader, Block]:
         [t.action_mask for t in rows],
         [t.behavior_logprobs for t in rows],
         [t.versions for t in rows],
+        *([[routing.reshape(-1) for routing in routings]] if routings else []),
     )
     return header, joined(columns)
 
@@ -58,11 +67,15 @@ def check_group(header: GroupHeader, arrays: Sequence[Array], *, group_size: int
     """Raises ProtocolError unless header and arrays describe a complete, consistent group of `group_size` members."""
     where = f"group of ticket {header.ticket}"
     _check_members(header, where, group_size)
-    if [NAMES.get(a.dtype) for a in arrays] != _ARRAYS:
-        raise ProtocolError(f"{where}: expected frames of tokens, action_mask, behavior_logprobs and versions")
-    if min(header.lengths, default=0) < 1 or any(a.shape != (sum(header.lengths),) for a in arrays):
+    if [NAMES.get(a.dtype) for a in arrays] != ([*_ARRAYS, "u1"] if header.routing else _ARRAYS):
+        more = ", and a routing" if header.routing else ""
+        raise ProtocolError(f"{where}: expected frames of tokens, action_mask, behavior_logprobs and versions{more}")
+    tokens, mask, logprobs, versions = arrays[:4]
+    total = sum(header.lengths)
+    if min(header.lengths, default=0) < 1 or any(a.shape != (total,) for a in arrays[:4]):
         raise ProtocolError(f"{where}: lengths do not add up to the arrays")
-    tokens, mask, logprobs, versions = arrays
+    if header.routing and (len(header.routing) != 2 or arrays[4].shape != (total * math.prod(header.routing),)):
+        raise ProtocolError(f"{where}: a routing of {arrays[4].shape} is none of {total} tokens with {header.routing}")
     if tokens.min() < 0:
         raise ProtocolError(f"{where}: token {tokens.min()} is negative")
     if int(versions.min()) < NO_VERSION or ((versions >= 0) != mask).any():
@@ -135,7 +148,8 @@ def _check_turns(header: GroupHeader, mask: Array, where: str) -> None:
 def unpack_group(header: GroupHeader, arrays: Sequence[Array]) -> Group:
     """The inverse of `pack_group`; arrays are views. Raises ProtocolError if they do not form a group."""
     check_group(header, arrays, group_size=header.num_members)
-    tokens, mask, logprobs, versions = arrays
+    tokens, mask, logprobs, versions = arrays[:4]
+    routing = arrays[4].reshape(len(tokens), *header.routing) if header.routing else None
     ends = np.cumsum(header.lengths).tolist()
     spans = [slice(end - length, end) for end, length in zip(ends, header.lengths, strict=True)]
     rows = [
@@ -150,6 +164,7 @@ def unpack_group(header: GroupHeader, arrays: Sequence[Array]) -> Group:
             error=header.errors[i],
             episode=_episode_of(header.episodes[i]) if header.episodes else None,
             member=header.members[i],
+            routing=None if routing is None else routing[span],
         )
         for i, span in enumerate(spans)
     ]

@@ -317,17 +317,19 @@ def run_replay(
     should_stop: Callable[[], bool],
     *,
     max_group_tokens: int | None = None,
+    routing_bytes: int = 0,
     eval_samples: EvalSamples | None = None,
     directory: Directory | None = None,
     reception: Reception | None = None,
 ) -> None:
     """Runs the replay role: serves the queue until shutdown, then completes the trace. The connection of a peer that
-    sends a frame larger than a group of `max_group_tokens` (prompts and completions) is closed; None: no such limit.
+    sends a frame larger than a group of `max_group_tokens` (prompts and completions), each with a routing of
+    `routing_bytes`, is closed; None: no such limit.
     Completions of evaluations go to `eval_samples`, addresses that servers announce to the `directory`. Guests are
     admitted by the `reception`."""
     max_frame_bytes = MAX_FRAME_BYTES
     if max_group_tokens is not None:
-        group_bytes = FRAME_BYTES * max_group_tokens + GROUP_PADDING_BYTES
+        group_bytes = (FRAME_BYTES + routing_bytes) * max_group_tokens + GROUP_PADDING_BYTES
         max_frame_bytes = min(MAX_FRAME_BYTES, max(MAX_REQUEST_HEADER_BYTES, group_bytes))
     try:
         server = ReplayServer(

@@ -94,7 +94,7 @@ class TicketEntry(HeldTicket, kw_only=True):
 
     def keep(self, group: FinishedGroup, location: Location | None) -> None:
         """Stores the finished group."""
-        _, mask, _, versions = group.arrays
+        _, mask, _, versions = group.arrays[:4]
         self.header, self.arrays, self.location, self.signal = group.header, group.arrays, location, group.signal
         self.num_bytes = sum(array.nbytes for array in group.arrays)
         self.completion, self.by_version = completion_tokens(group.header, mask), tokens_by_version(versions, mask)

@@ -36,7 +36,7 @@ from asyncrl.wire.kinds import (
 from asyncrl.wire.packing import UNREADABLE, make_encoder, problem_of, unpack
 from asyncrl.wire.sockets import MAX_FRAME_BYTES
 
-SCHEMA = 6
+SCHEMA = 7
 MAX_FRAMES = 1 << 16
 """Maximum number of frames in a message, and of arrays in a frame."""
 MAX_HEADER_VALUES = 1 << 20
@@ -50,7 +50,7 @@ MAX_DIMENSIONS = 8
 ALIGNMENT = 8
 """Alignment of the arrays in a frame, in bytes."""
 TRUTH = np.dtype("bool")
-DTYPES = {"i4": np.dtype("<i4"), "f4": np.dtype("<f4"), "b1": TRUTH}
+DTYPES = {"i4": np.dtype("<i4"), "f4": np.dtype("<f4"), "b1": TRUTH, "u1": np.dtype("u1")}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 Array = NDArray[Any]
@@ -74,7 +74,7 @@ class _RunId(msgspec.Struct):
 
 
 Shape = Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=MAX_DIMENSIONS)]
-Specs = Annotated[list[tuple[Literal["i4", "f4", "b1"], Shape]], Meta(max_length=MAX_FRAMES)]
+Specs = Annotated[list[tuple[Literal["i4", "f4", "b1", "u1"], Shape]], Meta(max_length=MAX_FRAMES)]
 """Dtype and shape of each array in a frame."""
 
 _ENCODER = make_encoder()

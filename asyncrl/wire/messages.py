@@ -31,6 +31,9 @@ from asyncrl.wire.version_messages import Announced, Following
 
 T = TypeVar("T")
 
+MAX_ROUTED = 4096
+"""Upper limit of the layers with experts, and of the experts of a token."""
+
 
 class GeneratorStats(Body):
     """Part of `Ask`: stats that a generator sends with every ask; sums since its first ask."""
@@ -155,7 +158,8 @@ class EpisodeHeader(Body):
 
 class GroupHeader(Body):
     """A group without its arrays, which are the tokens, action_mask, behavior_logprobs and versions of all trajectories
-    end to end. Sent by a generator for each finished group; answered by `Finished`. Also part of `ShardHeader`.
+    end to end, and with a `routing` a flat array of theirs. Sent by a generator for each finished group; answered by
+    `Finished`. Also part of `ShardHeader`.
 
     The lists have an entry for each trajectory, of which a member of the group has one or more: its rows."""
 
@@ -182,6 +186,12 @@ class GroupHeader(Body):
     errors: Items[Text]
     episodes: Items[EpisodeHeader]
     """None without an environment."""
+    routing: Annotated[list[Annotated[int, Meta(ge=1, le=MAX_ROUTED)]], Meta(max_length=2)]
+    """Layers with experts, and experts of a token in each; empty if the group has no routing."""
+
+    @property
+    def num_arrays(self) -> int:
+        return 5 if self.routing else 4
 
     @property
     def num_members(self) -> int:

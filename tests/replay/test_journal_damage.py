@@ -567,7 +567,7 @@ def test_a_journal_of_another_version_is_refused_and_stays(tmp_path: Path, numbe
     before = path.read_bytes().replace(HEADER, FORMER[number].serialize().to_pybytes(), 1)
     path.write_bytes(before)
     text = (
-        rf"00000002.arrow: is of a journal of format {number}; this version of asyncrl reads format 7: resume the run"
+        rf"00000002.arrow: is of a journal of format {number}; this version of asyncrl reads format 8: resume the run"
     )
     with pytest.raises(JournalError, match=text):
         open_writer(folder)

@@ -571,7 +571,7 @@ def test_a_checkpoint_of_another_format_is_refused_with_the_way_out(tmp_path: Pa
     saved = msgpack.unpackb(queue.store.snapshot(0), strict_map_key=False)
     queue.close()
     for body, number in ((saved | {"format": 9}, 9), ({name: saved[name] for name in saved if name != "format"}, 2)):
-        with pytest.raises(RunError, match=f"is of format {number}; this version of asyncrl reads format 7: resume"):
+        with pytest.raises(RunError, match=f"is of format {number}; this version of asyncrl reads format 8: resume"):
             ReplayQueue(small_config(), EndlessPrompts(), queue.store.trace, checkpoint=msgpack.packb(body) or b"")
 
 

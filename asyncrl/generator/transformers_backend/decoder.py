@@ -21,8 +21,10 @@ from asyncrl.generator.transformers_backend.loading import (
     own_logits,
     sequences,
 )
+from asyncrl.generator.transformers_backend.routing import RoutingRecorder
 from asyncrl.generator.transformers_backend.sizes import cache_pages, step_tokens, window_of
 from asyncrl.generator.transformers_backend.varlen import choose_kernel
+from asyncrl.util.routing import replayed_routers
 
 
 class Decoder:
@@ -33,6 +35,11 @@ class Decoder:
         self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         self._model, self._output = load_model(config, self.device)
         self._parameters = dict(self._model.named_parameters())
+        routers = replayed_routers(
+            config.algorithm.routing_replay, config.model.path, trust_remote_code=config.model.trust_remote_code
+        )
+        self.routers = None if routers is None else RoutingRecorder(self._model, routers, config.model.path)
+        """What records the experts of every step; None without `algorithm.routing_replay`."""
         self.window_tokens = window_of(config, self._model)
         self.step_tokens = step_tokens(config, self.device, self.window_tokens)
         text, dtype = self._model.config.get_text_config(), self._model.dtype

@@ -94,6 +94,7 @@ class TransformersEngine:
         self._arrivals += 1
         # When many environments answer at once, more turns wait than fit: those of the oldest groups go first.
         rank = priority if config.environment.name is not None else 0
+        routers = self._decoder.routers if kind == "training" else None
         request = Request(
             key=key,
             order=(rank, self._arrivals),
@@ -104,6 +105,7 @@ class TransformersEngine:
             max_tokens=limit,
             stop=(*generator.stop_texts, *stop),
             generator=None if seed is None else torch.Generator(self._device).manual_seed(seed),
+            routing=None if routers is None else routers.new_record(len(prompt) + limit),
         )
         if request.stop and self._stops is None:
             self._stops = StopTexts(config)
@@ -116,6 +118,10 @@ class TransformersEngine:
         if not rows:
             return []
         logits = self._decoder.logits(rows)
+        if self._decoder.routers is not None:
+            chosen = self._decoder.routers.taken([len(row.tokens) for row in rows])
+            for request, row, experts in zip(requests, rows, chosen, strict=True):
+                request.record_routing(row.start, experts)
         sampling = [i for i, (one, row) in enumerate(zip(requests, rows, strict=True)) if row.end == len(one.tokens)]
         ended: list[Request] = []
         for _, members in groupby(sorted(sampling, key=lambda i: requests[i].kind), key=lambda i: requests[i].kind):
@@ -162,6 +168,7 @@ class TransformersEngine:
             np.array(request.logprobs, dtype=np.float32),
             np.array(request.versions, dtype=np.int32),
             "completed" if self._is_complete(request) else "truncated",
+            routing=None if request.routing is None else request.routing[: len(request.tokens)],
         )
 
     def num_generated(self, key: str) -> int:

@@ -7,7 +7,9 @@ from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from asyncrl.generator.engine import Sampling
 from asyncrl.generator.transformers_backend.batch import Row, sort_rows
@@ -35,6 +37,9 @@ class Request:
     pages: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     versions: list[int] = field(default_factory=list[int])
+    routing: NDArray[np.uint8] | None = None
+    """[longest, layers, chosen], the experts of each token as in `Completion.routing`; None if they are not
+    recorded."""
 
     def __lt__(self, other: Request) -> bool:
         return self.order < other.order
@@ -42,6 +47,18 @@ class Request:
     @property
     def num_generated(self) -> int:
         return len(self.tokens) - self.num_prompt
+
+    def record_routing(self, start: int, experts: NDArray[np.uint8]) -> None:
+        """Keeps the experts [tokens, layers, chosen] of its tokens from `start` on, which have just been computed, but
+        not of tokens before which another pass sampled the next one."""
+        if self.routing is None:
+            return
+        end = start + len(experts)
+        before = min(end, self.num_prompt - 1)
+        if start < before:
+            self.routing[start:before] = experts[: before - start]
+        if end == len(self.tokens):
+            self.routing[end - 1] = experts[-1]
 
 
 class Scheduler:

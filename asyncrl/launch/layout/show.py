@@ -17,6 +17,8 @@ from asyncrl.launch.layout.search import Found, Layout, Tried, search
 from asyncrl.launch.resources.fit import Models
 from asyncrl.launch.resources.memory import GIB, host_parts
 from asyncrl.plan.cards import parse_cards
+from asyncrl.replay.journal.records import FRAME_BYTES
+from asyncrl.util.routing import replayed_routers
 
 DEFAULT_TOKENS = 8192
 SHOWN = 6
@@ -98,6 +100,15 @@ def _describe(layout: Layout) -> Iterator[str]:
     in_host = launch.learners * sum(host_parts(layout.config, layout.shape, launch.learners).values())
     if in_host:
         yield f"\nhost memory of all learner ranks: {in_host / GIB:.0f} GiB (learner.offload)"
+    model = layout.config.model
+    routers = replayed_routers(
+        layout.config.algorithm.routing_replay, model.path, trust_remote_code=model.trust_remote_code
+    )
+    if routers is not None:
+        yield (
+            f"\nrouting: {routers.token_bytes} bytes a token in messages, queue and journal, beside {FRAME_BYTES} "
+            "(algorithm.routing_replay)"
+        )
     yield (
         f"\ngenerators {layout.generated_per_s:,.0f} tokens/s, learner {layout.trained_per_s:,.0f} tokens/s (roofline, "
         "not measured)"

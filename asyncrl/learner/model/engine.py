@@ -16,6 +16,7 @@ from asyncrl.errors import InvariantError
 from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.model.deepspeed_import import BF16_Optimizer, ZeROOptimizer, deepspeed
+from asyncrl.learner.model.experts import gather_experts_together
 from asyncrl.learner.model.lora import Adapters, Factors, merged
 from asyncrl.learner.model.optimizers import make_optimizer
 from asyncrl.learner.model.settings import deepspeed_config
@@ -43,6 +44,7 @@ class TrainedModel:
         self.adapters = adapters
         """What alone is trained; None if all parameters are."""
         self.network = network.to(ranks.device)
+        gather_experts_together(model)
         self.optimizer = make_optimizer(config.learner, model, self.network, lr=lr)
         self.engine, *_ = deepspeed.initialize(
             model=self.network, optimizer=self.optimizer, config=deepspeed_config(config, self.network)

@@ -15,20 +15,31 @@ from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.model.deepspeed_import import deepspeed
 from asyncrl.learner.model.engine import TrainedModel
 from asyncrl.learner.model.excluded import Excluded
+from asyncrl.learner.model.experts import gather_experts_together
 from asyncrl.learner.model.loading import hidden_states, load_policy_model
 from asyncrl.learner.model.logprob_head import LogprobHead
 from asyncrl.learner.model.lora import Adapters
 from asyncrl.learner.model.packing_check import check_packing
+from asyncrl.learner.model.router_replay import RouterReplay
 from asyncrl.learner.model.sequence_parallel import SequenceParallel, checked
 from asyncrl.learner.model.settings import deepspeed_config
+from asyncrl.util.routing import replayed_routers
 
 
 class PolicyNetwork(nn.Module):
     """The model with a head that returns log-probs, as the module that DeepSpeed wraps."""
 
-    def __init__(self, config: Config, model: PreTrainedModel, *, entropy_gradient: bool = False) -> None:
+    def __init__(
+        self,
+        config: Config,
+        model: PreTrainedModel,
+        *,
+        entropy_gradient: bool = False,
+        replay: RouterReplay | None = None,
+    ) -> None:
         super().__init__()
         self.model = model
+        self.replay = replay
         self.parallel: SequenceParallel | None = None
         """The ranks that share this one's sequences, from when the network is checked on."""
         self.excluded = Excluded.of(config)
@@ -43,6 +54,8 @@ class PolicyNetwork(nn.Module):
         )
 
     def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        if self.replay is not None:
+            self.replay.use(micro.routing)
         excludes = None if self.excluded is None else self.excluded.is_early(micro.logit_index)
         states, own = hidden_states(self.model, micro, self.parallel)
         if self.parallel is None or own is None:
@@ -58,7 +71,14 @@ class Policy(TrainedModel):
     def __init__(self, config: Config, ranks: Ranks) -> None:
         model = load_policy_model(config, config.model.path)
         adapters = Adapters(config, model) if config.learner.lora.rank else None
-        network = PolicyNetwork(config, model, entropy_gradient=config.algorithm.entropy_coef > 0)
+        routers = replayed_routers(
+            config.algorithm.routing_replay, config.model.path, trust_remote_code=config.model.trust_remote_code
+        )
+        replay = None if routers is None else RouterReplay(model, routers, config.model.path)
+        network = PolicyNetwork(config, model, entropy_gradient=config.algorithm.entropy_coef > 0, replay=replay)
+        self.replay = replay
+        """What replays the engine's experts, in scoring passes, too; None without `algorithm.routing_replay`. The
+        reference and the critic are other models, and route live."""
         self.excluded = network.excluded
         """Tokens that the engine excludes early in a completion; None if there are none."""
         super().__init__(config, ranks, model, network, lr=config.learner.lr, adapters=adapters)
@@ -96,6 +116,7 @@ class Reference:
         network = PolicyNetwork(config, model).to(ranks.device).eval().requires_grad_(False)
         self._network: nn.Module = network
         if config.learner.zero_stage == 3:
+            gather_experts_together(model)
             self._network, *_ = deepspeed.initialize(model=network, config=deepspeed_config(config, network))
             self._network.eval()
         check_packing(model, self.logprobs, ranks.device, name := f"algorithm.reference = {path!r}")

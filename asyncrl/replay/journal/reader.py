@@ -207,9 +207,9 @@ def scan_segment(folder: Path, number: int, *, newest: bool) -> Segment:
         raw = sums_file.read()
         size = os.fstat(file.fileno()).st_size
         header = os.pread(file.fileno(), len(HEADER), 0)
-    if header in FORMER_HEADERS:
+    if former := [number for bytes_of_it, number in FORMER_HEADERS.items() if header.startswith(bytes_of_it)]:
         # One flipped bit turns the header of a format into that of another one.
-        found = f"{path}: is of a journal of format {FORMER_HEADERS[header]}"
+        found = f"{path}: is of a journal of format {former[0]}"
         raise JournalError(f"{found}; {OTHER_FORMAT}; if this version wrote the run, {WITHOUT}")
     synced_bytes, follows_bytes = _head(sums, raw, newest)
     missing = newest and not synced_bytes and not header.strip(b"\0")  # after a power loss

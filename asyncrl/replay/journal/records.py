@@ -22,22 +22,25 @@ FRAMES = {
 FRAME_BYTES = sum(dtype.itemsize for dtype in FRAMES.values())
 """Bytes of one token in all frames."""
 STORED = {name: np.dtype("u1") if dtype.kind == "b" else dtype for name, dtype in FRAMES.items()}
-FORMAT = 7
+ROUTING = "routing"
+"""The flat routing of a group that has one: its length is that of `GroupHeader.routing`."""
+FORMAT = 8
 """The number of the format of journals, and of the queue's part of checkpoints."""
-SCHEMA = pa.schema(
+_FORMER_SCHEMA = pa.schema(
     [
         pa.field("kind", pa.string(), nullable=False),
         pa.field("body", pa.binary(), nullable=False),
         pa.field("ticket", pa.int64()),
         pa.field("attempt", pa.int32()),
         *(pa.field(name, pa.list_(pa.from_numpy_dtype(dtype))) for name, dtype in STORED.items()),
-    ],
-    metadata={"asyncrl.journal": str(FORMAT)},
+    ]
 )
+_NEW_SCHEMA = _FORMER_SCHEMA.append(pa.field(ROUTING, pa.large_list(pa.uint8())))
+SCHEMA = _NEW_SCHEMA.with_metadata({"asyncrl.journal": str(FORMAT)})
 """One row is one record; ticket, attempt and frames are null unless it is a group."""
-FORMER = {number: SCHEMA.with_metadata({"asyncrl.journal": str(number)}) for number in range(1, FORMAT)}
+FORMER = {number: _FORMER_SCHEMA.with_metadata({"asyncrl.journal": str(number)}) for number in range(1, FORMAT)}
 """The schema of each former format."""
-KINDS, BODIES, TICKETS, ATTEMPTS, *LISTS = SCHEMA.types
+KINDS, BODIES, TICKETS, ATTEMPTS, *LISTS, ROUTINGS = SCHEMA.types
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,7 @@ class Record:
     body: Any
     """A value for msgpack; tuples are read back as lists."""
     arrays: list[Array] = field(default_factory=list[Array])
-    """The four frames of a group, or none."""
+    """The four frames of a group, and its routing if it has one; or none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,7 @@ class BatchPacker:
     def __init__(self) -> None:
         self._pack = msgpack.Packer().pack
         self._itemsizes = [dtype.itemsize for dtype in FRAMES.values()]
-        marks = np.zeros((len(STORED), 64), dtype=np.uint8)
+        marks = np.zeros((len(STORED) + 1, 64), dtype=np.uint8)
         self._marks = [(mark.ctypes.data, mark) for mark in marks]
         self._nulls: dict[int, list[pa.Array]] = {}
         """Columns for a number of records without a group, by that number."""
@@ -87,11 +90,11 @@ class BatchPacker:
     @property
     def num_bytes(self) -> int:
         """Size of the bodies and frames collected."""
-        return self._body_bytes + FRAME_BYTES * self._ends[-1]
+        return self._body_bytes + FRAME_BYTES * self._ends[-1] + self._routing_ends[-1]
 
     def add(self, record: Record) -> None:
         """Adds a record. Raises TypeError for a body that msgpack cannot encode."""
-        body, frames = self._pack(record.body), record.arrays
+        body, frames, routing = self._pack(record.body), record.arrays[:4], record.arrays[4:]
         ticket = attempt = None
         length = 0
         if frames:
@@ -100,12 +103,14 @@ class BatchPacker:
                 kinds = [f"{frame.dtype}{list(frame.shape)}" for frame in frames]
                 raise InvariantError(f"journal: a {record.kind} with frames {', '.join(kinds)}")
             for column, frame in zip(self._frames, frames, strict=True):
-                column.append(frame if frame.flags.c_contiguous else np.ascontiguousarray(frame))
+                column.append(np.ascontiguousarray(frame))
+            self._routings += [np.ascontiguousarray(frame) for frame in routing]
         self._kinds.append(record.kind)
         self._bodies.append(body)
         self._tickets.append(ticket)
         self._attempts.append(attempt)
         self._ends.append(self._ends[-1] + length)
+        self._routing_ends.append(self._routing_ends[-1] + sum(frame.nbytes for frame in routing))
         self._body_bytes += len(body)
 
     def take(self) -> Packed:
@@ -121,17 +126,26 @@ class BatchPacker:
         columns = [pa.array(self._tickets, TICKETS), pa.array(self._attempts, ATTEMPTS)]
         validity = columns[0].buffers()[0]
         offsets = pa.array(self._ends, pa.int32()).buffers()[1]
-        for (address, mark), size, frames, lists in zip(self._marks, self._itemsizes, self._frames, LISTS, strict=True):
-            values = pa.foreign_buffer(address, length * size, mark)
-            self._sink.frames[address] = frames
+        for mark, size, frames, lists in zip(self._marks, self._itemsizes, self._frames, LISTS, strict=False):
+            values = self._values(mark, frames, length * size)
             children = [pa.Array.from_buffers(lists.value_type, length, [None, values])]
             columns.append(pa.Array.from_buffers(lists, rows, [validity, offsets], children=children))
-        return columns
+        if not self._routings:
+            return [*columns, pa.nulls(rows, ROUTINGS)]
+        offsets, num_bytes = pa.array(self._routing_ends, pa.int64()).buffers()[1], self._routing_ends[-1]
+        values = self._values(self._marks[-1], self._routings, num_bytes)
+        children = [pa.Array.from_buffers(pa.uint8(), num_bytes, [None, values])]
+        return [*columns, pa.Array.from_buffers(ROUTINGS, rows, [validity, offsets], children=children)]
+
+    def _values(self, mark: tuple[int, Array], frames: list[Array], num_bytes: int) -> pa.Buffer:
+        """Returns the placeholder of the frames of a column."""
+        self._sink.frames[mark[0]] = frames
+        return pa.foreign_buffer(mark[0], num_bytes, mark[1])
 
     def _no_groups(self) -> list[pa.Array]:
         rows = len(self)
         if rows not in self._nulls:
-            self._nulls[rows] = [pa.nulls(rows, kind) for kind in (TICKETS, ATTEMPTS, *LISTS)]
+            self._nulls[rows] = [pa.nulls(rows, kind) for kind in (TICKETS, ATTEMPTS, *LISTS, ROUTINGS)]
         return self._nulls[rows]
 
     def _begin(self) -> None:
@@ -142,6 +156,9 @@ class BatchPacker:
         self._frames: list[list[Array]] = [[] for _ in STORED]
         self._ends = [0]
         """Offsets of the frames, in tokens: 0, then the end of each record."""
+        self._routings: list[Array] = []
+        self._routing_ends = [0]
+        """The same of the routings, in bytes."""
         self._body_bytes = 0
 
 
@@ -193,6 +210,8 @@ class JournalBatch:
         for name, dtype in FRAMES.items():
             lists = batch.column(name)
             self._frames.append((lists.offsets.to_numpy(), lists.values.to_numpy().view(dtype)))
+        routings = batch.column(ROUTING)
+        self._routings = routings.offsets.to_numpy(), routings.values.to_numpy()
         self._has_frames = batch.column("ticket").is_valid().to_numpy(zero_copy_only=False)
 
     def __len__(self) -> int:
@@ -201,6 +220,6 @@ class JournalBatch:
     def record(self, row: int) -> Record:
         """Returns a record. Raises ValueError or TypeError if its body is not valid msgpack."""
         body = msgpack.unpackb(self._bodies[row], strict_map_key=False)
-        frames = self._frames if self._has_frames[row] else []
+        frames = [*self._frames, self._routings] if self._has_frames[row] else []
         arrays = [values[offsets[row] : offsets[row + 1]] for offsets, values in frames]
-        return Record(self._kinds[row], body, arrays)
+        return Record(self._kinds[row], body, arrays if frames and len(arrays[-1]) else arrays[:4])

@@ -1,0 +1,258 @@
+"""The learner computes what the engine computed, expert by expert, with `algorithm.routing_replay`."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from worlds import make_config, pack_groups
+
+from asyncrl.config import Config
+from asyncrl.errors import ConfigError, InvariantError
+from asyncrl.generator.engine import Completion
+from asyncrl.generator.groups import Running, make_group
+from asyncrl.generator.transformers_backend.engine import TransformersEngine
+from asyncrl.learner.batch import MicroBatch
+from asyncrl.learner.distributed import Ranks
+from asyncrl.learner.model.policy import Policy
+from asyncrl.learner.repacking import repack
+from asyncrl.replay.codec import pack_group, unpack_group
+from asyncrl.rewards.workers import Scored
+from asyncrl.types import Group, Lease, Prompt
+from benchmarks.families import save_family
+
+FAMILIES = ["mixtral", "qwen3_moe"]
+LAYERS, CHOSEN = 2, 2
+PROMPTS = [[3, 9, 27, 81, 55], [4, 16, 64, 17, 68, 80, 33]]
+
+
+def config_of(folder: Path, **sections: Any) -> Config:
+    values: dict[str, Any] = {
+        "algorithm": {"routing_replay": "engine"},
+        "generator": {
+            "engine": "transformers",
+            "max_running_groups": 2,
+            "kv_cache_bytes": 1 << 22,
+            "engine_options": {"max_model_len": 64},
+        },
+        "learner": {"tokens_per_microbatch": 64},
+    }
+    for name, section in sections.items():
+        values[name] = values.get(name, {}) | section
+    return make_config(folder, **values)
+
+
+def run_all(
+    engine: TransformersEngine, swaps: dict[int, list[tuple[str, Tensor]]] | None = None
+) -> dict[str, Completion]:
+    """Completes all requests. Before the steps of `swaps` the engine gets other weights."""
+    done: dict[str, Completion] = {}
+    step = 0
+    while engine.num_running:
+        if swaps and step in swaps:
+            engine.swap(engine.version + 1, swaps[step])
+        done |= {one.key: one for one in engine.step()}
+        step += 1
+    return done
+
+
+def groups_of(config: Config, engine: TransformersEngine) -> list[Group]:
+    """Samples a group for each of PROMPTS, as a generator makes it."""
+    size = config.generator.group_size
+    leases = [
+        Running(Lease(ticket, 0, Prompt(ticket, np.array(tokens, np.int32), "", "test")), size, engine.version, 0.0)
+        for ticket, tokens in enumerate(PROMPTS)
+    ]
+    for running in leases:
+        for key in running.engine_keys():
+            engine.add(key, running.lease.prompt.tokens)
+    done = run_all(engine)
+    groups: list[Group] = []
+    for running in leases:
+        running.completions = {index: [done[key]] for index, key in enumerate(running.engine_keys())}
+        rewards = [float(index % 2) for index in range(size)]
+        scored = Scored(running.key, rewards, [{} for _ in rewards], ["" for _ in rewards])
+        groups.append(make_group(running, scored, generator=0))
+    return groups
+
+
+def errors_of(policy: Policy, micros: list[MicroBatch]) -> Tensor:
+    return torch.cat([(policy.logprobs(micro) - micro.behavior_logprobs).abs() for micro in micros])
+
+
+def live(config: Config) -> Config:
+    return config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"routing_replay": "off"})})
+
+
+@torch.no_grad()
+def move_routers(policy: Policy) -> None:
+    """Adds noise to the weights of the routers, so that other experts win for some tokens."""
+    noise = torch.Generator().manual_seed(5)
+    for name, parameter in policy.model.named_parameters():
+        if name.endswith("gate.weight"):
+            parameter.add_(0.3 * parameter.std() * torch.randn(parameter.shape, generator=noise))
+
+
+@pytest.fixture(params=FAMILIES)
+def sampled(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Config, list[Group]]:
+    torch.set_num_threads(1)
+    config = config_of(save_family(request.param, tmp_path / "model"))
+    engine = TransformersEngine(config, seed=1)
+    engine.use_own_weights(0)
+    groups = groups_of(config, engine)
+    engine.close()
+    return config, groups
+
+
+def test_replay_at_equal_weights_changes_nothing_and_helps_when_routers_have_moved(
+    sampled: tuple[Config, list[Group]], one_rank: Ranks
+) -> None:
+    config, groups = sampled
+    micros = pack_groups(config, groups).micro_batches
+    assert any(len(micro.layout.computed) < len(micro.input_ids) for micro in micros), "no prefix is shared"
+    replaying, routing = Policy(config, one_rank), Policy(live(config), one_rank)
+    for micro in micros:
+        torch.testing.assert_close(replaying.logprobs(micro), routing.logprobs(micro), atol=1e-6, rtol=0)
+    assert errors_of(replaying, micros).max() < 1e-4
+    move_routers(replaying)
+    move_routers(routing)
+    with_replay, without = errors_of(replaying, micros).mean(), errors_of(routing, micros).mean()
+    assert with_replay < 0.7 * without, (with_replay, without)
+
+
+def test_the_routing_is_that_of_the_models_own_forward_pass(sampled: tuple[Config, list[Group]]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    config, groups = sampled
+    model = AutoModelForCausalLM.from_pretrained(config.model.path, attn_implementation="eager").eval()
+    for trajectory in (one for group in groups for one in group.trajectories):
+        assert trajectory.routing is not None
+        with torch.no_grad():
+            logits = model(torch.from_numpy(trajectory.tokens).long()[None], output_router_logits=True).router_logits
+        expected = torch.stack([one.topk(CHOSEN, dim=-1).indices for one in logits], dim=1)
+        assert trajectory.routing.shape == (len(trajectory.tokens), LAYERS, CHOSEN)
+        assert np.array_equal(np.sort(trajectory.routing[:-1]), np.sort(expected.numpy()[:-1]))
+        assert not trajectory.routing[-1].any()
+
+
+def test_a_token_costs_the_bytes_of_its_experts_and_nothing_without_replay(
+    sampled: tuple[Config, list[Group]],
+) -> None:
+    config, groups = sampled
+    header, arrays = pack_group(groups[0])
+    tokens = groups[0].num_tokens
+    assert header.routing == [LAYERS, CHOSEN] and arrays[4].nbytes == LAYERS * CHOSEN * tokens
+    assert len(memoryview(arrays.frame).cast("B")) < (13 + LAYERS * CHOSEN) * tokens + 5 * 8
+    found = unpack_group(header, arrays)
+    for one, other in zip(found.trajectories, groups[0].trajectories, strict=True):
+        assert one.routing is not None and other.routing is not None
+        assert np.array_equal(one.routing, other.routing)
+    engine = TransformersEngine(live(config), seed=1)
+    engine.use_own_weights(0)
+    (plain, *_) = groups_of(live(config), engine)
+    header, arrays = pack_group(plain)
+    assert header.routing == [] and len(arrays) == 4 and plain.trajectories[0].routing is None
+
+
+def test_the_gradient_reaches_the_router_also_with_checkpointing(
+    sampled: tuple[Config, list[Group]], one_rank: Ranks
+) -> None:
+    config, groups = sampled
+    found: list[dict[str, Tensor]] = []
+    for checkpointing in (False, True):
+        own = config.model_copy(
+            update={"learner": config.learner.model_copy(update={"gradient_checkpointing": checkpointing})}
+        )
+        policy = Policy(own, one_rank)
+        move_routers(policy)
+        micros = pack_groups(own, groups).micro_batches
+        for number, micro in enumerate(micros, start=1):
+            logprobs, _ = policy.forward(micro)
+            policy.backward(logprobs, torch.ones_like(logprobs), last=number == len(micros))
+        found.append({name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None})
+    plain, checkpointed = found
+    assert sum("gate.weight" in name and bool(grad.any()) for name, grad in plain.items()) == LAYERS
+    for name, gradient in plain.items():
+        torch.testing.assert_close(checkpointed[name], gradient, atol=1e-5, rtol=1e-5)
+
+
+def test_other_mini_batches_have_the_same_routing(sampled: tuple[Config, list[Group]], one_rank: Ranks) -> None:
+    config, groups = sampled
+    policy = Policy(config, one_rank)
+    move_routers(policy)
+    batch = pack_groups(config, groups)
+    scores = torch.cat([policy.logprobs(micro) for micro in batch.micro_batches])
+    for part in repack(batch, 2, tokens_per_microbatch=48, rng=np.random.default_rng(3)):
+        for micro in part:
+            torch.testing.assert_close(policy.logprobs(micro), scores[micro.span], atol=1e-5, rtol=1e-5)
+
+
+def test_a_token_that_is_computed_again_keeps_the_routing_that_sampled_its_successor(tmp_path: Path) -> None:
+    """New weights arrive in the middle; keys and values are computed again under them."""
+    torch.set_num_threads(1)
+    config = config_of(save_family("qwen3_moe", tmp_path / "model"), weights={"kv_cache": "recompute"})
+    engine = TransformersEngine(config, seed=1)
+    own = [(name, parameter.clone()) for name, parameter in engine._decoder._parameters.items()]
+    other = copy.deepcopy(own)
+    for name, tensor in other:
+        if name.endswith("gate.weight"):
+            tensor.neg_()
+    engine.swap(0, own)
+    engine.add("a", PROMPTS[0], max_tokens=12)
+    (done,) = run_all(engine, {6: other}).values()
+    assert done.routing is not None and set(done.versions.tolist()) == {0, 1}
+    kept = engine_routing(engine, own, PROMPTS[0] + done.tokens)
+    renewed = engine_routing(engine, other, PROMPTS[0] + done.tokens)
+    prompt = len(PROMPTS[0])
+    sampled_before = int((done.versions == 0).sum())
+    assert not np.array_equal(kept[:prompt], renewed[:prompt])
+    assert np.array_equal(done.routing[: prompt - 1], renewed[: prompt - 1])
+    assert np.array_equal(done.routing[prompt - 1 : prompt - 1 + sampled_before],
+                          kept[prompt - 1 : prompt - 1 + sampled_before])  # fmt: skip
+    assert np.array_equal(done.routing[prompt - 1 + sampled_before : -1], renewed[prompt - 1 + sampled_before : -1])
+
+
+def engine_routing(engine: TransformersEngine, weights: list[tuple[str, Tensor]], tokens: list[int]) -> np.ndarray:
+    """Returns the experts of the tokens, computed in one pass with these weights."""
+    engine.swap(engine.version + 1, weights)
+    engine.add("whole", tokens, max_tokens=1)
+    (done,) = run_all(engine).values()
+    assert done.routing is not None
+    return done.routing[: len(tokens)]
+
+
+def test_routings_of_another_model_are_refused(sampled: tuple[Config, list[Group]], one_rank: Ranks) -> None:
+    config, groups = sampled
+    replay = Policy(config, one_rank).replay
+    assert replay is not None
+    replay.check(groups)
+    first = groups[0].trajectories[0]
+    routing = first.routing
+    assert routing is not None
+    for wrong, text in (
+        (None, "ticket 0, trajectory 0: no routing was recorded"),
+        (routing[:, :1], r"shape \(\d+, 1, 2\), but the model has 2 layers with 2 experts"),
+        (routing[1:], r"experts of each of its \d+ tokens"),
+        (routing + np.uint8(4), "it was routed to expert [4-7] of 4"),
+    ):
+        first.routing = wrong
+        with pytest.raises(InvariantError, match=text):
+            replay.check(groups)
+
+
+def test_a_dense_model_and_other_engines_are_refused(tiny_model: Path, one_rank: Ranks) -> None:
+    with pytest.raises(ConfigError, match=r"routing_replay = 'engine': the model of type qwen2 at .* has no experts"):
+        Policy(config_of(tiny_model), one_rank)
+    with pytest.raises(ConfigError, match=r"of type qwen2 .* has no experts"):
+        TransformersEngine(config_of(tiny_model), seed=1)
+    with pytest.raises(ValueError, match="the engine 'vllm' does not record"):
+        config_of(tiny_model, generator={"engine": "vllm"})
+    with pytest.raises(ValueError, match=r"single turns only, not with environment.name = 'e'"):
+        config_of(tiny_model, environment={"name": "e"})
+    with pytest.raises(ValueError, match=r"and learner.sequence_parallel = 2; use learner.sequence_parallel=1"):
+        config_of(tiny_model, learner={"sequence_parallel": 2}, launch={"learners": 2})
