@@ -159,8 +159,8 @@ class Config(Section):
             )
         if self.learner.lora.rank:
             raise ValueError(
-                f"{key}: the reference policy is the policy without adapters and would replay, too, with "
-                f"learner.lora.rank = {self.learner.lora.rank}; use learner.lora.rank=0, or algorithm.routing_replay=off"
+                f"{key}: with learner.lora.rank = {self.learner.lora.rank} the reference policy is the policy without "
+                "adapters, and would replay, too; use learner.lora.rank=0, or algorithm.routing_replay=off"
             )
         if self.environment.name is not None:
             raise ValueError(
