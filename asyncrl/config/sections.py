@@ -197,7 +197,7 @@ class WeightsConfig(Section):
     timeout_s: float = Field(default=60.0, gt=0.0)
     """Deadline of each phase of a broadcast."""
     staging: Literal["whole", "buckets"] = "whole"
-    """What the learner's ranks send from: a copy of each one's share, so that training goes on meanwhile (whole), or
+    """Memory that learner ranks send from: a copy of each one's share, so that training continues meanwhile (whole), or
     the weights themselves, without memory for them (buckets): then the next update waits until the version is
     delivered, and a generator whose engine keeps a version for an evaluation gets a later one. Generators have a copy
     either way."""

@@ -112,7 +112,7 @@ class LearnerConfig(Section):
     zero_stage: Literal[0, 1, 2, 3] = 0
     """DeepSpeed ZeRO stage. Sharded over learner ranks: 0 nothing, 1 optimizer, 2 also gradients, 3 also weights."""
     offload: Literal["none", "optimizer", "all"] = "none"
-    """What is kept in host memory: the optimizer's state, which is updated there (from `zero_stage` 1 on), or also the
+    """Data kept in host memory: the optimizer's state, which is updated there (from `zero_stage` 1 on), or also the
     weights, of which each layer is on the GPU while it computes (`zero_stage: 3`)."""
     epochs: int = Field(default=1, ge=1)
     """Passes over the batch of a step."""

@@ -41,7 +41,7 @@ GPU_FRACTION = "ASYNCRL_GPU_MEMORY_FRACTION"
 """Environment variable with the fraction of the GPU's memory that the launcher assigns to the engine."""
 
 Sampling = Literal["training", "evaluation", "greedy"]
-"""How a completion is sampled: as in section `generator`, as in section `eval`, or greedily."""
+"""The sampling of a completion: as in section `generator`, as in section `eval`, or greedily."""
 
 
 @dataclass(frozen=True, slots=True)

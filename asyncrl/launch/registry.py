@@ -14,7 +14,7 @@ from asyncrl.config import Config
 from asyncrl.util.user_code import resolve
 
 OF_THE_RUN = ("seed", "sent")
-"""Keyword-only arguments of engines that the run gives."""
+"""Keyword-only arguments of engines that the run sets."""
 OWN_PARTS = "One of your own goes by module:function or file.py:function, wherever the config takes one of these names."
 """Printed below the tables: the form in which a config names a part of the user's own."""
 

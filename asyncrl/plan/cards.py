@@ -2,7 +2,7 @@
 
 Memory is `memory.total` of nvidia-smi (modal-labs/modal-client#2797; of the B200 pytorch/ao#4002; of the H200 and the
 RTX 4090 reports of users). Bandwidth of the memory and dense bf16 FLOP/s are of NVIDIA's data sheets; the bandwidth of
-the B200 is what its clocks give (pytorch/ao#4002). The rate of an all-reduce in a host is assumed: a bit less than half
+the B200 follows from its clocks (pytorch/ao#4002). The rate of an all-reduce in a host is assumed: a bit less than half
 of NVLink's in one direction, or of PCIe 4.0 x16 for cards without NVLink.
 """
 

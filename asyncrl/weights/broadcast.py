@@ -60,7 +60,7 @@ class Delivery:
 
     store: Store
     share: RankShare
-    """What this rank sends."""
+    """The share that this rank sends."""
     others: OtherShares
     num_bytes: int
     """Bytes of all weights."""

@@ -249,7 +249,7 @@ class RunningChecksum:
             self._num_bytes += bucket.numel()
 
     def of(self, num_bytes: int) -> int:
-        """Returns the checksum. Raises RunError if these were not all of so many bytes."""
+        """Returns the checksum. Raises RunError if these were not `num_bytes` bytes."""
         if self._num_bytes != num_bytes:
             raise RunError(
                 f"weights: the transport took {self._num_bytes} of {num_bytes} bytes; `send` has to take all "

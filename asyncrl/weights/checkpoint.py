@@ -1,4 +1,4 @@
-"""Where the tensors of a checkpoint are in the parameters of its model, and which part of them each learner rank has.
+"""The places of a checkpoint's tensors in the parameters of its model, and the part of them that each rank has.
 
 A model may have several tensors of its checkpoint in one parameter: all experts of a layer, or query, key and value.
 The library converts them while it loads and saves. Run without memory, with views in place of copies, its conversion

@@ -91,7 +91,7 @@ class WeightReceiver(BackgroundReceiver):
         self._way: Transport | None = None
         """The transport, once the sender has named it."""
         self._shares: list[RankShare] = []
-        """What each learner rank sends."""
+        """The share that each learner rank sends."""
         self._links: list[Link] = []
         """The links in which they send."""
         self._group_number = 0

@@ -78,4 +78,4 @@ class WeightReferences:
 
 
 Buffer = WeightBuffer | WeightReferences
-"""What a rank sends from."""
+"""Memory that a rank sends from."""

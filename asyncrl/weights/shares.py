@@ -39,7 +39,7 @@ class RankShare:
     layout: WeightManifest
     """The rank's buffer: of each parameter a flat slice, which may be empty, or the parameters."""
     cuts: tuple[Cut, ...]
-    """What is sent, in this order."""
+    """The parts that are sent, in this order."""
 
     @property
     def num_bytes(self) -> int:

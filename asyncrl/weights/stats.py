@@ -1,4 +1,4 @@
-"""What senders of weights count."""
+"""Counters of the senders of weights."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Setup:
     python.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 
-    def run(*device: str, gpu: bool) -> str:
-        nvidia_smi.write_text(f"#!/bin/sh\nexit {int(not gpu)}\n")
+    def run(*device: str, gpu: bool, driver: str = "580.65.06") -> str:
+        nvidia_smi.write_text(f"#!/bin/sh\n[ $1 = -L ] || echo {driver}\nexit {int(not gpu)}\n")
         nvidia_smi.chmod(0o755)
         calls.unlink(missing_ok=True)
         done = subprocess.run(
@@ -95,3 +95,11 @@ def test_locks_hold_what_the_project_asks_for() -> None:
 
 def test_tests_see_no_gpu() -> None:
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "" and os.environ["DS_ACCELERATOR"] == "cpu"
+
+
+def test_an_old_driver_is_refused_before_anything_is_installed(setup: Setup, tmp_path: Path) -> None:
+    refused = setup(gpu=True, driver="570.133.20")
+    assert "the NVIDIA driver is 570.133.20, but the GPU packages need 580 or newer" in refused
+    assert "make setup DEVICE=cpu" in refused and not (tmp_path / ".venv/ready").exists()
+    assert CPU in setup("cpu", gpu=True, driver="570.133.20")
+    assert GPU in setup("gpu", gpu=False, driver=""), "a login node has no driver"

@@ -19,7 +19,7 @@ from asyncrl.generator.transformers_backend.cache import HeadShape, PagedCache
 
 
 class Row(NamedTuple):
-    """What is computed of one request in a step."""
+    """The tokens of one request that a step computes."""
 
     tokens: Sequence[int]
     start: int
@@ -45,7 +45,7 @@ class Group(NamedTuple):
     rows: int
     start: int
     tokens: int
-    """Of each row."""
+    """Number of tokens of each row."""
     source: Tensor | None
     """int64 [rows * (start + tokens)], places in the cache; None if nothing is cached yet."""
 

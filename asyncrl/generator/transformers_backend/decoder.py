@@ -39,7 +39,7 @@ class Decoder:
             config.algorithm.routing_replay, config.model.path, trust_remote_code=config.model.trust_remote_code
         )
         self.routers = None if routers is None else RoutingRecorder(self._model, routers, config.model.path)
-        """What records the experts of every step; None without `algorithm.routing_replay`."""
+        """Records the experts of every step; None without `algorithm.routing_replay`."""
         self.window_tokens = window_of(config, self._model)
         self.step_tokens = step_tokens(config, self.device, self.window_tokens)
         text, dtype = self._model.config.get_text_config(), self._model.dtype

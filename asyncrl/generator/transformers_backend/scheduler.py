@@ -66,7 +66,7 @@ class Scheduler:
 
     Every step decodes one token of each running request whose earlier tokens are in the cache. What is left of the
     `step_tokens` goes to prompts, which may be split over several steps. When pages run out, the last request of the
-    order gives all of its pages back and waits; its tokens are computed again later.
+    order releases all of its pages and waits; its tokens are computed again later.
     """
 
     def __init__(self, cache: PagedCache, *, max_running: int, step_tokens: int) -> None:

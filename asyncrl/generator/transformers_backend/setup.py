@@ -1,4 +1,4 @@
-"""What the launcher needs to know of the engine on transformers; imports no torch."""
+"""Constants of the engine on transformers that the launcher needs, too; imports no torch."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ Entry = tuple[str, str, tuple[int, ...], int]
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Where some tensors are. Their memory is valid until the next bucket is made."""
+    """The places of some tensors. Their memory is valid until the next bucket is made."""
 
     path: str
     num_bytes: int

@@ -46,7 +46,7 @@ class Training:
 
     @property
     def kind(self) -> str:
-        """What it is but for numbers of ranks and tokens."""
+        """The kind of layout: all settings but the numbers of ranks and tokens."""
         kept = "checkpointed" if self.checkpointing else "plain"
         moved = "" if self.offload == "none" else f", offload {self.offload}"
         return f"ZeRO {self.stage}, {kept}{moved}"

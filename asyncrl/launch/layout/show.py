@@ -39,7 +39,7 @@ LOWERED_BY = {
     "a step": "a smaller generator.engine_options.max_num_batched_tokens",
     "logits": "a smaller generator.max_running_groups",
 }
-"""What lowers a use of memory, by the beginning of its name."""
+"""Settings that lower a use of memory, by the first words of its name."""
 
 
 def show_layout(

@@ -15,7 +15,7 @@ from asyncrl.learner.model.engine import TrainedModel
 log = structlog.get_logger()
 
 ADAPTER_FOLDER = "adapter"
-"""Folder of adapters in peft's format, beside that of the merged model."""
+"""Folder of adapters in peft's format, next to that of the merged model."""
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -32,7 +32,7 @@ TOKENIZER_FILES = (
 
 def save_model(trained: TrainedModel, folder: Path, *, tokenizer: str) -> None:
     """Writes the model, and the tokenizer of the model at `tokenizer`, to `folder`, and adapters to the folder
-    `adapter` beside it. They are replaced only when the new files are complete. All ranks call it."""
+    `adapter` next to it. They are replaced only when the new files are complete. All ranks call it."""
     weights, factors = trained.collect_weights(), trained.factors()
     if trained.ranks.rank:
         return

@@ -42,7 +42,7 @@ class TrainedModel:
         self.ranks = ranks
         self.model = model
         self.adapters = adapters
-        """What alone is trained; None if all parameters are."""
+        """The only trained parameters; None if all are trained."""
         self.network = network.to(ranks.device)
         gather_experts_together(model)
         self.optimizer = make_optimizer(config.learner, model, self.network, lr=lr)

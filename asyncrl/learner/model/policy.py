@@ -77,7 +77,7 @@ class Policy(TrainedModel):
         replay = None if routers is None else RouterReplay(model, routers, config.model.path)
         network = PolicyNetwork(config, model, entropy_gradient=config.algorithm.entropy_coef > 0, replay=replay)
         self.replay = replay
-        """What replays the engine's experts, in scoring passes, too; None without `algorithm.routing_replay`. The
+        """Replays the engine's experts, in scoring passes, too; None without `algorithm.routing_replay`. The
         reference and the critic are other models, and route live."""
         self.excluded = network.excluded
         """Tokens that the engine excludes early in a completion; None if there are none."""
