@@ -15,7 +15,7 @@ Every token of a `Completion` carries the log-prob and the version of the weight
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, cast
 
@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.config import Config
-from asyncrl.errors import ConfigError
-from asyncrl.types import Status
+from asyncrl.errors import ConfigError, InvariantError, RunError
+from asyncrl.types import NO_VERSION, Status
 from asyncrl.util.user_code import resolve_function
 
 if TYPE_CHECKING:
@@ -138,6 +138,22 @@ class Engine(Protocol):
     def close(self) -> None:
         """Aborts all requests and frees the engine's memory."""
         ...
+
+
+def check_request(
+    engine: Engine, key: str, num_prompt: int, *, seed: int | None, deterministic: bool, keys: Container[str]
+) -> None:
+    """Raises RunError if a prompt of this many tokens does not fit the window, and InvariantError if the engine has no
+    version, the key is one of the running requests' `keys`, or a seed is not for this run."""
+    if seed is not None and not deterministic:
+        raise InvariantError(f"request {key}: a seed of its own works with `deterministic` only")
+    if engine.version == NO_VERSION:
+        raise InvariantError(f"request {key}: the engine has no version yet; swap weights in first")
+    if key in keys:
+        raise InvariantError(f"request {key}: the key is in use")
+    window = engine.window_tokens
+    if not 0 < num_prompt < window:
+        raise RunError(f"request {key}: a prompt of {num_prompt} tokens does not fit the window of {window} tokens")
 
 
 def check_installed(config: Config) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -137,3 +137,26 @@ def deterministic_engine(model_path: str) -> Iterator[VllmEngine]:
     finally:
         close_all([engine])
         torch.set_num_threads = set_num_threads  # the engine replaced it
+
+
+def swap_in_flight(
+    engine: Engine, policies: Sequence[Qwen2ForCausalLM], requests: dict[str, list[int]], dropped: int = 0
+) -> dict[str, Completion]:
+    """Version 0 for 5 tokens, version 1 for 6, version 2 for the rest. `dropped` tokens less where a swap drops those
+    that are in flight."""
+    engine.swap(0, weights_of(policies[0]))
+    for key, prompt in requests.items():
+        engine.add(key, prompt)
+    done: dict[str, Completion] = {}
+    for step in range(1, 100):
+        done |= {completion.key: completion for completion in engine.step()}
+        if step in (5, 11):
+            version = engine.version + 1
+            assert engine.swap(version, weights_of(policies[version])) > 0
+        if not engine.num_running:
+            break
+    for completion in done.values():
+        expected = np.repeat([0, 1, 2], [5 - dropped, 6 - dropped, 100])[: len(completion.tokens)]
+        assert np.array_equal(completion.versions, expected)
+    assert max(len(completion.tokens) for completion in done.values()) > 12
+    return done

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from generator_model import EOS, kept_cache_logprobs, reference_logprobs, run_all, weights_of
+from generator_model import EOS, kept_cache_logprobs, reference_logprobs, run_all, swap_in_flight, weights_of
 from transformers import Qwen2ForCausalLM
 
 from asyncrl.errors import ConfigError, InvariantError, RunError
@@ -94,29 +94,6 @@ def test_layers_are_made_anew_only_where_the_engine_gave_up_their_weights(
     assert len(reloads) == (0 if kept else len(policies))
 
 
-def swap_in_flight(
-    engine: VllmEngine, policies: Policies, requests: dict[str, list[int]], dropped: int = 0
-) -> dict[str, Completion]:
-    """Version 0 for 5 tokens, version 1 for 6, version 2 for the rest. `dropped` tokens less where a swap drops those
-    that are in flight."""
-    engine.swap(0, weights_of(policies[0]))
-    for key, prompt in requests.items():
-        engine.add(key, prompt)
-    done: dict[str, Completion] = {}
-    for step in range(1, 100):
-        done |= {completion.key: completion for completion in engine.step()}
-        if step in (5, 11):
-            version = engine.version + 1
-            assert engine.swap(version, weights_of(policies[version])) > 0
-        if not engine.num_running:
-            break
-    for completion in done.values():
-        expected = np.repeat([0, 1, 2], [5 - dropped, 6 - dropped, 100])[: len(completion.tokens)]
-        assert np.array_equal(completion.versions, expected)
-    assert max(len(completion.tokens) for completion in done.values()) > 12
-    return done
-
-
 @IN_FLIGHT
 def test_recompute_makes_every_token_exactly_one_version(
     make_engine: EngineMaker, policies: Policies, ahead: bool
@@ -185,25 +162,6 @@ def test_a_cached_prompt_is_never_used_under_other_weights(
         assert np.all(done[key].versions == 1)
         expected = reference_logprobs(policies[1], prompt, done[key].tokens, 0.7)
         assert max_difference(done[key].logprobs, expected) < TOLERANCE
-
-
-def test_weights_of_another_model_are_refused_and_change_nothing(make_engine: EngineMaker, policies: Policies) -> None:
-    engine = recomputing(make_engine)
-    engine.swap(0, weights_of(policies[0]))
-    weights = weights_of(policies[1])
-    name, tensor = weights[3]
-    cases = [
-        (weights[:3] + weights[4:], f"{name} is missing"),
-        ([*weights, ("lm_head.bias", torch.zeros(1))], "lm_head.bias is unknown"),
-        ([*weights[:3], (name, tensor[:-1]), *weights[4:]], rf"{name} has shape \(31, 64\), the model \(32, 64\)"),
-    ]
-    for given, message in cases:
-        with pytest.raises(RunError, match=f"version 1 do not fit model.path = .*{message}"):
-            engine.swap(1, given)
-    assert engine.version == 0
-    (completion,) = complete(engine, {"a": [5, 6, 7]}).values()
-    expected = reference_logprobs(policies[0], [5, 6, 7], completion.tokens, 1.0)
-    assert max_difference(completion.logprobs, expected) < TOLERANCE
 
 
 def test_the_end_token_is_the_last_and_a_cut_completion_is_truncated(

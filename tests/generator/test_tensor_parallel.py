@@ -19,6 +19,7 @@ from generator_model import (
     reference_logprobs,
     run_all,
     small_config,
+    swap_in_flight,
     weights_of,
 )
 from transformers import Qwen2ForCausalLM
@@ -64,26 +65,6 @@ def complete(engine: VllmEngine, kind: str = "training") -> dict[str, Completion
     return run_all(engine)
 
 
-def swap_in_flight(engine: VllmEngine, policies: Policies, *, dropped: int) -> dict[str, Completion]:
-    """Version 0 for 5 tokens, version 1 for 6, version 2 for the rest. `dropped` tokens less where a swap drops those
-    that are in flight."""
-    engine.swap(0, weights_of(policies[0]))
-    for key, prompt in PROMPTS.items():
-        engine.add(key, prompt)
-    done: dict[str, Completion] = {}
-    for step in range(1, 100):
-        done |= {completion.key: completion for completion in engine.step()}
-        if step in (5, 11):
-            engine.swap(engine.version + 1, weights_of(policies[engine.version + 1]))
-        if not engine.num_running:
-            break
-    for completion in done.values():
-        expected = np.repeat([0, 1, 2], [5 - dropped, 6 - dropped, 100])[: len(completion.tokens)]
-        assert np.array_equal(completion.versions, expected)
-    assert max(len(completion.tokens) for completion in done.values()) > 12
-    return done
-
-
 def max_difference(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.abs(a - b).max())
 
@@ -106,7 +87,7 @@ def test_two_workers_sample_what_one_process_does(
 
 
 def test_keep_continues_on_the_keys_and_values_of_both_workers(divided: VllmEngine, policies: Policies) -> None:
-    for key, completion in swap_in_flight(divided, policies, dropped=0).items():
+    for key, completion in swap_in_flight(divided, policies, PROMPTS).items():
         expected = kept_cache_logprobs(policies, PROMPTS[key], completion, 1.0)
         assert max_difference(completion.logprobs, expected) < TOLERANCE
 
@@ -138,7 +119,7 @@ def test_every_token_is_of_the_version_that_it_carries_also_with_a_batch_in_flig
     with async_scheduling():
         engine = VllmEngine(config, seed=1)
     try:
-        done = swap_in_flight(engine, policies, dropped=int(kv_cache == "recompute"))
+        done = swap_in_flight(engine, policies, PROMPTS, dropped=int(kv_cache == "recompute"))
     finally:
         engine.close()
     for key, completion in done.items():

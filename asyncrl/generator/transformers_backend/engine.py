@@ -14,8 +14,8 @@ from torch import Tensor
 
 from asyncrl.config import Config
 from asyncrl.config.mappings import Sampling as How
-from asyncrl.errors import InvariantError, RunError
-from asyncrl.generator.engine import Completion, Sampling
+from asyncrl.errors import InvariantError
+from asyncrl.generator.engine import Completion, Sampling, check_request
 from asyncrl.generator.transformers_backend.decoder import Decoder
 from asyncrl.generator.transformers_backend.sampler import sample
 from asyncrl.generator.transformers_backend.scheduler import Request, Scheduler
@@ -79,18 +79,9 @@ class TransformersEngine:
     ) -> None:
         """Starts a completion, as in `Engine.add`."""
         config, generator = self._config, self._config.generator
-        if seed is not None and not config.deterministic:
-            raise InvariantError(f"request {key}: a seed of its own works with `deterministic` only")
-        if self.version == NO_VERSION:
-            raise InvariantError(f"request {key}: the engine has no version yet; swap weights in first")
-        if key in self._requests:
-            raise InvariantError(f"request {key}: the key is in use")
-        window = self.window_tokens
-        if not 0 < len(prompt) < window:
-            raise RunError(
-                f"request {key}: a prompt of {len(prompt)} tokens does not fit the window of {window} tokens"
-            )
-        limit = min(max_tokens or generator.max_new_tokens, window - len(prompt))
+        deterministic, keys = self._config.deterministic, self._requests
+        check_request(self, key, len(prompt), seed=seed, deterministic=deterministic, keys=keys)
+        limit = min(max_tokens or generator.max_new_tokens, self.window_tokens - len(prompt))
         self._arrivals += 1
         # When many environments answer at once, more turns wait than fit: those of the oldest groups go first.
         rank = priority if config.environment.name is not None else 0

@@ -14,8 +14,8 @@ import structlog
 from numpy.typing import NDArray
 
 from asyncrl.config import Config
-from asyncrl.errors import InvariantError, RunError
-from asyncrl.generator.engine import Completion, Sampling
+from asyncrl.errors import InvariantError
+from asyncrl.generator.engine import Completion, Sampling, check_request
 from asyncrl.generator.vllm_backend.completion import completion_of
 from asyncrl.generator.vllm_backend.sent_weights import SentWeights, Weights
 from asyncrl.generator.vllm_backend.setup import build_engine, sampling_params
@@ -113,17 +113,8 @@ class VllmEngine:
         priority: int = 0,
     ) -> None:
         """Starts a completion, as in `Engine.add`."""
-        if seed is not None and not self._config.deterministic:
-            raise InvariantError(f"request {key}: a seed of its own works with `deterministic` only")
-        if self.version == NO_VERSION:
-            raise InvariantError(f"request {key}: the engine has no version yet; swap weights in first")
-        if key in self._requests:
-            raise InvariantError(f"request {key}: the key is in use")
-        window = self.window_tokens
-        if not 0 < len(prompt) < window:
-            raise RunError(
-                f"request {key}: a prompt of {len(prompt)} tokens does not fit the window of {window} tokens"
-            )
+        deterministic, keys = self._config.deterministic, self._requests
+        check_request(self, key, len(prompt), seed=seed, deterministic=deterministic, keys=keys)
         if max_tokens == self._config.generator.max_new_tokens:
             max_tokens = None
         tokens = np.asarray(prompt).tolist()
