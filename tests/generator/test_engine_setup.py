@@ -97,3 +97,10 @@ def test_a_device_without_batches_in_flight_is_named(model_path: str) -> None:
     assert event["event"] == "vLLM schedules no batch ahead on this device"
     arguments = vllm_setup._arguments(small_config(model_path), 1, on_gpu=True)
     assert "async_scheduling" not in arguments  # vLLM's own default for the device
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_logits_are_computed_in_float32(model_path: str, on_gpu: bool) -> None:
+    assert "hf_overrides" not in vllm_setup._arguments(small_config(model_path), 1, on_gpu=on_gpu)
+    bfloat16 = vllm_setup._arguments(small_config(model_path, model__dtype="bfloat16"), 1, on_gpu=on_gpu)
+    assert bfloat16["hf_overrides"] == {"head_dtype": "float32"}

@@ -144,6 +144,8 @@ def _arguments(config: Config, seed: int, *, on_gpu: bool) -> dict[str, Any]:
             # One sequence at a time, since kernels round differently for several. No chunked prefill, since the CPU
             # sampler cannot undo the draw for a chunk that ends before the prompt does.
             arguments |= {"max_num_seqs": 1, "enable_chunked_prefill": False}
+    if config.model.dtype == "bfloat16":
+        arguments["hf_overrides"] = {"head_dtype": "float32"}  # the learner does not round logits, either
     if config.environment.name is not None:
         # When many environments answer at once, more turns wait than fit: those of the oldest groups go first.
         arguments["scheduling_policy"] = "priority"
