@@ -79,9 +79,9 @@ class Manifest(Body):
     """Names, shapes and dtypes of the weights, as JSON (`WeightManifest.to_json`)."""
 
     text: Document
-    senders: Annotated[int, Meta(ge=1, le=MAX_INDEX + 1)] = 1
+    senders: Annotated[int, Meta(ge=1, le=MAX_INDEX + 1)]
     """Learner ranks, each of which sends a share of them (`weights/shares.py`)."""
-    by_parameter: bool = False
+    by_parameter: bool
     """True if each bucket is a part of one parameter."""
 
 
@@ -92,7 +92,7 @@ class Offer(Body):
     version: Number
     transport: _Name
     bucket_bytes: Annotated[int, Meta(ge=MIN_BUCKET_BYTES, le=MAX_NUMBER)]
-    urgent: bool = False
+    urgent: bool
     """True if the learner waits for the round: a receiver whose engine keeps its version says "holding" at once."""
 
 

@@ -102,8 +102,8 @@ METRICS = {"learner/loss": 0.25, "learner/wait_s": 0.1, "weights/broadcasts": 3.
 
 
 PUSHED: list[Body] = [
-    weights.Manifest('{"weights": [["a", "float32", [2, 3]]], "bytes": 1024}'),
-    weights.Offer(2, 3, "gloo", 1 << 20),
+    weights.Manifest('{"weights": [["a", "float32", [2, 3]]], "bytes": 1024}', 1, False),
+    weights.Offer(2, 3, "gloo", 1 << 20, False),
     weights.Go(2, 1, rank=1, size=2),
     weights.Patience(2),
     weights.Sent(2, 1 << 60),

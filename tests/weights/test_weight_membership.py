@@ -160,7 +160,7 @@ def test_a_new_one_that_never_connects_does_not_hold_the_others_for_a_deadline(
 def test_only_a_silent_one_that_was_ready_fails_before_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that was not may still allocate its memory."""
     monkeypatch.setattr(membership_module, "SILENT_S", 0.3)
-    membership = Membership(lambda *_: None, Manifest(""), threading.Condition(), lambda: None)
+    membership = Membership(lambda *_: None, Manifest("", 1, False), threading.Condition(), lambda: None)
     for rank in (1, 2, 3):
         membership.handle(bytes([rank]), Join(rank, "cpu", "host"))
     lively, silent, new = membership.present()
@@ -370,7 +370,7 @@ def test_messages_outside_a_session_change_nothing_and_a_ping_is_told_that_it_ha
 
 @pytest.mark.parametrize("message", RUBBISH)
 def test_a_rubbish_answer_is_told_apart_from_none(message: object) -> None:
-    membership = Membership(lambda peer, message: None, Manifest(""), threading.Condition(), check=lambda: None)
+    membership = Membership(lambda peer, message: None, Manifest("", 1, False), threading.Condition(), check=lambda: None)
     for rank in (1, 2, 3):
         membership.handle(bytes([rank]), Join(rank, "cpu", "host-1"))
     peers = membership.present()
@@ -390,7 +390,7 @@ def test_a_rubbish_answer_is_told_apart_from_none(message: object) -> None:
 def test_an_answer_of_another_round_is_none_and_holding_extends_the_deadline_once() -> None:
     sent: list = []
     membership = Membership(
-        lambda peer, message: sent.append((peer, message)), Manifest(""), threading.Condition(), check=lambda: None
+        lambda peer, message: sent.append((peer, message)), Manifest("", 1, False), threading.Condition(), check=lambda: None
     )
     for rank in (1, 2):
         membership.handle(bytes([rank]), Join(rank, "cpu", "host-1"))

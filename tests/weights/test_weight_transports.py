@@ -82,10 +82,10 @@ def test_a_round_is_over_when_the_next_offer_is_there(address: str, cleanup: lis
     ((peer, join),) = joins
     assert join == Join(1, "cpu", host_name())
     for number in (1, 2):
-        server.send(peer, Offer(number, 0, "gloo", 1 << 20))
+        server.send(peer, Offer(number, 0, "gloo", 1 << 20, False))
         session.listen(10.0)
         if number == 1:
-            assert session.next_offer() == Offer(1, 0, "gloo", 1 << 20)
+            assert session.next_offer() == Offer(1, 0, "gloo", 1 << 20, False)
             session.raise_if_over()
     with pytest.raises(RoundAborted, match="another offer"):
         session.raise_if_over()
