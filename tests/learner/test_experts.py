@@ -19,7 +19,7 @@ def run(model: Path, out: Path, port: int) -> list[object]:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("mixtral", marks=pytest.mark.slow)])
 def test_twenty_steps_and_the_engine_has_the_learners_weights_after_each(
     name: str, free_port: Callable[[], int], tmp_path: Path
 ) -> None:

@@ -25,7 +25,7 @@ BUCKETS = [section | {"weights": {"staging": "buckets"}} for section in (FLOAT32
     ("family", "ranks"),
     [
         ("qwen2", 2),
-        ("mixtral", 2),
+        pytest.param("mixtral", 2, marks=pytest.mark.slow),
         *(pytest.param(name, ranks, marks=pytest.mark.slow) for name in ("qwen2", "mixtral") for ranks in (1, 3)),
     ],
 )

@@ -57,6 +57,7 @@ def test_two_ranks_that_share_sequences_are_one_rank(name: str, two: Path, model
     compare(name, two, 2, models, one_rank)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", PAIRS)
 def test_two_pairs_of_ranks_are_one_rank(name: str, four: Path, models: Path, one_rank: Ranks) -> None:

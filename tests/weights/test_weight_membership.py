@@ -165,7 +165,7 @@ def test_only_a_silent_one_that_was_ready_fails_before_the_deadline(monkeypatch:
         membership.handle(bytes([rank]), Join(rank, "cpu", "host"))
     lively, silent, new = membership.present()
     lively.was_ready = silent.was_ready = True
-    membership.offer([lively, silent, new], version=1, transport="gloo", bucket_bytes=BUCKET_BYTES)
+    membership.offer([lively, silent, new], version=1, transport="gloo", bucket_bytes=BUCKET_BYTES, urgent=False)
 
     def talk() -> None:
         for _ in range(12):
@@ -370,11 +370,13 @@ def test_messages_outside_a_session_change_nothing_and_a_ping_is_told_that_it_ha
 
 @pytest.mark.parametrize("message", RUBBISH)
 def test_a_rubbish_answer_is_told_apart_from_none(message: object) -> None:
-    membership = Membership(lambda peer, message: None, Manifest("", 1, False), threading.Condition(), check=lambda: None)
+    membership = Membership(
+        lambda peer, message: None, Manifest("", 1, False), threading.Condition(), check=lambda: None
+    )
     for rank in (1, 2, 3):
         membership.handle(bytes([rank]), Join(rank, "cpu", "host-1"))
     peers = membership.present()
-    membership.offer(peers, version=0, transport="gloo", bucket_bytes=1 << 20)
+    membership.offer(peers, version=0, transport="gloo", bucket_bytes=1 << 20, urgent=False)
     with pytest.raises(ProtocolError) as problem:
         decode("", raw_frames("", "ready", message))
     membership.refuse(b"\1", "ready", str(problem.value))
@@ -390,12 +392,15 @@ def test_a_rubbish_answer_is_told_apart_from_none(message: object) -> None:
 def test_an_answer_of_another_round_is_none_and_holding_extends_the_deadline_once() -> None:
     sent: list = []
     membership = Membership(
-        lambda peer, message: sent.append((peer, message)), Manifest("", 1, False), threading.Condition(), check=lambda: None
+        lambda peer, message: sent.append((peer, message)),
+        Manifest("", 1, False),
+        threading.Condition(),
+        check=lambda: None,
     )
     for rank in (1, 2):
         membership.handle(bytes([rank]), Join(rank, "cpu", "host-1"))
     peers = membership.present()
-    membership.offer(peers, version=0, transport="gloo", bucket_bytes=1 << 20)
+    membership.offer(peers, version=0, transport="gloo", bucket_bytes=1 << 20, urgent=False)
     assert isinstance(sent[-1][1], Offer)
     membership.handle(b"\1", Ready(2, None))
     membership.handle(b"\2", Ready(1, None))
