@@ -22,7 +22,8 @@ from typing import IO
 PASSED, NOTHING_SELECTED, INTERRUPTED = 0, 5, 130
 AT_A_TIME = 3
 GENERATOR = ("tests/generator",)
-LEARNER = ("tests/learner", "tests/weights")
+LEARNER = ("tests/learner",)
+WEIGHTS = ("tests/weights",)
 PROCESSES = ("tests/launch", "tests/environments", "tests/rewards", "tests/network", "tests/fuzz")
 """Folders whose tests mostly wait for processes that they start."""
 SYSTEM = ("tests/system", "tests/chaos")
@@ -98,16 +99,17 @@ def ended(parts: list[Part]) -> Iterator[None]:
 
 def run(*, slow: bool) -> list[Part]:
     selected = "(slow or hypothesis)" if slow else "not slow"
-    ignored = [f"--ignore={folder}" for folder in (*GENERATOR, *LEARNER, *PROCESSES)]
+    ignored = [f"--ignore={folder}" for folder in (*GENERATOR, *LEARNER, *WEIGHTS, *PROCESSES)]
     left = [
         ("others", f"{selected} and not system", ignored),
         ("processes", selected, list(PROCESSES)),
         ("learner", selected, list(LEARNER)),
+        ("weights", selected, list(WEIGHTS)),
         ("system", f"{selected} and system", list(SYSTEM)),
         ("generator", selected, list(GENERATOR)),
     ]
     if slow:
-        left[3:] = reversed(left[3:])
+        left[4:] = reversed(left[4:])
     parts: list[Part] = []
 
     def start() -> None:

@@ -12,13 +12,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.__main__ import GENERATOR, LEARNER, PROCESSES, SYSTEM
+from tests.__main__ import GENERATOR, LEARNER, PROCESSES, SYSTEM, WEIGHTS
 
 REPOSITORY = Path(__file__).parents[2]
 PARTS = {
     "others": "tests/unit/test_others.py",
     "processes": "tests/launch/test_processes.py",
     "learner": "tests/learner/test_learner.py",
+    "weights": "tests/weights/test_weights.py",
     "system": "tests/system/test_system.py",
     "generator": "tests/generator/test_generator.py",
 }
@@ -52,7 +53,7 @@ def write_tests(folder: Path, *, mark: str = "", **bodies: str) -> None:
     """One test for each part; it leaves a file of the part's name when its body passes."""
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "pytest.ini").write_text(SETTINGS)
-    for other in (*GENERATOR, *LEARNER, *PROCESSES, *SYSTEM):
+    for other in (*GENERATOR, *LEARNER, *WEIGHTS, *PROCESSES, *SYSTEM):
         (folder / other).mkdir(parents=True)
     for part, file in PARTS.items():
         marks = [mark] if mark else []
@@ -88,12 +89,12 @@ def test_three_parts_run_at_a_time_and_the_next_starts_when_one_has_ended(tmp_pa
         others="await_file('generator.pid')",
         processes="await_file('generator.pid')",
         learner="await_file('others.pid'); await_file('processes.pid')",
-        system="assert Path('learner').exists()",
+        system="assert Path('weights').exists()",
         generator="assert Path('system').exists()",
     )
     code, output, passed = run(tmp_path)
     assert (code, passed) == (0, list(PARTS)), output
-    *lines, total = output.splitlines()[-6:]
+    *lines, total = output.splitlines()[-7:]
     assert [line.split()[0] for line in lines] == list(PARTS)
     assert all("1 passed" in line for line in lines)
     assert total.startswith("total ") and total.endswith(" s, passed")
