@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from asyncrl.launch.commands.bench import python_path
 from benchmarks.results import origin_here
 
 ROOT = Path(__file__).parents[1]
@@ -129,7 +130,7 @@ class Running:
         self._process = subprocess.Popen(
             [*command, "--tb=short", "-k", stage.select],
             cwd=ROOT,
-            env=os.environ | {REPORT: str(self._report), "ASYNCRL_MAY_SKIP": "1"},
+            env=os.environ | {REPORT: str(self._report), "ASYNCRL_MAY_SKIP": "1", "PYTHONPATH": python_path()},
             stdout=self._output,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
-from worlds import make_model, spawn
+from worlds import endpoints, make_model, spawn
 
 from asyncrl.learner.model.partitioned_loading import files_of_tensors, read_range
 from benchmarks.families import save_family
@@ -62,8 +62,10 @@ def test_ranges_are_read_with_their_rows(tmp_path: Path) -> None:
 
 def measure(models: Path, out: Path, port: int) -> None:
     """Runs two ranks whose allocator gives freed memory back, which must be said before a process starts."""
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     script = Path(__file__).with_name("loading_ranks.py")
+    endpoints(port)  # names the folder of sockets in the environment, which the ranks inherit
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    environment["PYTHONPATH"] = str(script.parents[2])
     with ExitStack() as stack:
         ranks: list[subprocess.Popen[bytes]] = []
         for rank in range(2):
