@@ -11,8 +11,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "learner"))
 
 import torch
-from test_learner_memory import groups_of
-from worlds import endpoints, make_trainer, pack_groups
+from test_learner_memory import SIZES
+from worlds import endpoints, make_trainer, pack_groups, single_groups
 
 from asyncrl.config import Config
 from asyncrl.learner.distributed import process_group
@@ -22,8 +22,9 @@ def main() -> None:
     config = Config.model_validate_json(sys.argv[2])
     with process_group(endpoints(int(sys.argv[1])), 0, 1, start_timeout_s=60, timeout_s=60) as ranks:
         trainer = make_trainer(config, ranks)
+        groups = single_groups([250] * 32, SIZES["vocab_size"])
         for step in (1, 2):
-            trainer.train(pack_groups(config, groups_of([250] * 32)), step=step)
+            trainer.train(pack_groups(config, groups), step=step)
     print(torch.cuda.max_memory_allocated())
 
 

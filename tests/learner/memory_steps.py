@@ -11,42 +11,22 @@ import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-import numpy as np
-from worlds import VOCABULARY, endpoints, make_trainer, pack_groups
+from worlds import VOCABULARY, endpoints, make_trainer, pack_groups, single_groups
 
 from asyncrl.config import Config
 from asyncrl.learner.distributed import Ranks, process_group
 from asyncrl.learner.model.memory_trace import typical_lengths
-from asyncrl.types import NO_VERSION, Group, Trajectory
 from tests.helpers.memory_peak import Peak, anonymous_bytes, keep_freed_memory_away
 
 TINY = "tiny"
 """Folder of the tiny model in that of the model."""
 
 
-def group_of(lengths: list[int], vocabulary: int) -> list[Group]:
-    """Returns groups of one trajectory each, so that no trajectories share a prompt."""
-    made: list[Group] = []
-    for ticket, length in enumerate(lengths):
-        tokens = np.random.default_rng(ticket).integers(0, vocabulary, length).astype(np.int32)
-        mask = np.arange(length) > 0
-        trajectory = Trajectory(
-            tokens=tokens,
-            action_mask=mask,
-            behavior_logprobs=np.where(mask, -1.0, 0.0).astype(np.float32),
-            versions=np.where(mask, 0, NO_VERSION).astype(np.int32),
-            status="completed",
-            reward=float(ticket % 2),
-        )
-        made.append(Group(ticket, 1, 0, ticket, "", 0, 0, [trajectory]))
-    return made
-
-
 def train(config: Config, ranks: Ranks, lengths: list[int], vocabulary: int) -> None:
     """Trains two steps: in the second the optimizer has its states."""
     trainer = make_trainer(config, ranks)
     for step in (1, 2):
-        trainer.train(pack_groups(config, group_of(lengths, vocabulary)), step=step)
+        trainer.train(pack_groups(config, single_groups(lengths, vocabulary)), step=step)
 
 
 def connected(port: int, rank: int, config: Config) -> AbstractContextManager[Ranks]:

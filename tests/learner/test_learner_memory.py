@@ -6,12 +6,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
-from worlds import make_config
+from worlds import make_config, single_groups
 
 from asyncrl.config import Config
 from asyncrl.launch.resources.shape import Shape
@@ -19,35 +18,11 @@ from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.collate import make_batch
 from asyncrl.learner.model.loading import hidden_states, load_policy_model
 from asyncrl.learner.model.memory_trace import META, LiveStorages, empty_model, trace
-from asyncrl.types import NO_VERSION, Group, Trajectory
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 256,
 }  # fmt: skip
-
-
-def groups_of(lengths: list[int]) -> list[Group]:
-    """Returns groups of one trajectory each, so that no trajectories share a prompt."""
-    made: list[Group] = []
-    for ticket, length in enumerate(lengths):
-        tokens = np.random.default_rng(ticket).integers(0, SIZES["vocab_size"], length).astype(np.int32)
-        mask = np.arange(length) > 0
-        trajectory = Trajectory(
-            tokens=tokens,
-            action_mask=mask,
-            behavior_logprobs=np.where(mask, -1.0, 0.0).astype(np.float32),
-            versions=np.where(mask, 0, NO_VERSION).astype(np.int32),
-            status="completed",
-            reward=1.0,
-        )
-        made.append(
-            Group(
-                ticket=ticket, attempt=1, generator=0, row=ticket, data_source="", start_version=0, end_version=0,
-                trajectories=[trajectory], started_s=0.0, finished_s=0.0,
-            )
-        )  # fmt: skip
-    return made
 
 
 FAMILIES: dict[str, PretrainedConfig] = {
@@ -81,7 +56,9 @@ def kept_bytes(config: Config, micro: MicroBatch) -> int:
 def test_the_trace_counts_what_autograd_keeps(family: str, dtype: str, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(FAMILIES[family]).save_pretrained(tmp_path)
     config = make_config(tmp_path, model={"dtype": dtype})
-    (micro,) = make_batch(groups_of([96, 90, 80, 75] * 6), tokens_per_microbatch=1 << 20).micro_batches
+    (micro,) = make_batch(
+        single_groups([96, 90, 80, 75] * 6, SIZES["vocab_size"]), tokens_per_microbatch=1 << 20
+    ).micro_batches
     kept = kept_bytes(config, micro)
     model = empty_model(AutoConfig.from_pretrained(tmp_path), dtype=dtype)
     traced = trace(model, micro, on_gpu=False, exchanged=False)

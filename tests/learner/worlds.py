@@ -184,6 +184,24 @@ def make_groups(count: int = 6, *, seed: int = 0, version: int = 0) -> list[Grou
     ]
 
 
+def single_groups(lengths: list[int], vocabulary: int) -> list[Group]:
+    """Returns groups of one trajectory each, so that no trajectories share a prompt."""
+    made: list[Group] = []
+    for ticket, length in enumerate(lengths):
+        tokens = np.random.default_rng(ticket).integers(0, vocabulary, length).astype(np.int32)
+        mask = np.arange(length) > 0
+        trajectory = Trajectory(
+            tokens=tokens,
+            action_mask=mask,
+            behavior_logprobs=np.where(mask, -1.0, 0.0).astype(np.float32),
+            versions=np.where(mask, 0, NO_VERSION).astype(np.int32),
+            status="completed",
+            reward=float(ticket % 2),
+        )
+        made.append(Group(ticket, 1, 0, ticket, "", 0, 0, [trajectory]))
+    return made
+
+
 def pack_groups(config: Config, groups: Sequence[Group]) -> Batch:
     settings = config.learner
     return make_batch(

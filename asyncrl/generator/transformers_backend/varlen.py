@@ -34,12 +34,11 @@ TOLERANCE = 0.05
 0.01, another mask 0.3 and more."""
 
 
-def table_attention(
-    batch: Batch, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, window: int | None
+def _attend(
+    batch: Batch, q: Tensor, keys: Tensor, values: Tensor, *, scale: float | None, window: int | None, **paged: Any
 ) -> Tensor:
-    """Reads keys and values through the table of pages."""
-    assert batch.cache is not None and varlen_attn is not None
-    keys, values = (tensor.unflatten(0, (-1, batch.cache.page_tokens)) for tensor in batch.cache.layers[layer])
+    """Calls torch's kernel with keys and values [..., heads, size]."""
+    assert varlen_attn is not None
     return varlen_attn(
         q.contiguous(),
         keys,
@@ -50,30 +49,28 @@ def table_attention(
         batch.max_key,
         scale=scale,
         window_size=_window(window),
-        **_grouped(varlen_attn, q.shape[1] != keys.shape[2]),
-        seqused_k=batch.key_lengths,
-        block_table=batch.page_table,
+        **_grouped(varlen_attn, q.shape[1] != keys.shape[-2]),
+        **paged,
     )  # type: ignore[return-value]
+
+
+def table_attention(
+    batch: Batch, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, window: int | None
+) -> Tensor:
+    """Reads keys and values through the table of pages."""
+    assert batch.cache is not None
+    keys, values = (tensor.unflatten(0, (-1, batch.cache.page_tokens)) for tensor in batch.cache.layers[layer])
+    paged = {"seqused_k": batch.key_lengths, "block_table": batch.page_table}
+    return _attend(batch, q, keys, values, scale=scale, window=window, **paged)
 
 
 def gathered_attention(
     batch: Batch, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, window: int | None
 ) -> Tensor:
     """Copies keys and values of all rows from the cache first."""
-    assert batch.cache is not None and varlen_attn is not None
+    assert batch.cache is not None
     keys, values = (tensor.index_select(0, batch.key_source) for tensor in batch.cache.layers[layer])
-    return varlen_attn(
-        q.contiguous(),
-        keys,
-        values,
-        batch.query_ends,
-        batch.key_ends,
-        batch.max_query,
-        batch.max_key,
-        scale=scale,
-        window_size=_window(window),
-        **_grouped(varlen_attn, q.shape[1] != keys.shape[1]),
-    )  # type: ignore[return-value]
+    return _attend(batch, q, keys, values, scale=scale, window=window)
 
 
 @cache

@@ -19,7 +19,7 @@ GIB = 1 << 30
 PROCESS_BYTES = 2 * GIB
 """CUDA context, workspaces of cuBLAS and cuDNN, NCCL's channels, and fragmentation of the allocator."""
 BUCKET_ELEMENTS = 50_000_000
-"""Gradients that the ranks exchange at a time from ZeRO stage 1 on, in float32 (`learner.model.engine`)."""
+"""Gradients that the ranks exchange at a time from ZeRO stage 1 on, in float32 (`learner.model.settings`)."""
 PLAIN_BUCKET_ELEMENTS = 500_000_000
 """The same without ZeRO: DeepSpeed's default."""
 STEP_ELEMENTS = 1_000_000_000
