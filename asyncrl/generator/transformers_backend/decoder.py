@@ -35,6 +35,8 @@ class Decoder:
         self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         self._model, self._output = load_model(config, self.device)
         self._parameters = dict(self._model.named_parameters())
+        self._freed: list[tuple[torch.UntypedStorage, int]] = []
+        """The memory that `free` gave up, and its size."""
         routers = replayed_routers(
             config.algorithm.routing_replay, config.model.path, trust_remote_code=config.model.trust_remote_code
         )
@@ -68,6 +70,23 @@ class Decoder:
         """Overwrites parameters. On a GPU the copies may end after the return, in the order of the thread's stream."""
         for name, tensor in tensors:
             self._parameters[name].copy_(tensor)
+
+    def free(self, *, weights: bool) -> None:
+        """Gives up the memory of the cache, and of the parameters."""
+        self.cache.free()
+        if weights:
+            memory = [parameter.untyped_storage() for parameter in self._parameters.values()]
+            self._freed = [(one, one.nbytes()) for one in memory if one.resizable() and one.nbytes()]
+            for one, _ in self._freed:
+                one.resize_(0)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def restore_weights(self) -> None:
+        """Takes the memory of the parameters back, if it was given up; `load` must fill it."""
+        for one, num_bytes in self._freed:
+            one.resize_(num_bytes)
+        self._freed = []
 
     @torch.inference_mode()
     def logits(self, rows: Sequence[Row]) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from asyncrl.config import Config
 from asyncrl.config.mappings import Sampling as How
 from asyncrl.errors import InvariantError
-from asyncrl.generator.engine import Completion, Sampling, check_request
+from asyncrl.generator.engine import Completion, Sampling, Waking, check_request
 from asyncrl.generator.transformers_backend.decoder import Decoder
 from asyncrl.generator.transformers_backend.sampler import sample
 from asyncrl.generator.transformers_backend.scheduler import Request, Scheduler
@@ -187,6 +187,18 @@ class TransformersEngine:
         if self.version != NO_VERSION:
             raise InvariantError(f"engine: version {self.version} is loaded already, over the model's own weights")
         self.version = version
+
+    def sleep(self, level: int) -> None:
+        """Frees the device, as in `Engine.sleep`."""
+        self._scheduler.preempt()
+        self._decoder.free(weights=level > 1)
+
+    def wake(self, what: Waking) -> None:
+        """Takes the device back, as in `Engine.wake`."""
+        if what == "weights":
+            self._decoder.restore_weights()
+        else:
+            self._decoder.cache.restore()
 
     def close(self) -> None:
         """Aborts all requests and frees the memory of model and cache."""

@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 
 from asyncrl.config import Config
 from asyncrl.errors import InvariantError
-from asyncrl.generator.engine import Completion, Sampling, check_request
+from asyncrl.generator.engine import Completion, Sampling, Waking, check_request
 from asyncrl.generator.vllm_backend.completion import completion_of
 from asyncrl.generator.vllm_backend.sent_weights import SentWeights, Weights
 from asyncrl.generator.vllm_backend.setup import build_engine, sampling_params
+from asyncrl.generator.vllm_backend.sleeping import sleep, wake
 from asyncrl.generator.vllm_backend.version_labels import VersionLabels, check_first_versions
 from asyncrl.generator.vllm_backend.weight_loader import WeightLoader
 from asyncrl.generator.vllm_backend.workers import Workers
@@ -268,6 +269,14 @@ class VllmEngine:
         self.abort(untouched)
         for key, request in zip(untouched, requests, strict=True):
             self._start(key, request)
+
+    def sleep(self, level: int) -> None:
+        """Frees the device, as in `Engine.sleep`. vLLM frees nothing on a CPU: there only the caches are dropped."""
+        self._workers.call(lambda: sleep(self._engine, level))
+
+    def wake(self, what: Waking) -> None:
+        """Takes the device back, as in `Engine.wake`."""
+        self._workers.call(lambda: wake(self._engine, what))
 
     def close(self) -> None:
         """Aborts all requests and frees the engine's memory and its process group."""
