@@ -21,6 +21,7 @@ from pathlib import Path
 import structlog
 
 from asyncrl.config import Config
+from asyncrl.errors import ConfigError
 from asyncrl.generator.engine import Engine
 from asyncrl.util.card_lock import CardLock, Cards, CardWait, card_path
 
@@ -62,6 +63,11 @@ class SharedCard(OwnCard):
 
     def __init__(self, config: Config, engine: Engine, cards: Cards) -> None:
         """The engine was built with the cards, which this generator still has."""
+        if not (hasattr(engine, "sleep") and hasattr(engine, "wake")):
+            raise ConfigError(
+                f"launch.colocate = {config.launch.colocate!r}: the engine {config.generator.engine!r} has no methods "
+                "`sleep` and `wake` (asyncrl/generator/engine.py); use launch.colocate=off"
+            )
         self._engine, self._cards = engine, cards
         self._batches = max(1, config.replay.max_staleness)
         self._timeout_s = config.launch.progress_timeout_s
