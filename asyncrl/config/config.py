@@ -211,7 +211,7 @@ class Config(Section):
                 f"{key} with critic.ranks = {self.critic.ranks}: they would use a card of a generator, too; use "
                 "critic.ranks=0, which trains the critic in the learner ranks"
             )
-        if self.weights.staging != "whole":
+        if self.weights.staging == "buckets":
             raise ValueError(
                 f"{key} with weights.staging = {self.weights.staging!r}: the learner would hold its weights until the "
                 "engine has them, and the engine has no card until the learner is done; use weights.staging=whole"

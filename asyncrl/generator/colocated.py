@@ -29,8 +29,6 @@ log = structlog.get_logger()
 
 _PROGRESS_S = 1.0
 """Interval at which a generating engine is noted as progress."""
-LEVEL = 2
-"""The level of the engine's sleep: complete weights follow."""
 
 
 class OwnCard:
@@ -51,7 +49,7 @@ class OwnCard:
         `idle`: it has none at all, and gets none."""
 
     def wake(self) -> bool:
-        """Takes the card for the weights of a new version. False if it is not there yet."""
+        """Takes the card for the weights of a new version, unless it is there. False while it is the learner's."""
         return True
 
     def woken(self) -> None:
@@ -69,8 +67,11 @@ class SharedCard(OwnCard):
                 "`sleep` and `wake` (asyncrl/generator/engine.py); use launch.colocate=off"
             )
         self._engine, self._cards = engine, cards
-        self._batches = max(1, config.replay.max_staleness)
+        self._batches = max(1, config.replay.staleness_limit)
+        # Without the base, adapters would have nothing to change.
+        self._level = 1 if config.learner.lora.rank else 2
         self._timeout_s = config.launch.progress_timeout_s
+        self._has_card = True
         self._wait: list[CardWait] = []
         self._next_note_s = 0.0
         self._sleep()  # the first version comes from the learner
@@ -92,13 +93,13 @@ class SharedCard(OwnCard):
 
     def _sleep(self) -> None:
         began_s = time.monotonic()
-        self._engine.sleep(LEVEL)
-        self.asleep, self._wait = True, []
+        self._engine.sleep(self._level)
+        self.asleep, self._has_card, self._wait = True, False, []
         self._cards.release()
         log.info("engine sleeps", sleep_ms=round((time.monotonic() - began_s) * 1e3, 1), batches=self.batches)
 
     def wake(self) -> bool:
-        if not self.asleep:
+        if self._has_card:
             return True
         if not self._wait:
             self._wait = self._cards.waits(self._timeout_s)
@@ -106,6 +107,7 @@ class SharedCard(OwnCard):
             for one in self._wait:
                 one.check()
             return False
+        self._has_card = True
         self._engine.wake("weights")
         return True
 

@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from asyncrl.environments.pool import EnvironmentPool
     from asyncrl.rewards.workers import RewardPool, Scored
     from asyncrl.weights.background import BackgroundReceiver
-    from asyncrl.weights.staging import StagedWeights
 
 log = structlog.get_logger()
 
@@ -97,8 +96,6 @@ class GeneratorLoop:
         self.client = client
         self.should_stop = should_stop
         self.card = card or OwnCard()
-        self._staged: StagedWeights | None = None
-        """A version that waits for the card."""
         self.stats = GeneratorStats.of()
         self._watch = Stopwatch(GENERATOR_ACTIVITIES)
         self._phases = Stopwatch((_OTHER, *GENERATOR_PHASES))
@@ -229,11 +226,12 @@ class GeneratorLoop:
         if self._keeps_version:
             self.receiver.hold()
             return
-        staged = self._staged = self._staged or self.receiver.staged()
-        if staged is None or not self.card.wake():
+        if self.card.asleep and not (self.receiver.has_version and self.card.wake()):
+            return
+        staged = self.receiver.staged()
+        if staged is None:
             return
         stall_ms = self.engine.swap(staged.version, staged.tensors)
-        self._staged = None
         self.receiver.loaded(staged)
         self.card.woken()
         self.stats.stall_ms.append(stall_ms)

@@ -19,9 +19,9 @@ import structlog
 
 from asyncrl.config import Config
 from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.model.host_memory import HostMemory
 from asyncrl.learner.trainer import Trainer
 from asyncrl.util.card_lock import CardLock
+from asyncrl.util.host_memory import HostMemory
 from asyncrl.util.processes import Stopwatch
 from asyncrl.wire.learner_messages import Committed
 

@@ -43,8 +43,8 @@ from asyncrl.learner.metrics.flops import ModelFlops
 from asyncrl.learner.metrics.phases import PhaseTimer
 from asyncrl.learner.metrics.step import StepMetrics
 from asyncrl.learner.mismatch_check import MismatchCheck
-from asyncrl.learner.model.host_memory import states_of, tensors_of
 from asyncrl.learner.model.policy import Policy, Reference
+from asyncrl.learner.model.states import states_of, tensors_of
 from asyncrl.learner.token_losses import token_losses
 from asyncrl.learner.update import (
     Minibatch,

@@ -19,7 +19,7 @@ from asyncrl.generator.engine import ENGINES, make_engine
 from asyncrl.launch.resources.gpus import visible_gpus
 from asyncrl.learner.checkpoint.zero_state import collect_state
 from asyncrl.learner.distributed import Ranks, process_group
-from asyncrl.learner.model.host_memory import HostMemory
+from asyncrl.util.host_memory import HostMemory
 from tests.helpers.demo import make_demo
 from tests.helpers.runs import Launched, check_ledger, start_launch
 

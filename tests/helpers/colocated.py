@@ -22,11 +22,11 @@ from asyncrl.learner.batch import Batch
 from asyncrl.learner.colocated import SharedCard as LearnerCard
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.loop import Learner
-from asyncrl.learner.model.host_memory import HostMemory
 from asyncrl.replay.client import LeaseReply
 from asyncrl.rewards.workers import Scored
 from asyncrl.types import NO_VERSION, Group, Lease, Prompt, Shard
 from asyncrl.util.card_lock import Cards
+from asyncrl.util.host_memory import HostMemory
 from asyncrl.weights.staging import StagedWeights
 from asyncrl.wire.learner_messages import Committed
 
@@ -233,6 +233,10 @@ class Receiver:
     def __init__(self, queue: Queue) -> None:
         self._queue = queue
         self._seen: Any = None
+
+    @property
+    def has_version(self) -> bool:
+        return self._queue.sent is not None and self._queue.sent is not self._seen
 
     def staged(self) -> StagedWeights | None:
         sent = self._queue.sent

@@ -24,6 +24,7 @@ from asyncrl.generator.transformers_backend.loading import (
 from asyncrl.generator.transformers_backend.routing import RoutingRecorder
 from asyncrl.generator.transformers_backend.sizes import cache_pages, step_tokens, window_of
 from asyncrl.generator.transformers_backend.varlen import choose_kernel
+from asyncrl.util.host_memory import HostMemory
 from asyncrl.util.routing import replayed_routers
 
 
@@ -36,7 +37,8 @@ class Decoder:
         self._model, self._output = load_model(config, self.device)
         self._parameters = dict(self._model.named_parameters())
         self._freed: list[tuple[torch.UntypedStorage, int]] = []
-        """The memory that `free` gave up, and its size."""
+        """The memory that `free` dropped, and its size."""
+        self._host = HostMemory(self.device)
         routers = replayed_routers(
             config.algorithm.routing_replay, config.model.path, trust_remote_code=config.model.trust_remote_code
         )
@@ -71,11 +73,13 @@ class Decoder:
         for name, tensor in tensors:
             self._parameters[name].copy_(tensor)
 
-    def free(self, *, weights: bool) -> None:
-        """Gives up the memory of the cache, and of the parameters."""
+    def free(self, *, keep_weights: bool) -> None:
+        """Gives up the memory of the cache and of the parameters, which move to the host or are dropped."""
         self.cache.free()
-        if weights:
-            memory = [parameter.untyped_storage() for parameter in self._parameters.values()]
+        if keep_weights:
+            self._host.offload(self._model.parameters())
+        else:
+            memory = [parameter.untyped_storage() for parameter in self._model.parameters()]
             self._freed = [(one, one.nbytes()) for one in memory if one.resizable() and one.nbytes()]
             for one, _ in self._freed:
                 one.resize_(0)
@@ -83,7 +87,8 @@ class Decoder:
             torch.cuda.empty_cache()
 
     def restore_weights(self) -> None:
-        """Takes the memory of the parameters back, if it was given up; `load` must fill it."""
+        """Takes the memory of the parameters back; if they were dropped, `load` must fill it."""
+        self._host.reload()
         for one, num_bytes in self._freed:
             one.resize_(num_bytes)
         self._freed = []

@@ -191,7 +191,7 @@ class TransformersEngine:
     def sleep(self, level: int) -> None:
         """Frees the device, as in `Engine.sleep`."""
         self._scheduler.preempt()
-        self._decoder.free(weights=level > 1)
+        self._decoder.free(keep_weights=level == 1)
 
     def wake(self, what: Waking) -> None:
         """Takes the device back, as in `Engine.wake`."""

@@ -1,23 +1,14 @@
-"""Moves the states of models from a GPU to the host and back, while another process uses the GPU.
+"""Moves the memory of tensors from a GPU to the host and back, while another process uses the GPU.
 
-DeepSpeed's own `offload_states` knows stages 1 and 2, and its own optimizers in stage 3. Here the memory of each tensor
-is given up and taken back, and the tensors stay: parameters, their parts of a rank, flat buffers and views of them.
-So it does not depend on the stage or the optimizer; a tensor that is not found stays on the GPU.
+The memory of each tensor is given up and taken back, and the tensors stay, with all views of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from asyncrl.learner.model.engine import TrainedModel
-
-_DEPTH = 6
-"""Levels of containers in which DeepSpeed's tensors are looked for."""
+from torch import Tensor
 
 
 class HostMemory:
@@ -69,41 +60,3 @@ class HostMemory:
 
 def _content(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def states_of(trained: TrainedModel) -> Iterator[Tensor]:
-    """Yields the tensors of a model under training: those of the network, and those that DeepSpeed and the optimizer
-    keep. One may be yielded several times."""
-    yield from tensors_of(trained.network)
-    yield from _inside(trained.optimizer.state, _DEPTH, set())
-    optimizer: Any = trained.engine.optimizer
-    yield from _inside(vars(optimizer), _DEPTH, set())
-
-
-def tensors_of(network: nn.Module) -> Iterator[Tensor]:
-    """Yields the parameters of a network, their parts of ZeRO stage 3, their gradients, and its buffers."""
-    for parameter in network.parameters():
-        sizes: Any = parameter
-        parts = parameter.detach(), parameter.grad, getattr(sizes, "ds_tensor", None)
-        yield from (part for part in parts if part is not None)
-    yield from network.buffers()
-
-
-def _inside(value: Any, depth: int, seen: set[int]) -> Iterator[Tensor]:
-    """Yields the tensors in containers, and in objects of DeepSpeed."""
-    if isinstance(value, Tensor):
-        yield value.detach()
-        return
-    if depth == 0 or id(value) in seen:
-        return
-    if isinstance(value, Mapping):
-        members: Iterable[Any] = list(value.values())
-    elif isinstance(value, list | tuple | set):
-        members = value
-    elif type(value).__module__.startswith("deepspeed.runtime") and not isinstance(value, nn.Module):
-        members = list(getattr(value, "__dict__", {}).values())
-    else:
-        return
-    seen.add(id(value))
-    for member in members:
-        yield from _inside(member, depth - 1, seen)
