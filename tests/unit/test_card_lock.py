@@ -132,5 +132,10 @@ def test_all_cards_or_none(start: Callable[[str], Holder], tmp_path: Path) -> No
     names = [card_path(tmp_path, number) for number in (1, 0)]
     cards = Cards([CardLock(path, "generator-0") for path in names])
     assert not cards.try_acquire()
-    assert CardLock(names[0], "learner-1").try_acquire(), "card 1 was kept without card 0"
+    code = "import sys; from pathlib import Path; from asyncrl.util.card_lock import CardLock; "
+    code += "sys.exit(not CardLock(Path(sys.argv[1]), 'learner-1').try_acquire())"
+    other = [sys.executable, "-c", code, str(names[0])]
+    assert subprocess.run(other, check=False).returncode == 0, "card 1 was kept without card 0"
     holder.tell("release")
+    assert cards.try_acquire()
+    assert subprocess.run(other, check=False).returncode == 1
