@@ -24,9 +24,10 @@ DEFAULT_TOKENS = 8192
 SHOWN = 6
 """Number of options that do not fit in the output."""
 LOWERED_BY = {
-    "activations": "learner.gradient_checkpointing=true or a smaller learner.tokens_per_microbatch",
+    "activations": "learner.gradient_checkpointing=true, a smaller learner.tokens_per_microbatch or a larger "
+    "learner.sequence_parallel",
     "output layer": "a smaller learner.tokens_per_microbatch",
-    "weights to send": "weights.transport=gloo",
+    "weights to send": "weights.staging=buckets, weights.transport=gloo",
     "staged weights": "weights.transport=gloo",
     "gathered weights": "learner.zero_stage=2",
     "gradients": "more launch.learners, or learner.zero_stage from 2 on",

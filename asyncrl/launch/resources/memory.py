@@ -89,8 +89,8 @@ def learner_parts(
     on_gpu: bool = True,
 ) -> Parts:
     """Returns the memory of one learner rank. `critic` is the critic trained in this process, if any; `sends` is True
-    if the rank sends its share of the weights from the GPU. With adapters the reference policy is the policy without
-    them."""
+    if the rank sends its share of the weights from the GPU: a copy of it, unless `weights.staging` is buckets. With
+    adapters the reference policy is the policy without them."""
     ranks, size = config.launch.learners, item_bytes(config.model.dtype)
     parts = trained_parts(config, shape, ranks, on_gpu=on_gpu)
     passes = _passes(config, shape, ranks, on_gpu=on_gpu)
@@ -101,7 +101,7 @@ def learner_parts(
     if reference is not None and not shape.adapters:
         count = -(-reference.parameters // ranks) if config.learner.zero_stage == 3 else reference.parameters
         parts["reference"] = size * count
-    if sends:
+    if sends and config.weights.staging != "buckets":
         parts["weights to send"] = size * -(-shape.parameters // ranks)
     return parts | passes
 
@@ -159,6 +159,7 @@ def trace_micro_batch(config: Config, shape: Shape, tokens: int, *, values: bool
         values=values,
         on_gpu=on_gpu,
         exchanged=_stage(config) > 0,
+        sequence_parallel=config.learner.sequence_parallel,
     )
 
 
@@ -174,12 +175,19 @@ def _traced(
     values: bool,
     on_gpu: bool,
     exchanged: bool,
+    sequence_parallel: int,
 ) -> Trace:
     from asyncrl.learner.model.memory_trace import trace, typical_micro_batch  # imports torch
 
     model = empty_model_of(folder, trust_remote_code, values=values, dtype=dtype, checkpointing=checkpointing)
-    micro = typical_micro_batch(*tokens)
-    return trace(model, micro, entropy_gradient=entropy_gradient, on_gpu=on_gpu, exchanged=exchanged)
+    return trace(
+        model,
+        typical_micro_batch(*tokens),
+        entropy_gradient=entropy_gradient,
+        on_gpu=on_gpu,
+        exchanged=exchanged,
+        sequence_parallel=sequence_parallel,
+    )
 
 
 def _stage(config: Config) -> int:

@@ -23,6 +23,7 @@ from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.model.loading import HEADS, UNFIT, hidden_states, switch_dropout_off
 from asyncrl.learner.model.logprob_head import LogprobHead
 from asyncrl.learner.model.packed_attention import PACKED, make_layout
+from asyncrl.learner.model.sequence_parallel import SequenceParallel
 from asyncrl.learner.model.stand_in import is_on_gpu, meta_as_gpu
 
 META = torch.device("meta")
@@ -180,10 +181,25 @@ def typical_micro_batch(tokens: int, longest_tokens: int) -> MicroBatch:
     )
 
 
+class _OneOfRanks(SequenceParallel):
+    """One of the ranks that share sequences. The others are not there, and tensors have no values."""
+
+    def own(self, places: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        own = places[: -(-len(places) // self.size)]
+        return own, own
+
+
 def trace(
-    model: PreTrainedModel, micro: MicroBatch, *, on_gpu: bool, exchanged: bool, entropy_gradient: bool = False
+    model: PreTrainedModel,
+    micro: MicroBatch,
+    *,
+    on_gpu: bool,
+    exchanged: bool,
+    entropy_gradient: bool = False,
+    sequence_parallel: int = 1,
 ) -> Trace:
-    """Returns the memory of the micro-batch with a model of `empty_model`.
+    """Returns the memory of the micro-batch with a model of `empty_model`, in one of `sequence_parallel` ranks that
+    share it.
 
     With `exchanged`, every gradient is copied to float32 for the exchange between ranks and freed at once, as ZeRO does
     from stage 1 on; otherwise it is added to a sum that exists already.
@@ -193,15 +209,16 @@ def trace(
     for parameter in model.parameters():
         parameter.grad = None if exchanged else torch.empty_like(parameter)
     hooks = [p.register_post_accumulate_grad_hook(_exchange) for p in model.parameters() if exchanged]
+    parallel = _OneOfRanks(0, sequence_parallel, None) if sequence_parallel > 1 else None  # pyright: ignore
     live = LiveStorages()
     live.ignore(
         tensor for parameter in model.parameters() for tensor in (parameter, parameter.grad) if tensor is not None
     )
     try:
         with meta_as_gpu(on_gpu), live:
-            states, _ = hidden_states(model, micro)
+            states, own = hidden_states(model, micro, parallel)
             forward_bytes = live.num_bytes
-            outputs = score(states, micro)
+            outputs = score(states, micro.targets if own is None else micro.targets[own])
             (outputs * torch.empty_like(outputs)).sum().backward()
     except (*UNFIT, RuntimeError, ValueError) as error:
         raise ConfigError(
@@ -220,10 +237,10 @@ def _exchange(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def _scorer(model: PreTrainedModel, *, entropy_gradient: bool) -> Callable[[Tensor, MicroBatch], Tensor]:
+def _scorer(model: PreTrainedModel, *, entropy_gradient: bool) -> Callable[[Tensor, Tensor], Tensor]:
     output = model.get_output_embeddings()
     if isinstance(output, nn.Linear):
         head = LogprobHead(output, 1.0, entropy_gradient=entropy_gradient)
-        return lambda states, micro: head(states, micro.targets)[0]
+        return lambda states, targets: head(states, targets)[0]
     layer = next(module for name in HEADS if (module := getattr(model, name, None)) is not None)
-    return lambda states, micro: layer(states).float().squeeze(-1)
+    return lambda states, targets: layer(states).float().squeeze(-1)
