@@ -74,17 +74,9 @@ class Fleet:
         return self.groups / self.step_s / self.constants.job.goodput
 
     @property
-    def partitioned(self) -> bool:
-        """As `is_partitioned`."""
-        return is_partitioned(self.model, self.learners, self.constants)
-
-    @property
     def deliveries(self) -> Deliveries:
         """Seconds until all engines have a version, by transport."""
-        return deliveries_of(
-            self.model, self.constants, engines=self.engines, tp=self.tp, learners=self.learners,
-            partitioned=self.partitioned,
-        )  # fmt: skip
+        return deliveries_of(self.model, self.constants, engines=self.engines, tp=self.tp, learners=self.learners)
 
     @property
     def failure_s(self) -> float:
@@ -240,14 +232,6 @@ def training_rate(model: ModelShape, constants: Constants) -> float:
     """Tokens that a GPU of the learner trains per second."""
     gpu = constants.gpu
     return gpu.flops * (gpu.moe_mfu if model.is_moe else gpu.dense_mfu) / (gpu.train_flops * model.active)
-
-
-def is_partitioned(model: ModelShape, learners: int, constants: Constants) -> bool:
-    """True if the weights must be divided among the ranks (ZeRO-3): with weights and gradients complete and the
-    optimizer's states divided (ZeRO-2), a rank has too little memory."""
-    complete = 4 * model.parameters
-    divided = (constants.gpu.state_bytes - 4) * model.parameters / learners
-    return complete + divided > constants.gpu.learner_bytes
 
 
 def least_learners(model: ModelShape, constants: Constants) -> int:
