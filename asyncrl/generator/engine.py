@@ -135,6 +135,10 @@ class Engine(Protocol):
         """Uses the weights in `model.path` as `version`, instead of a first `swap`."""
         ...
 
+    def peak_memory_bytes(self) -> int:
+        """Returns the most memory that this process has used, and that processes of the engine have, in addition."""
+        ...
+
     def close(self) -> None:
         """Aborts all requests and frees the engine's memory."""
         ...

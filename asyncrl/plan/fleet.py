@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from asyncrl.errors import ConfigError
 from asyncrl.plan.deliveries import Deliveries, deliveries_of
-from asyncrl.plan.hardware import Constants, ModelShape
+from asyncrl.plan.hardware import Constants, Links, ModelShape
 
 TENSOR_PARALLEL = (1, 2, 4, 8)
 """GPUs of an engine; they are on one host."""
@@ -66,7 +66,7 @@ class Fleet:
         """Cores that the replay queue is busy with, of which it has one. Groups without signal pass through it, too."""
         job, links = self.constants.job, self.constants.links
         num_bytes = links.token_bytes * job.group_size * (job.answer_tokens + job.prompt_tokens)
-        return self.groups_per_s * (links.queue_group_s + links.queue_byte_s * num_bytes)
+        return queue_cores(self.groups_per_s, num_bytes, links)
 
     @property
     def groups_per_s(self) -> float:
@@ -190,6 +190,11 @@ def _split(
     return Fleet(
         model, gpus, tp, engines, learners, groups or learners, sequences, fitting, generation, training, constants
     )
+
+
+def queue_cores(groups_per_s: float, group_bytes: float, links: Links) -> float:
+    """Returns the cores that the replay queue is busy with, of which it has one, with groups of this size."""
+    return groups_per_s * (links.queue_group_s + links.queue_byte_s * group_bytes)
 
 
 def trajectories(gpus: int) -> float:

@@ -110,6 +110,21 @@ def test_sequences_are_shared_where_they_fit_in_no_other_way_without_offload(
     assert any(used.missing_bytes for used in make_cards(alone, placement, models))
 
 
+def test_the_queue_is_counted_with_what_routing_replay_adds(tmp_path: Path) -> None:
+    small = EXPERTS_30B | {"num_hidden_layers": 4, "num_experts": 16, "vocab_size": 1000}
+    arguments = ("--model", shape_of(small).folder, "--gpus", "2xH100-80", "--config", str(tmp_path / "base.yaml"))
+    base = (
+        "model: {path: m}\ndata: {train: d}\ngenerator: {engine: transformers, group_size: 4, max_new_tokens: 1024}\n"
+        "replay: {groups_per_step: 128, max_staleness: 3}\n"
+    )
+    told = ["replay queue: at most 0.0 GiB", "replay queue: at most 0.1 GiB"]
+    for text, expected in zip(("", "algorithm: {routing_replay: engine}\n"), told, strict=True):
+        (tmp_path / "base.yaml").write_text(base + text)
+        code, output = plan(*arguments)
+        assert code == 0 and expected in output, output  # 4 x 512 trajectories of 1,024 tokens of 13, and of 45 bytes
+        assert ("routing: 32 bytes a token" in output) == bool(text)
+
+
 def test_other_stagings_are_those_that_the_config_allows() -> None:
     settings = {"model.path": "m", "data.train": "d"}
     assert "buckets" in stagings(load_config(None, settings))

@@ -109,7 +109,7 @@ class Export:
                 yield tensor.of(weight)
 
     def other_files(self, tokenizer: str) -> dict[str, bytes]:
-        """Returns the contents of the files beside the weights by name, with those of the tokenizer at `tokenizer`."""
+        """Returns the contents of the files other than weights by name, with those of the tokenizer at `tokenizer`."""
         with TemporaryDirectory() as made:
             self._trained.model.save_pretrained(made, state_dict={})
             contents = {path.name: path.read_bytes() for path in sorted(Path(made).iterdir()) if path.name != SINGLE}
