@@ -106,9 +106,8 @@ def _remove_rendezvous_names() -> None:
         # Open as long as the generator runs: communicators that are made later look into it.
         return f"file:///proc/{os.getpid()}/fd/{os.memfd_create('asyncrl-rendezvous')}"
 
-    for executor in (multiproc_executor, uniproc_executor):
-        assert callable(executor.get_file_store_init_method)
-        executor.get_file_store_init_method = make_file
+    multiproc_executor.get_file_store_init_method = make_file
+    uniproc_executor.get_file_store_init_method = make_file
 
 
 def _remove_communicator_names() -> None:

@@ -37,6 +37,8 @@ class Trace:
     """Activations alive when the model has computed its last hidden states."""
     peak_bytes: int
     """The most that is alive at any moment of the pass."""
+    layers_bytes: int
+    """The most that is alive in the backward pass of the layers, after that of the output layer."""
 
 
 class LiveStorages(TorchDispatchMode):
@@ -218,8 +220,9 @@ def trace(
         with meta_as_gpu(on_gpu), live:
             states, own = hidden_states(model, micro, parallel)
             forward_bytes = live.num_bytes
-            outputs = score(states, micro.targets if own is None else micro.targets[own])
-            (outputs * torch.empty_like(outputs)).sum().backward()
+            output_peak, layers_peak = _backward(
+                live, states, score, micro.targets if own is None else micro.targets[own]
+            )
     except (*UNFIT, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"model.path: the memory of a {model.config.model_type} model cannot be traced "
@@ -228,7 +231,20 @@ def trace(
     finally:
         for hook in hooks:
             hook.remove()
-    return Trace(forward_bytes, live.peak_bytes)
+    return Trace(forward_bytes, max(output_peak, layers_peak), layers_peak)
+
+
+def _backward(
+    live: LiveStorages, states: Tensor, score: Callable[[Tensor, Tensor], Tensor], targets: Tensor
+) -> tuple[int, int]:
+    """Returns the most bytes that are alive until the gradient of the hidden states is computed, and after that."""
+    last = states.detach().requires_grad_()
+    outputs = score(last, targets)
+    (outputs * torch.empty_like(outputs)).sum().backward()
+    del outputs
+    until_then, live.peak_bytes = live.peak_bytes, live.num_bytes
+    states.backward(last.grad)
+    return until_then, live.peak_bytes
 
 
 def _exchange(parameter: Tensor) -> None:
