@@ -14,6 +14,7 @@ from worlds import LORA, copy_weights, endpoints, make_config, partitioning
 
 from asyncrl.errors import RunError
 from asyncrl.learner.checkpoint import hf_export
+from asyncrl.learner.checkpoint.files import model_files
 from asyncrl.learner.checkpoint.hf_export import save_model
 from asyncrl.learner.distributed import Ranks, process_group
 from asyncrl.learner.model import policy
@@ -30,6 +31,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", {"zero_stage": 3, "lora": LORA}),
 ]
 """Families and settings of the learner; embeddings of qwen2 are tied."""
+CHECKPOINT = 3
+"""The case of which the files of a checkpoint are written, too."""
 
 
 def make_policy(folder: Path, learner: dict[str, Any], ranks: Ranks, **sections: Any) -> Policy:
@@ -59,6 +62,11 @@ def compare(models: Path, out: Path, ranks: Ranks) -> None:
         model = make_policy(models / name, learner, ranks)
         save_model(model, out / str(index) / "model", tokenizer=str(models / "qwen2"))
         write_complete(model, out / str(index) / "expected")
+        if index == CHECKPOINT:
+            for name, content in model_files(model, "policy", tokenizer=str(models / "qwen2")).items():
+                target = out / "checkpoint" / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                content.write(target)
 
 
 def fail(models: Path, out: Path, ranks: Ranks) -> dict[str, str]:

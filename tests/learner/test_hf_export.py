@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from export_ranks import CASES
+from export_ranks import CASES, CHECKPOINT
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -19,6 +20,7 @@ from asyncrl.learner.checkpoint import hf_export
 from asyncrl.learner.checkpoint.hf_export import FILE_BYTES, WeightFile, weight_files, write_file
 from asyncrl.learner.model.partitioned_loading import INDEX, SINGLE, files_of_tensors
 from asyncrl.weights.checkpoint import CheckpointTensor
+from asyncrl.util.files import read_tensor_descriptions
 from benchmarks.families import save_family
 
 Results = tuple[Path, list[dict[str, str]]]
@@ -65,6 +67,14 @@ def test_two_ranks_write_the_bits_of_the_library(index: int, results: Results) -
     assert all(torch.equal(tensor, again[name]) for name, tensor in model.state_dict().items())
 
 
+def test_a_checkpoint_has_the_same_files(results: Results) -> None:
+    out, _ = results
+    found, expected = out / "checkpoint" / "model", out / str(CHECKPOINT) / "model"
+    assert sorted(path.name for path in found.iterdir()) == sorted(path.name for path in expected.iterdir())
+    assert all(path.read_bytes() == (expected / path.name).read_bytes() for path in found.iterdir())
+    assert len(list((out / "checkpoint" / "policy").iterdir())) == 2
+
+
 def test_all_ranks_hear_of_one_that_cannot_write(results: Results) -> None:
     for found in results[1]:
         assert "the model cannot be written to" in found["full"] and "No space left on device" in found["full"]
@@ -99,7 +109,8 @@ def test_files_have_equal_parts_of_the_tensors_in_order(monkeypatch: pytest.Monk
     assert all(file.num_bytes <= 200 for file in files[:-1]) and files[-1].num_bytes == 400 < FILE_BYTES
 
 
-def test_a_file_has_each_tensor_where_readers_can_view_it(tmp_path: Path) -> None:
+def test_a_file_has_the_largest_elements_first_as_those_of_the_library(tmp_path: Path) -> None:
+    """So each tensor begins at a multiple of the size of its elements."""
     described = [
         tensor_of("odd", 3, torch.uint8), tensor_of("half", 5, torch.bfloat16), tensor_of("full", 7, torch.float32),
     ]  # fmt: skip
@@ -107,6 +118,11 @@ def test_a_file_has_each_tensor_where_readers_can_view_it(tmp_path: Path) -> Non
     write_file(tmp_path / "file", WeightFile("file", 0, tuple(described)), iter(contents))
     found = load_file(tmp_path / "file")
     assert all(torch.equal(found[one.name], content) for one, content in zip(described, contents, strict=True))
+    data = (tmp_path / "file").read_bytes()
+    begins = {name: place["data_offsets"][0] for name, place in read_tensor_descriptions(tmp_path / "file").items()}
+    head = struct.unpack("<Q", data[:8])[0]
+    assert data[8 + head + begins["odd"] :] == b"\0\1\2" and head % 8 == 0
+    assert begins == {"full": 0, "half": 28, "odd": 38}
 
 
 @pytest.mark.slow

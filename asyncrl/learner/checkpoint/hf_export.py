@@ -146,7 +146,7 @@ def weight_files(tensors: Sequence[CheckpointTensor], writers: int) -> list[Weig
 
 def write_file(path: Path, file: WeightFile, contents: Iterator[Tensor]) -> None:
     """Writes a file with the next tensors of `contents`. Raises OSError."""
-    # The largest elements first: readers need each tensor at a multiple of the size of its elements.
+    # The largest elements first, as the format's own library does: each tensor is at a multiple of their size.
     order = sorted(file.tensors, key=lambda tensor: -tensor.dtype.itemsize)
     head = header(tuple(Entry(tensor.name, tensor.dtype, tensor.shape, 0) for tensor in order))
     places: dict[str, int] = {}
