@@ -19,8 +19,8 @@ from worlds import make_model, spawn
 from asyncrl.learner.checkpoint import hf_export
 from asyncrl.learner.checkpoint.hf_export import FILE_BYTES, WeightFile, weight_files, write_file
 from asyncrl.learner.model.partitioned_loading import INDEX, SINGLE, files_of_tensors
-from asyncrl.weights.checkpoint import CheckpointTensor
 from asyncrl.util.files import read_tensor_descriptions
+from asyncrl.weights.checkpoint import CheckpointTensor
 from benchmarks.families import save_family
 
 Results = tuple[Path, list[dict[str, str]]]
