@@ -106,8 +106,8 @@ def _remove_rendezvous_names() -> None:
         # Open as long as the generator runs: communicators that are made later look into it.
         return f"file:///proc/{os.getpid()}/fd/{os.memfd_create('asyncrl-rendezvous')}"
 
-    multiproc_executor.get_file_store_init_method = make_file
-    uniproc_executor.get_file_store_init_method = make_file
+    multiproc_executor.get_file_store_init_method = make_file  # pyright: ignore[reportPrivateImportUsage]
+    uniproc_executor.get_file_store_init_method = make_file  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _remove_communicator_names() -> None:
