@@ -61,7 +61,7 @@ STAGES = (
 
 @dataclass
 class Check:
-    """What became of a check."""
+    """The outcome of a check."""
 
     stage: str
     name: str

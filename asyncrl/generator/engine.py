@@ -148,6 +148,10 @@ class Engine(Protocol):
         the cache, after which `step` computes the requests in progress anew."""
         ...
 
+    def peak_memory_bytes(self) -> int:
+        """Returns the most memory that this process has used, and that processes of the engine have, in addition."""
+        ...
+
     def close(self) -> None:
         """Aborts all requests and frees the engine's memory."""
         ...

@@ -39,7 +39,6 @@ from asyncrl.generator.scoring import evaluated_rows
 from asyncrl.replay.client import GeneratorClient, LeaseReply
 from asyncrl.replay.evaluation.samples import pack_rows
 from asyncrl.types import NO_VERSION
-from asyncrl.util.memory import peak_memory_bytes
 from asyncrl.util.processes import GENERATOR_ACTIVITIES, GENERATOR_PHASES, Stopwatch
 from asyncrl.wire.messages import GeneratorStats
 
@@ -275,7 +274,7 @@ class GeneratorLoop:
             if (episodes := self.groups.episodes) is not None:
                 self.stats.live_episodes, self.stats.waiting_episodes = episodes.num_live, episodes.num_waiting
             if renews:
-                self.stats.peak_memory_bytes = peak_memory_bytes()
+                self.stats.peak_memory_bytes = self.engine.peak_memory_bytes()
             working_on = [group.lease for group in self.groups.unfinished] if renews else []
             self.client.ask(self.engine.version, groups, self.stats, num_evaluations=evaluations, working_on=working_on)
             self.stats.stall_ms = []

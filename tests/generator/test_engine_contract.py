@@ -1,4 +1,4 @@
-"""What every engine promises to the generator's loop, for each of the table."""
+"""The contract between an engine and the generator's loop, for each engine of the table."""
 
 from __future__ import annotations
 

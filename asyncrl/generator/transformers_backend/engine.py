@@ -22,6 +22,7 @@ from asyncrl.generator.transformers_backend.scheduler import Request, Scheduler
 from asyncrl.generator.transformers_backend.stops import StopTexts
 from asyncrl.generator.weight_fit import check_fit
 from asyncrl.types import NO_VERSION
+from asyncrl.util.memory import peak_memory_bytes
 from asyncrl.util.tokenizer import end_tokens
 
 
@@ -181,6 +182,10 @@ class TransformersEngine:
         # A prompt is of one version, also if it is computed in several steps.
         self._scheduler.recompute(all_requests=self._config.weights.kv_cache == "recompute")
         return (time.perf_counter() - started_s) * 1e3
+
+    def peak_memory_bytes(self) -> int:
+        """Returns the most memory that this process has used."""
+        return peak_memory_bytes()
 
     def use_own_weights(self, version: int) -> None:
         """Uses the weights in `model.path` as `version`, instead of a first `swap`."""

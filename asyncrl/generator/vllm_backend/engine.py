@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from asyncrl.generator.vllm_backend.version_labels import VersionLabels, check_f
 from asyncrl.generator.vllm_backend.weight_loader import WeightLoader
 from asyncrl.generator.vllm_backend.workers import Workers
 from asyncrl.types import NO_VERSION
+from asyncrl.util.memory import peak_memory_bytes
 from asyncrl.util.tokenizer import end_tokens, load_tokenizer
 
 if TYPE_CHECKING:
@@ -47,6 +49,11 @@ class _Request:
     salt: int | None
     stop: tuple[str, ...]
     priority: int
+
+
+def _peak_of(worker: object) -> int:
+    """Is called in the process of a worker."""
+    return peak_memory_bytes()
 
 
 class VllmEngine:
@@ -252,6 +259,12 @@ class VllmEngine:
         elif self.prefix_caching:
             self._restart_untouched()
         return (time.perf_counter() - started) * 1e3
+
+    def peak_memory_bytes(self) -> int:
+        """Returns the sum of the most memory that this process and each worker process has used."""
+        if not len(self._workers):
+            return peak_memory_bytes()
+        return peak_memory_bytes() + sum(self._workers.call(partial(self._engine.collective_rpc, _peak_of)))
 
     def use_own_weights(self, version: int) -> None:
         """Uses the weights in `model.path` as `version`, instead of a first `swap`."""
