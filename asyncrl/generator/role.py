@@ -67,7 +67,7 @@ def run_generator(
         receiver.start()  # joins while the engine starts, so that the learners do not wait for it
         engine = make_engine(config, seed=engine_seed(config.seed, index, start))
         stack.callback(engine.close)
-        receiver.engine_is_up()
+        receiver.engine_is_up(engine if config.weights.staging == "buckets" else None)
         if not on_gpu:
             try_batch_scheduling(set_time_slice)
         log.info("engine is up", generator=index)
@@ -122,6 +122,7 @@ def make_receiver(
         keeps=config.evaluates,
         run_id=endpoints.run_id,
         keys=endpoints.keys,
+        on_host=config.weights.staging == "host" or config.generator.tensor_parallel > 1,
     )
 
 

@@ -25,6 +25,7 @@ from asyncrl.generator.transformers_backend.routing import RoutingRecorder
 from asyncrl.generator.transformers_backend.sizes import cache_pages, step_tokens, window_of
 from asyncrl.generator.transformers_backend.varlen import choose_kernel
 from asyncrl.util.routing import replayed_routers
+from asyncrl.weights.bucket_plan import WeightPart
 
 
 class Decoder:
@@ -64,10 +65,11 @@ class Decoder:
         return {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
 
     @torch.no_grad()
-    def load(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+    def load(self, parts: Sequence[WeightPart]) -> None:
         """Overwrites parameters. On a GPU the copies may end after the return, in the order of the thread's stream."""
-        for name, tensor in tensors:
-            self._parameters[name].copy_(tensor)
+        for part in parts:
+            parameter, first = self._parameters[part.name], part.first_row
+            (parameter if first is None else parameter[first : first + len(part.tensor)]).copy_(part.tensor)
 
     @torch.inference_mode()
     def logits(self, rows: Sequence[Row]) -> Tensor:
