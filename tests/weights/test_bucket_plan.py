@@ -23,7 +23,9 @@ def test_every_byte_of_every_parameter_comes_once_into_its_place(
     shapes: list[tuple[int, ...]], ranks: int, bucket_bytes: int, data: st.DataObject
 ) -> None:
     dtypes = [data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.uint8])) for _ in shapes]
-    layout = WeightManifest.of((str(i), dtype, shape) for i, (dtype, shape) in enumerate(zip(dtypes, shapes, strict=True)))
+    layout = WeightManifest.of(
+        (str(i), dtype, shape) for i, (dtype, shape) in enumerate(zip(dtypes, shapes, strict=True))
+    )
     in_rows = data.draw(st.sets(st.sampled_from([str(i) for i in range(len(shapes))])))
     shares = shares_of_ranks(layout, ranks, bucket_bytes, by_parameter=True)
     plan = plan_buckets(layout, shares, bucket_bytes, in_rows.__contains__)
@@ -56,7 +58,9 @@ def test_every_byte_of_every_parameter_comes_once_into_its_place(
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_all_receivers_take_the_pieces_in_one_order(ranks: int) -> None:
-    layout = WeightManifest.of([("a", torch.float32, (100, 8)), ("b", torch.float32, (5,)), ("c", torch.bfloat16, (64, 9))])
+    layout = WeightManifest.of(
+        [("a", torch.float32, (100, 8)), ("b", torch.float32, (5,)), ("c", torch.bfloat16, (64, 9))]
+    )
     shares = shares_of_ranks(layout, ranks, 256, by_parameter=True)
     orders = [
         [(piece.sender, piece.start) for bucket in plan_buckets(layout, shares, 256, rows) for piece in bucket.pieces]

@@ -35,7 +35,7 @@ def save_model(folder: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("staging", ["whole", "buckets"])
-def test_a_rank_takes_its_share_of_the_weights_or_nothing(
+def test_a_transfer_takes_a_copy_of_the_weights_or_two_buckets(
     staging: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, address = save_model(tmp_path / "model"), socket_address("ranks")
@@ -55,8 +55,13 @@ def test_a_rank_takes_its_share_of_the_weights_or_nothing(
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(RANKS + 1)]
     weights_bytes = found[0]["weights_bytes"]
     share_bytes = weights_bytes // RANKS if staging == "whole" else 0
-    rows = [(f"learner rank {rank}", found[rank]["extra_bytes"], share_bytes) for rank in range(RANKS)]
-    rows.append(("generator", found[RANKS]["extra_bytes"], weights_bytes))
+    rows = [(f"learner rank {rank}", found[rank]["extra_bytes"][0], share_bytes) for rank in range(RANKS)]
+    names = ("generator", "its worker 0", "its worker 1")
+    staged_bytes = weights_bytes if staging == "whole" else 0
+    rows += [
+        (name, num_bytes, staged_bytes) for name, num_bytes in zip(names, found[RANKS]["extra_bytes"], strict=False)
+    ]
+    assert len(rows) == RANKS + (1 if staging == "whole" else 3)
     with capsys.disabled():
         print(f"\n{staging}: {weights_bytes / 2**20:.1f} MiB, {VERSIONS} versions; MiB above what each had before:")
         for who, extra_bytes, limit_bytes in rows:
