@@ -26,7 +26,7 @@ def save_model(folder: Path) -> str:
     """Writes a model of 100 million parameters in float32."""
     config = Qwen2Config(
         vocab_size=32_000, hidden_size=640, intermediate_size=2_560, num_hidden_layers=10, num_attention_heads=10,
-        num_key_value_heads=5, max_position_embeddings=256, tie_word_embeddings=False,
+        num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=False,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return str(folder)
