@@ -238,8 +238,8 @@ class WeightReceiver(BackgroundReceiver):
             raise ConfigError(f"weights.transport: the learner sends by {name!r}, here it is {self._transport!r}")
         if isinstance(self._into, IntoEngine) and not session.by_parameter:
             raise RunError(
-                "weights.staging = 'buckets': the learner sends copies, as with weights.staging=whole; start both sides "
-                "with the same config"
+                "weights.staging = 'buckets': the learner sends copies, as with weights.staging=whole; start both "
+                "sides with the same config"
             )
         if self._manifest is None:
             manifest = WeightManifest.from_json(session.manifest)

@@ -24,7 +24,7 @@ from generator_model import (
 )
 from transformers import Qwen2ForCausalLM
 
-from asyncrl.errors import PeerTimeoutError, RunError
+from asyncrl.errors import InvariantError, PeerTimeoutError, RunError
 from asyncrl.generator.engine import Completion
 from asyncrl.generator.vllm_backend import shared_weights
 from asyncrl.generator.vllm_backend.engine import VllmEngine
@@ -199,6 +199,24 @@ def test_the_end_of_a_worker_ends_the_engine_at_once(model_path: str, policies: 
     finally:
         engine.close()
     await_end(pids)
+
+
+@pytest.mark.slow
+def test_a_worker_that_ends_between_two_buckets_ends_the_engine(model_path: str, policies: Policies) -> None:
+    config = small_config(model_path, generator__tensor_parallel=2, weights__staging="buckets")
+    engine = VllmEngine(config, seed=1)
+    try:
+        assert engine.takes_rows("model.embed_tokens.weight")
+        load_from_shared_memory(engine, 0, policies[0])
+        engine.add("a", PROMPTS["0"])
+        os.kill(pids_of(engine)[0], signal.SIGKILL)
+        with pytest.raises(PeerTimeoutError, match="worker 0 of the engine .* was killed by signal SIGKILL"):
+            load_from_shared_memory(engine, 1, policies[1])
+        assert engine.torn
+        with pytest.raises(InvariantError, match="a step between two versions"):
+            engine.step()
+    finally:
+        engine.close()
 
 
 @pytest.mark.slow

@@ -1,20 +1,21 @@
 """A learner rank that sends versions of a policy in buckets, or a generator with a real engine that they are loaded
-into, which is killed at a chosen moment.
+into.
 
-    python policy_process.py learner RANK RANKS ADDRESS FOLDER [MOMENT]      "send VERSION" on its input
-    python policy_process.py generator RANK ADDRESS FOLDER [MOMENT]          completes prompts all the time
+    python policy_process.py learner RANK RANKS ADDRESS FOLDER      sends what "send VERSION" on its input says
+    python policy_process.py generator RANK ADDRESS FOLDER          completes prompts all the time
 
-A generator prints every completion, with its log-probs and versions, as a line of JSON. MOMENT is "sum:N", the Nth
-piece that is sent or received, or "say:KIND", a message of this kind, or "commit"; only for versions above 0.
+A generator prints every completion, with its log-probs and versions, as a line of JSON. "die MOMENT" on the input has
+the process kill itself: at "sum:N", the Nth piece from now on that is sent or received, at "say:KIND", after the next
+message of this kind, or at "commit".
 """
 
 from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +33,9 @@ from asyncrl.wire.endpoints import Endpoints
 BUCKET_BYTES = 1 << 16
 TIMEOUT_S = 10.0
 PROMPTS = [[3 + (7 * i + 5 * j) % 40 for j in range(4 + i)] for i in range(4)]
-armed = False
+wanted = ""
+"""The moment at which this process ends."""
+pieces = 0
 
 
 def policy(folder: str, version: int) -> PreTrainedModel:
@@ -45,43 +48,41 @@ def policy(folder: str, version: int) -> PreTrainedModel:
     return model
 
 
-def die() -> None:
-    if armed:
+def at(moment: str) -> None:
+    """Ends this process if that is its moment."""
+    if moment == wanted:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def arm(moment: str) -> None:
-    """Has this process kill itself at the moment, from the first version above 0 on."""
-    kind, _, what = moment.partition(":")
-    if kind == "sum":
-        checksum, calls = buckets.checksum, 0
+def watch_moments() -> None:
+    checksum = buckets.checksum
+    say, tell = session.Session.say, membership.Membership.tell
 
-        def counted(bucket: torch.Tensor, first_byte: int) -> int:
-            nonlocal calls
-            calls += armed
-            if calls == int(what):
-                die()
-            return checksum(bucket, first_byte)
+    def counted(bucket: torch.Tensor, first_byte: int) -> int:
+        global pieces
+        pieces += 1
+        at(f"sum:{pieces}")
+        return checksum(bucket, first_byte)
 
-        buckets.checksum = counted
-    elif kind == "say":
-        say, tell = session.Session.say, membership.Membership.tell
+    def saying(self: Any, message: Any) -> None:
+        say(self, message)
+        at(f"say:{type(message).__name__}")
 
-        def saying(self: Any, message: Any) -> None:
-            say(self, message)
-            if type(message).__name__ == what:
-                die()
+    def telling(self: Any, peers: Any, kind: Any, **fields: Any) -> None:
+        tell(self, peers, kind, **fields)
+        if peers:
+            at(f"say:{kind.__name__}")
 
-        def telling(self: Any, peers: Any, kind: Any, **fields: Any) -> None:
-            tell(self, peers, kind, **fields)
-            if peers and kind.__name__ == what:
-                die()
+    buckets.checksum = counted
+    session.Session.say, membership.Membership.tell = saying, telling  # type: ignore[method-assign]
 
-        session.Session.say, membership.Membership.tell = saying, telling  # type: ignore[method-assign]
+
+def die_at(line: str) -> None:
+    global wanted, pieces
+    wanted, pieces = line.split()[1], 0
 
 
 def learn(rank: int, ranks: int, address: str, folder: str) -> None:
-    global armed
     model = policy(folder, 0)
     manifest = WeightManifest.of((name, one.dtype, one.shape) for name, one in model.named_parameters())
     options: dict[str, Any] = {"bucket_bytes": BUCKET_BYTES, "timeout_s": TIMEOUT_S, "copies": False}
@@ -92,10 +93,12 @@ def learn(rank: int, ranks: int, address: str, folder: str) -> None:
         sender = RankShareSender(manifest, places, rank=rank, ranks=ranks, start_timeout_s=60.0, **options)
     print(json.dumps({"up": rank}), flush=True)
     for line in sys.stdin:
+        if line.startswith("die"):
+            die_at(line)
+            continue
         version = int(line.split()[1])
         if rank == 0:
             sender._membership._await(lambda: sum(peer.up for peer in sender._membership.present()) == 2, 60.0)
-        armed = version > 0
         weights = []
         for name, one in policy(folder, version).named_parameters():
             first, last = slice_of(one.numel(), rank, ranks)
@@ -106,8 +109,7 @@ def learn(rank: int, ranks: int, address: str, folder: str) -> None:
     sender.close()
 
 
-def generate(rank: int, address: str, folder: str, moment: str) -> None:
-    global armed
+def generate(rank: int, address: str, folder: str) -> None:
     from asyncrl.generator.transformers_backend.engine import TransformersEngine
     from asyncrl.generator.weight_swaps import WeightSwaps
 
@@ -118,9 +120,8 @@ def generate(rank: int, address: str, folder: str, moment: str) -> None:
     }  # fmt: skip
     engine = TransformersEngine(load_config(None, settings), seed=rank)
     receiver = WeightReceiver(address, rank=rank, transport="gloo", timeout_s=TIMEOUT_S, max_bytes=1 << 26)
-    if moment == "commit":
-        commit = engine.commit
-        engine.commit = lambda version: (die(), commit(version))[1]  # type: ignore[method-assign]
+    commit = engine.commit
+    engine.commit = lambda version: (at("commit"), commit(version))[1]  # type: ignore[method-assign]
     swaps = WeightSwaps(engine, receiver, timeout_s=60.0, meanwhile=lambda: True)
     receiver.start()
     receiver.engine_is_up(engine)
@@ -129,7 +130,8 @@ def generate(rank: int, address: str, folder: str, moment: str) -> None:
         swaps.swap()
         if engine.version < 0:
             continue
-        armed = True
+        if select.select([sys.stdin], [], [], 0)[0]:
+            die_at(sys.stdin.readline())
         while engine.num_running < len(PROMPTS):
             engine.add(str(number), PROMPTS[number % len(PROMPTS)])
             number += 1
@@ -142,13 +144,11 @@ def generate(rank: int, address: str, folder: str, moment: str) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     role, *given = sys.argv[1:]
-    moment = given[-1] if ":" in Path(given[-1]).name or given[-1] == "commit" else ""
-    if moment:
-        arm(moment)
+    watch_moments()
     if role == "learner":
         learn(int(given[0]), int(given[1]), given[2], given[3])
     else:
-        generate(int(given[0]), given[1], given[2], moment)
+        generate(int(given[0]), given[1], given[2])
 
 
 if __name__ == "__main__":

@@ -9,12 +9,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 from nccl_like import await_true
-from weight_parts import joined, load_next, make_receiver, make_sender, weights
+from weight_parts import joined, load_next, make_receiver, make_sender, staging_of, weights
 
 from asyncrl.errors import AsyncrlError
 from asyncrl.weights import broadcast as delivery
-from asyncrl.weights import into_staging
-from asyncrl.weights import transports
+from asyncrl.weights import into_staging, transports
 from asyncrl.weights.receiver import WeightReceiver
 
 
@@ -30,7 +29,7 @@ def test_a_receiver_joins_and_neither_answers_nor_allocates_before_its_engine_is
         sender.send(version, weights(version))
         sender.wait()  # nobody waits for an engine that starts
         load_next(others[0], version)
-    assert (starting.staged(), starting._into._buffer.numel()) == (None, 0)
+    assert (starting.staged(), staging_of(starting).numel()) == (None, 0)
     assert len(streams) == 2, "of the sender, and of the receiver whose engine is up"
     starting.engine_is_up()
     load_next(starting, 1)

@@ -11,7 +11,7 @@ from loading_engine import Generator
 from nccl_like import await_true, use_nccl_like
 from rank_parts import make_rank, slices
 from test_weight_references import Learner
-from weight_parts import BUCKET_BYTES, joined, make_receiver
+from weight_parts import BUCKET_BYTES, joined
 
 from asyncrl.errors import PeerTimeoutError, RunError
 from asyncrl.weights.piece_streams import PieceStreams

@@ -38,6 +38,8 @@ class WeightLoader:
         self._shared = SharedWeights()
         self.torn = False
         """True if some weights may be of another version than others."""
+        self._has_begun = False
+        """True while vLLM expects parts of an update."""
         self._by_rows: frozenset[str] = frozenset()
         if config.weights.staging == "buckets":
             self._by_rows = self._vocabulary()
@@ -46,13 +48,15 @@ class WeightLoader:
         """Begins an update with weights of these shapes. Raises RunError, and changes nothing, when they do not match
         the model."""
         check_fit(version, shapes, self._sent.shapes, self._config.model.path)
-        if not self.torn:  # else vLLM has begun
+        if not self._has_begun:
             self._call("start_weight_update")
-            self.torn = True
+            self._has_begun = True
+        self.torn = True
 
     def load(self, parts: Sequence[WeightPart], *, is_first: bool) -> None:
         """Loads weights. Raises ConfigError when the first ones of the engine cannot be loaded."""
         whole = [(part.name, part.tensor) for part in parts if part.first_row is None]
+        self._has_begun = False  # vLLM ends an update at an error
         with self._explaining(is_first):
             for update in self._updates(self._sent.to_checkpoint(whole)):
                 self._call("update_weights", update)
@@ -60,12 +64,13 @@ class WeightLoader:
                 if part.first_row is not None:
                     for update in self._updates(iter([(part.name, part.tensor)])):
                         self._call("update_weights", update | {"first_row": part.first_row})
+        self._has_begun = True
 
     def finish(self, *, is_first: bool) -> None:
         """Ends the update. Raises ConfigError when the first one leaves a parameter unset."""
         with self._explaining(is_first):
             self._call("finish_weight_update")
-        self.torn = False
+        self.torn = self._has_begun = False
 
     def takes_rows(self, name: str) -> bool:
         """True if some rows of this parameter can be loaded at a time."""
