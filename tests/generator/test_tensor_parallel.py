@@ -210,7 +210,7 @@ def test_a_worker_that_ends_between_two_buckets_ends_the_engine(model_path: str,
         load_from_shared_memory(engine, 0, policies[0])
         engine.add("a", PROMPTS["0"])
         os.kill(pids_of(engine)[0], signal.SIGKILL)
-        with pytest.raises(PeerTimeoutError, match="worker 0 of the engine .* was killed by signal SIGKILL"):
+        with pytest.raises(PeerTimeoutError, match=r"worker 0 of the engine .* was killed by signal SIGKILL"):
             load_from_shared_memory(engine, 1, policies[1])
         assert engine.torn
         with pytest.raises(InvariantError, match="a step between two versions"):
