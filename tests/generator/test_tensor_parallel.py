@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +28,7 @@ from asyncrl.errors import InvariantError, PeerTimeoutError, RunError
 from asyncrl.generator.engine import Completion
 from asyncrl.generator.vllm_backend import shared_weights
 from asyncrl.generator.vllm_backend.engine import VllmEngine
-from asyncrl.weights.bucket_plan import plan_buckets
+from asyncrl.weights.bucket_plan import WeightPart, plan_buckets
 from asyncrl.weights.buckets import WeightManifest
 from asyncrl.weights.shares import shares_of_ranks
 
@@ -209,7 +209,13 @@ def test_a_worker_that_ends_between_two_buckets_ends_the_engine(model_path: str,
         assert engine.takes_rows("model.embed_tokens.weight")
         load_from_shared_memory(engine, 0, policies[0])
         engine.add("a", PROMPTS["0"])
-        os.kill(pids_of(engine)[0], signal.SIGKILL)
+        load = engine.load
+
+        def load_and_kill(parts: Sequence[WeightPart]) -> None:
+            load(parts)
+            os.kill(pids_of(engine)[0], signal.SIGKILL)
+
+        engine.load = load_and_kill  # type: ignore[method-assign]
         with pytest.raises(PeerTimeoutError, match=r"worker 0 of the engine .* was killed by signal SIGKILL"):
             load_from_shared_memory(engine, 1, policies[1])
         assert engine.torn
