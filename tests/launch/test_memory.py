@@ -149,8 +149,9 @@ def test_the_gpus_of_a_generator_divide_weights_and_cache(monkeypatch: pytest.Mo
 
     (whole,), (first, second) = needs(1), needs(2)
     half = 2 * 7_615_616_512 // 2
-    assert half < whole - first < 1.1 * half
-    assert second < first, "weights are staged on the first one"
+    two_buckets = 2 * 2 * 18944 * 3584
+    assert half < whole - 2 * half - (first - two_buckets) < 1.1 * half, "several GPUs stage versions in host memory"
+    assert second < first, "the first one has buckets"
 
 
 def _cache_bytes(config: Config, fraction: float | None, total_bytes: int, models: Models) -> float:

@@ -97,8 +97,8 @@ def learn(rank: int, ranks: int, address: str, folder: str) -> None:
             die_at(line)
             continue
         version = int(line.split()[1])
-        if rank == 0:
-            sender._membership._await(lambda: sum(peer.up for peer in sender._membership.present()) == 2, 60.0)
+        if isinstance(sender, WeightSender):
+            await_engines(sender)
         weights = []
         for name, one in policy(folder, version).named_parameters():
             first, last = slice_of(one.numel(), rank, ranks)
@@ -107,6 +107,12 @@ def learn(rank: int, ranks: int, address: str, folder: str) -> None:
         sender.copied()
         print(json.dumps({"sent": version}), flush=True)
     sender.close()
+
+
+def await_engines(sender: WeightSender) -> None:
+    """Returns when two generators are there."""
+    peers = sender._membership
+    peers._await(lambda: sum(peer.up for peer in peers.present()) == 2, 60.0)
 
 
 def generate(rank: int, address: str, folder: str) -> None:
