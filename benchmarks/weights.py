@@ -23,6 +23,8 @@ SIDES = "benchmarks.weights_sides"
 SIZES = {"1 MB": 10**6, "100 MB": 10**8, "1 GB": 10**9}
 PAIRS = {"1 MB": 20, "100 MB": 8, "1 GB": 3}
 """Number of versions sent in a round, each by asyncrl and by a bare broadcast."""
+BUCKET_PAIRS = 3
+"""The same for versions in buckets."""
 RECEIVERS = (1, 2, 4)
 JUDGED = ("100 MB", "1 GB")
 OWN_S, LINK_FACTOR = 0.01, 1.15
@@ -71,8 +73,8 @@ def measure(quick: bool) -> Iterator[Round]:
                 for receivers in counts:
                     whole = ranks.measure(receivers, SIZES[size], PAIRS[size])
                     one |= figures(size, receivers, whole)
-                    if receivers == 1:
-                        buckets = ranks.measure(receivers, SIZES[size], PAIRS[size], "buckets")
+                    if receivers == 1 and size in JUDGED:
+                        buckets = ranks.measure(receivers, SIZES[size], BUCKET_PAIRS, "buckets")
                         one[f"into the engine in buckets, of whole, {size}"] = buckets["own"] / whole["own"]
                         one[f"into the engine in buckets ms, {size}"] = 1e3 * buckets["own"]
         yield one | stall(model, 5 if quick else 20)
