@@ -7,13 +7,16 @@ import time
 from typing import Any
 
 import pytest
+import torch
 from loading_engine import Generator
 from nccl_like import await_true, use_nccl_like
 from rank_parts import make_rank, slices
 from test_weight_references import Learner
-from weight_parts import BUCKET_BYTES, joined
+from weight_parts import BUCKET_BYTES, joined, load_next, make_receiver
 
 from asyncrl.errors import PeerTimeoutError, RunError
+from asyncrl.weights.bucket_round import BucketMemory
+from asyncrl.weights.into_staging import IntoHostMemory
 from asyncrl.weights.piece_streams import PieceStreams
 from asyncrl.weights.sender import WeightSender
 
@@ -203,3 +206,27 @@ def test_a_learner_that_sends_copies_is_refused(address: str, cleanup: list) -> 
     await_true(lambda: generator.error is not None, "the error")
     with pytest.raises(RunError, match=r"the learner sends copies"):
         raise generator.error  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_versions_are_staged_in_host_memory_through_two_buckets(
+    copies: bool, address: str, cleanup: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a GPU does with NCCL and weights.staging: host, with host memory in place of that of the GPU."""
+    prepare = IntoHostMemory.prepare
+
+    def prepare_as_on_a_gpu(self: IntoHostMemory, *arguments: Any, **options: Any) -> None:
+        prepare(self, *arguments, **options)
+        self._memory = BucketMemory.of(torch.empty(2 * BUCKET_BYTES, dtype=torch.uint8))
+
+    monkeypatch.setattr(IntoHostMemory, "prepare", prepare_as_on_a_gpu)
+    senders = [make_rank(rank, 2, address, copies=copies) for rank in (0, 1)]
+    cleanup.extend(sender.close for sender in senders)
+    receiver = make_receiver(address, cleanup, on_host=True)
+    assert isinstance(senders[0], WeightSender)
+    joined(senders[0], 1, up=True)
+    for version in range(2):
+        for rank, sender in enumerate(senders):
+            sender.send(version, slices(version, rank, 2))
+        load_next(receiver, version)
+    assert senders[0].stats.dropped == 0
