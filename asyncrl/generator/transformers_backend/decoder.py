@@ -26,6 +26,7 @@ from asyncrl.generator.transformers_backend.sizes import cache_pages, step_token
 from asyncrl.generator.transformers_backend.varlen import choose_kernel
 from asyncrl.util.host_memory import HostMemory
 from asyncrl.util.routing import replayed_routers
+from asyncrl.weights.bucket_plan import WeightPart
 
 
 class Decoder:
@@ -68,10 +69,11 @@ class Decoder:
         return {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
 
     @torch.no_grad()
-    def load(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+    def load(self, parts: Sequence[WeightPart]) -> None:
         """Overwrites parameters. On a GPU the copies may end after the return, in the order of the thread's stream."""
-        for name, tensor in tensors:
-            self._parameters[name].copy_(tensor)
+        for part in parts:
+            parameter, first = self._parameters[part.name], part.first_row
+            (parameter if first is None else parameter[first : first + len(part.tensor)]).copy_(part.tensor)
 
     def free(self, *, keep_weights: bool) -> None:
         """Gives up the memory of the cache and of the parameters, which move to the host or are dropped."""
