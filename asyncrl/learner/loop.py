@@ -234,11 +234,11 @@ class Learner:
         self.watch.switch("syncing")
         policy = self.trainer.policy
         if self.sender is None:
-            policy.join_gathering()
+            policy.join_sending()
         elif self.sender.takes_slices:
-            self.sender.send(version, policy.slices(), copy_later=True)
+            self.sender.send(version, policy.sent_slices(), copy_later=True)
         else:
-            self.sender.send(version, policy.weights(), copy_later=not policy.partitioned)
+            self.sender.send(version, policy.sent_weights(), copy_later=not policy.partitioned)
 
     def _await_copy(self) -> None:
         """Waits until the weights that were sent may change."""
@@ -252,6 +252,7 @@ class Learner:
             return Committed({}, b"", False, False)
         if self.sender is not None:
             metrics["weights/broadcasts"] = float(self.sender.stats.count)
+            metrics["weights/bytes"] = float(self.sender.stats.bytes)
             metrics["weights/broadcast_s"] = self.sender.stats.broadcast_s
             metrics["weights/wait_s"] = self.sender.stats.wait_s
             metrics["weights/dropped"] = float(self.sender.stats.dropped)

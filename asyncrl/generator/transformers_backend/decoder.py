@@ -21,6 +21,7 @@ from asyncrl.generator.transformers_backend.loading import (
     own_logits,
     sequences,
 )
+from asyncrl.generator.transformers_backend.parameters import parameters_of
 from asyncrl.generator.transformers_backend.routing import RoutingRecorder
 from asyncrl.generator.transformers_backend.sizes import cache_pages, step_tokens, window_of
 from asyncrl.generator.transformers_backend.varlen import choose_kernel
@@ -34,7 +35,7 @@ class Decoder:
         """Raises ConfigError if the model cannot be decoded, or the memory is too small."""
         self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         self._model, self._output = load_model(config, self.device)
-        self._parameters = dict(self._model.named_parameters())
+        self._parameters = parameters_of(config, self._model)
         routers = replayed_routers(
             config.algorithm.routing_replay, config.model.path, trust_remote_code=config.model.trust_remote_code
         )
@@ -60,14 +61,12 @@ class Decoder:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the parameters, tied ones once."""
-        return {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
+        """Names and shapes of the tensors of a version."""
+        return self._parameters.shapes
 
-    @torch.no_grad()
     def load(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """Overwrites parameters. On a GPU the copies may end after the return, in the order of the thread's stream."""
-        for name, tensor in tensors:
-            self._parameters[name].copy_(tensor)
+        """Loads a version. On a GPU the copies may end after the return, in the order of the thread's stream."""
+        self._parameters.load(tensors)
 
     @torch.inference_mode()
     def logits(self, rows: Sequence[Row]) -> Tensor:

@@ -35,9 +35,14 @@ class WeightLoader:
         the first ones cannot be loaded."""
         given = {name: tuple(tensor.shape) for name, tensor in tensors}
         check_fit(version, given, self._sent.shapes, self._config.model.path)
+        self.load_checkpoint(self._sent.to_checkpoint(tensors), is_first=is_first)
+
+    def load_checkpoint(self, tensors: Iterator[tuple[str, Tensor]], *, is_first: bool) -> None:
+        """Loads weights with the names and shapes of a checkpoint. Raises ConfigError when the first ones cannot be
+        loaded."""
         try:
             self._call("start_weight_update")
-            for part in self._parts(self._sent.to_checkpoint(tensors)):
+            for part in self._parts(tensors):
                 self._call("update_weights", part)
             self._call("finish_weight_update")
         except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
