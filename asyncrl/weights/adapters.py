@@ -89,8 +89,8 @@ class MergedWeights(Mapping[str, Tensor]):
     def __init__(
         self, base: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]], scale: float, *, device: torch.device
     ) -> None:
-        """`base` has the weights of the model, maybe in host memory. The tensors are the adapters, as they are sent. The
-        sums are computed on the device."""
+        """`base` has the weights of the model, maybe in host memory. The tensors are the adapters, as they are sent.
+        The sums are computed on the device."""
         self._base, self._sent, self._scale, self._device = base, dict(tensors), scale, device
 
     def __getitem__(self, name: str) -> Tensor:

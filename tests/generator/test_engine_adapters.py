@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from typing import get_args
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -22,10 +23,12 @@ from torch import Tensor
 from transformers import Qwen2ForCausalLM
 from vllm.config.lora import MaxLoRARanks
 
+from asyncrl.config import Config
 from asyncrl.config.mappings import Lora
 from asyncrl.errors import ConfigError, RunError
+from asyncrl.generator import engine as engine_module
 from asyncrl.generator.engine import Completion, Engine, make_engine, make_own_engine
-from asyncrl.generator.vllm_backend.engine import VllmEngine
+from asyncrl.generator.vllm_backend import shared_weights
 from asyncrl.generator.vllm_backend.setup import LORA_RANKS, check_adapters
 from asyncrl.weights.adapters import adapter_shapes
 
@@ -129,11 +132,11 @@ def test_spans_are_exact_when_adapters_are_swapped_in_flight(
     name: str, load: str, maker: Callable[..., Engine], sent: list[Sent], merged_policies: list[Qwen2ForCausalLM]
 ) -> None:
     if (name, load) == ("vllm", "adapter"):
-        with async_scheduling():
-            engine, dropped = maker(name, load, generator__max_running_groups=5), 0
+        with async_scheduling():  # a batch is in flight meanwhile
+            engine = maker(name, load, generator__max_running_groups=5)
     else:
-        engine, dropped = maker(name, load), 0
-    for key, one in swap_in_flight(engine, merged_policies, PROMPTS, dropped, weights=sent).items():
+        engine = maker(name, load)
+    for key, one in swap_in_flight(engine, merged_policies, PROMPTS, weights=sent).items():
         assert worst(one.logprobs, kept_cache_logprobs(merged_policies, PROMPTS[key], one, 1.0)) < TOLERANCE
 
 
@@ -156,13 +159,46 @@ def test_what_does_not_fit_changes_nothing(
         assert worst(one.logprobs, reference_logprobs(merged_policies[1], PROMPTS[key], one.tokens, 1.0)) < TOLERANCE
 
 
-@pytest.mark.parametrize(("name", "load"), CASES[2:])
-def test_a_model_of_its_own_weights_has_no_adapter(name: str, load: str, model_path: str) -> None:
-    config = small_config(model_path, generator__engine=name, learner__lora=LORA.model_dump() | {"load": load})
-    engine = make_own_engine(config)
-    assert isinstance(engine, VllmEngine)
-    assert engine.version == 0 and engine._engine.vllm_config.lora_config is None and not engine._sent.base
-    close_all([engine])
+@pytest.mark.slow
+def test_two_workers_take_their_parts_of_an_adapter_in_flight(
+    maker: Callable[..., Engine],
+    sent: list[Sent],
+    merged_policies: list[Qwen2ForCausalLM],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    largest = max(tensor.nbytes for _, tensor in sent[0])
+    monkeypatch.setattr(shared_weights, "BUCKET_BYTES", 4 * largest)
+    engine = maker("vllm", "adapter", generator__tensor_parallel=2)
+    for key, one in swap_in_flight(engine, merged_policies, PROMPTS, weights=sent).items():
+        assert worst(one.logprobs, kept_cache_logprobs(merged_policies, PROMPTS[key], one, 1.0)) < TOLERANCE
+    for version, policy in zip(sent, merged_policies, strict=True):
+        engine.swap(engine.version + 1, version)
+        for key, one in complete(engine).items():
+            assert worst(one.logprobs, reference_logprobs(policy, PROMPTS[key], one.tokens, 1.0)) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["transformers", "vllm"])
+def test_completions_with_an_adapter_are_reproducible(
+    name: str, maker: Callable[..., Engine], sent: list[Sent]
+) -> None:
+    engine = maker(name, "adapter", deterministic=True, replay__max_staleness=0)
+    engine.swap(engine.version + 1, sent[0])
+    runs: list[dict[str, Completion]] = []
+    for keys in (list(PROMPTS), list(PROMPTS)[::-1]):
+        for key in keys:
+            engine.add(key, PROMPTS[key], seed=int(key))
+        runs.append(run_all(engine))
+    for key, one in runs[0].items():
+        assert one.tokens == runs[1][key].tokens and np.array_equal(one.logprobs, runs[1][key].logprobs)
+
+
+def test_a_model_of_its_own_weights_has_no_adapter(model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Config] = []
+    engine = MagicMock()
+    monkeypatch.setattr(engine_module, "make_engine", lambda config, seed: made.append(config) or engine)
+    assert make_own_engine(small_config(model_path, learner__lora=LORA.model_dump())) is engine
+    assert made == [small_config(model_path)]
+    engine.use_own_weights.assert_called_once_with(0)
 
 
 def test_ranks_that_vllm_has_no_room_for_are_refused(model_path: str) -> None:

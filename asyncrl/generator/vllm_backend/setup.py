@@ -212,7 +212,7 @@ def check_tensor_parallel(config: Config) -> None:
 
 
 def uses_adapter(config: Config) -> bool:
-    """True if vLLM computes with the adapter beside the base."""
+    """True if the engine computes with the adapter beside the base."""
     return bool(config.learner.lora.rank) and config.learner.lora.load == "adapter"
 
 
