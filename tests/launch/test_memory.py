@@ -306,7 +306,10 @@ def test_shapes_are_read_from_the_config_of_other_families() -> None:
 
 @pytest.mark.parametrize(("engine", "room"), [("transformers", 1), ("vllm", 1 + 16 / 12)])
 def test_adapters_need_memory_in_place_of_weights_to_send(engine: str, room: float) -> None:
-    small, settings = shape_of(DEMO), SETTINGS | {"generator.engine": engine, "launch.learners": 4}
+    small, settings = (
+        shape_of(DEMO | {"num_key_value_heads": 4}),
+        SETTINGS | {"generator.engine": engine, "launch.learners": 4},
+    )
     plain = load_config(None, settings)
     adapter, merged = (load_config(None, settings | {"learner.lora": {"rank": 12, "load": load}})
                        for load in ("adapter", "merged"))  # fmt: skip
