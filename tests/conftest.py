@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import pytest
 import pytest_randomly
@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.helpers.browser import browser_fault
 from tests.helpers.examples import FEW, MANY, RANDOM
+from tests.helpers.skips import MAY_SKIP, pytest_make_collect_report, pytest_runtest_makereport  # noqa: F401
 from tests.helpers.slurm import slurm_fault
 from tests.network.hosts import Network, hosts_fault
 
@@ -40,8 +41,6 @@ pytest_randomly.entrypoint_reseeds = [seed_torch]
 RANDOM_TIMEOUT_S = 900
 LEFT_OUT = pytest.StashKey[dict[str, int]]()
 """Number of tests that this machine cannot run, by marker."""
-MAY_SKIP = os.environ.get("ASYNCRL_MAY_SKIP", "1") != "0"
-"""Without it a skipped test is a failed one: what CI never ran, it must not report as passed."""
 
 
 @pytest.fixture(scope="session")
@@ -80,8 +79,6 @@ def module_search_path() -> Iterator[None]:
     yield
     sys.path[:] = before
 
-
-Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
 settings.register_profile("fixed", derandomize=True, deadline=None, max_examples=FEW)
 settings.register_profile(
@@ -166,24 +163,6 @@ def _bfloat16_fault() -> str:
     from asyncrl.generator.vllm_backend.setup import bfloat16_fault
 
     return bfloat16_fault()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    return _refuse_skip((yield))
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    return _refuse_skip((yield))
-
-
-def _refuse_skip(report: Report) -> Report:
-    if report.skipped and not MAY_SKIP and not hasattr(report, "wasxfail"):
-        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
-        report.outcome = "failed"
-        report.longrepr = f"{reason}\nNothing may be skipped here (ASYNCRL_MAY_SKIP=0): run it where this works."
-    return report
 
 
 @pytest.fixture

@@ -72,6 +72,7 @@ def offline(preloaded: ForkServer, folder: Path, *arguments: str) -> str:
     return output
 
 
+@pytest.mark.slow
 def test_a_deterministic_run_and_its_journal_alone_have_the_same_weights(
     chaos: Make, preloaded: ForkServer, demo_folder: Path
 ) -> None:

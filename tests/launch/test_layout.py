@@ -43,8 +43,8 @@ def plan(*arguments: str) -> tuple[int, str]:
     [
         (QWEN2_15B, "2xRTX4090-24", "optimizer", 1),
         pytest.param(QWEN2_15B, "4xA100-40", "none", 1, marks=pytest.mark.slow),
-        (QWEN2_7B, "8xH100-80", "none", 1),
-        pytest.param(EXPERTS_30B, "8xH200-141", "optimizer", 2, marks=pytest.mark.slow),
+        pytest.param(QWEN2_7B, "8xH100-80", "none", 1, marks=pytest.mark.slow),
+        pytest.param(EXPERTS_30B, "8xH200-141", "none", 2, marks=pytest.mark.slow),
         pytest.param(LLAMA_70B, "8xH100-80", "optimizer", 4, marks=pytest.mark.slow),
     ],
 )

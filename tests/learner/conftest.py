@@ -39,11 +39,19 @@ def one_rank(free_port: Callable[[], int]) -> Iterator[object]:
 
 
 @pytest.fixture(scope="session")
-def two_ranks(tiny_model: Path, free_port: Callable[[], int], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def two_ranks(
+    tiny_model: Path,
+    free_port: Callable[[], int],
+    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest,
+) -> Path:
     """Folder with the results of `two_ranks.py`."""
     from worlds import spawn
 
+    from tests.helpers.selection import selected_names
+
     out = tmp_path_factory.mktemp("two_ranks")
-    codes = spawn("two_ranks.py", tiny_model, out, free_port(), ranks=2, timeout_s=220)
+    names = selected_names(request, "two_ranks")
+    codes = spawn("two_ranks.py", tiny_model, out, free_port(), ranks=2, timeout_s=220, names=names)
     assert codes == [0, 0], (out / "0.log").read_text()[-2000:] + (out / "1.log").read_text()[-2000:]
     return out

@@ -25,7 +25,7 @@ from asyncrl.learner.model.experts import gather_experts_together
 from asyncrl.learner.model.settings import deepspeed_config
 from asyncrl.weights.receiver import WeightReceiver
 
-STEPS = 20
+STEPS = 8
 SECTIONS: dict[str, Any] = {
     "learner": {"zero_stage": 3},
     "generator": {"engine": "transformers", "kv_cache_bytes": 1 << 22, "engine_options": {"max_model_len": 64}},

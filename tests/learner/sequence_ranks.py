@@ -14,7 +14,17 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from worlds import CRITIC, copy_weights, endpoints, make_config, make_groups, make_trainer, pack_groups, partitioning
+from worlds import (
+    CRITIC,
+    copy_weights,
+    endpoints,
+    make_config,
+    make_groups,
+    make_trainer,
+    pack_groups,
+    partitioning,
+    wanted,
+)
 
 from asyncrl.algorithms.losses import LOSSES
 from asyncrl.config import Config
@@ -78,7 +88,7 @@ def main(rank: int, port: int, models: Path, out: Path) -> None:
     torch.set_num_threads(1)
     count = 4 if (models / "four").exists() else 2
     with process_group(endpoints(port), rank, count, start_timeout_s=120, timeout_s=60, sequence_parallel=2) as ranks:
-        for name in RUNS if count == 2 else PAIRS:
+        for name in wanted(RUNS, out):
             weights, scalars = train(name, models, ranks)
             save_file(weights, out / f"{name}-{rank}.safetensors")
             (out / f"{name}-{rank}.json").write_text(json.dumps(scalars))

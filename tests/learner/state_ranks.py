@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch.distributed import distributed_c10d
-from worlds import STATE_RUNS, endpoints, make_config, make_trainer, partitioning, train_steps
+from worlds import STATE_RUNS, endpoints, make_config, make_trainer, partitioning, train_steps, wanted
 
 from asyncrl.config import Config
 from asyncrl.errors import PeerTimeoutError, RunError
@@ -76,7 +76,7 @@ def main(rank: int, port: int, model: Path, out: Path) -> None:
     hung: dict[str, Any] = {}
     try:
         with process_group(endpoints(port), rank, 2, start_timeout_s=60, timeout_s=TIMEOUT_S) as ranks:
-            for name, sections in STATE_RUNS.items():
+            for name, sections in wanted(STATE_RUNS, out).items():
                 halve(name, make_config(model, **partitioning(sections, 1000)), ranks, out)
             text = fail_to_write(ranks, make_config(model), out)
             (out / f"failed-{rank}.json").write_text(json.dumps(text))

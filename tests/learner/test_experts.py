@@ -20,11 +20,11 @@ def run(model: Path, out: Path, port: int) -> list[object]:
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("mixtral", marks=pytest.mark.slow)])
-def test_twenty_steps_and_the_engine_has_the_learners_weights_after_each(
+def test_the_engine_has_the_learners_weights_after_each_step(
     name: str, free_port: Callable[[], int], tmp_path: Path
 ) -> None:
     first, second = run(save_family(name, tmp_path / "model"), tmp_path, free_port())
-    assert first["compared"] == 21 and len(first["changed"]) == first["all"]  # type: ignore[index]
+    assert first["compared"] == 9 and len(first["changed"]) == first["all"]  # type: ignore[index]
     assert first["changed"] == second["changed"]  # type: ignore[index]
 
 

@@ -16,13 +16,22 @@ from worlds import CRITIC, LORA, LR, MAX_GRAD_NORMS, SKIPS, endpoints, make_conf
 
 from asyncrl.errors import PeerTimeoutError, RunError
 from asyncrl.learner.distributed import Ranks, process_group
+from tests.helpers.selection import slow_except
 
 FLOAT32 = ["zero0", "zero1", "zero2", "zero3", "offload-zero1", "offload-zero2", "offload-zero3"]
 BFLOAT16 = ["bfloat16-zero0", "bfloat16-zero3", "bfloat16-offload1", "bfloat16-offload3"]
 WITH_ADAPTERS = ["lora-zero2", "lora-zero3"]
 WITH_CRITIC = ["critic-zero0", "critic-zero3", "critic-offload"]
+QUICK = {
+    *("alone", "zero0", "zero2", "zero3", "bfloat16-zero3", "lora-zero2", "critic-zero3", "dropped-zero2", "shuffled"),
+    *("float32-zero0-none", "bfloat16-zero2-optimizer"),
+}
 
 Record = tuple[dict[str, Tensor], dict[str, float]]
+
+
+def cases(*names: str) -> list[Any]:
+    return slow_except(QUICK.intersection(names), names)
 
 
 def load(folder: Path, name: str, rank: int) -> Record:
@@ -45,7 +54,7 @@ def alone_with_critic(one_rank: Ranks, tiny_model: Path) -> Record:
     return record(make_config(tiny_model, **CRITIC), one_rank, make_groups())
 
 
-@pytest.mark.parametrize("name", [*FLOAT32, *WITH_CRITIC, "dropped-zero2", "dropped-zero3"])
+@pytest.mark.parametrize("name", cases(*FLOAT32, *WITH_CRITIC, "dropped-zero2", "dropped-zero3"))
 def test_two_ranks_are_one_rank(name: str, alone: Record, alone_with_critic: Record, two_ranks: Path) -> None:
     if name.startswith("critic"):
         alone = alone_with_critic
@@ -65,7 +74,7 @@ def test_two_ranks_are_one_rank(name: str, alone: Record, alone_with_critic: Rec
         assert scalars[metric] == pytest.approx(value, rel=1e-4, abs=1e-6), metric
 
 
-@pytest.mark.parametrize("name", WITH_ADAPTERS)
+@pytest.mark.parametrize("name", cases(*WITH_ADAPTERS))
 def test_two_ranks_with_adapters_are_one_rank(name: str, one_rank: Ranks, tiny_model: Path, two_ranks: Path) -> None:
     sections = {"learner": {"lora": LORA}, "algorithm": {"kl_loss_coef": 0.1}}
     alone = record(make_config(tiny_model, **sections), one_rank, make_groups())
@@ -81,7 +90,7 @@ def test_two_ranks_with_adapters_are_one_rank(name: str, one_rank: Ranks, tiny_m
         assert scalars[metric] == pytest.approx(value, rel=1e-3, abs=1e-6), metric
 
 
-@pytest.mark.parametrize("name", [*FLOAT32, *BFLOAT16, *WITH_ADAPTERS, "shuffled", "muon", "adafactor"])
+@pytest.mark.parametrize("name", cases(*FLOAT32, *BFLOAT16, *WITH_ADAPTERS, "shuffled", "muon", "adafactor"))
 def test_ranks_agree(name: str, two_ranks: Path) -> None:
     (first, metrics), (second, others) = (load(two_ranks, name, rank) for rank in (0, 1))
     assert metrics == others
@@ -89,7 +98,7 @@ def test_ranks_agree(name: str, two_ranks: Path) -> None:
         assert torch.equal(tensor, second[key]), key
 
 
-@pytest.mark.parametrize("name", ["alone", *FLOAT32, *BFLOAT16])
+@pytest.mark.parametrize("name", cases("alone", *FLOAT32, *BFLOAT16))
 def test_norm_clipping_and_adam(name: str, alone: Record, two_ranks: Path) -> None:
     tensors, scalars = alone if name == "alone" else load(two_ranks, name, 0)
     bfloat16 = name in BFLOAT16
@@ -113,7 +122,7 @@ def test_norm_clipping_and_adam(name: str, alone: Record, two_ranks: Path) -> No
             torch.testing.assert_close(trained.double(), weights[n], **tolerance)
 
 
-@pytest.mark.parametrize("name", BFLOAT16)
+@pytest.mark.parametrize("name", cases(*BFLOAT16))
 def test_bfloat16_is_near_float32(name: str, alone: Record, two_ranks: Path) -> None:
     tensors, scalars = load(two_ranks, name, 0)
     assert tensors["weight/2/model.embed_tokens.weight"].dtype is torch.bfloat16
@@ -122,7 +131,7 @@ def test_bfloat16_is_near_float32(name: str, alone: Record, two_ranks: Path) -> 
     assert scalars["1/learner/grad_norm"] == pytest.approx(alone[1]["1/learner/grad_norm"], rel=0.05)
 
 
-@pytest.mark.parametrize("name", SKIPS)
+@pytest.mark.parametrize("name", cases(*SKIPS))
 def test_all_ranks_skip_an_update_that_is_not_finite_on_one(name: str, two_ranks: Path) -> None:
     first, second = (json.loads((two_ranks / f"errors-{rank}.json").read_text())["skips"][name] for rank in (0, 1))
     assert first == second and first["weights_kept"]

@@ -24,15 +24,23 @@ from asyncrl.learner.checkpoint.zero_state import (
 )
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.model.optimizers import STEP
+from tests.helpers.selection import selected_names, slow_except
 
+QUICK = ("zero2", "zero3", "bfloat16-zero1", "lora-zero3")
 State = dict[str, Tensor]
 
 
 @pytest.fixture(scope="module")
-def two(tiny_model: Path, free_port: Callable[[], int], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def two(
+    tiny_model: Path,
+    free_port: Callable[[], int],
+    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest,
+) -> Path:
     """Folder with the results of `state_ranks.py`."""
     out = tmp_path_factory.mktemp("state_ranks")
-    codes = spawn("state_ranks.py", tiny_model, out, free_port(), ranks=2, timeout_s=220)
+    names = selected_names(request, "two")
+    codes = spawn("state_ranks.py", tiny_model, out, free_port(), ranks=2, timeout_s=220, names=names)
     assert codes == [0, 0], (out / "0.log").read_text()[-2000:] + (out / "1.log").read_text()[-2000:]
     return out
 
@@ -47,7 +55,7 @@ def part(tensors: State, prefix: str) -> State:
     return {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
 
 
-@pytest.mark.parametrize("name", STATE_RUNS)
+@pytest.mark.parametrize("name", slow_except(QUICK, STATE_RUNS))
 def test_two_ranks_continue_from_their_state(name: str, two: Path) -> None:
     names: list[set[str]] = []
     for rank in (0, 1):
@@ -62,7 +70,7 @@ def test_two_ranks_continue_from_their_state(name: str, two: Path) -> None:
     assert not names[0] & names[1] and abs(len(names[0]) - len(names[1])) <= 6
 
 
-@pytest.mark.parametrize("name", ["zero2", "zero3", "bfloat16-zero1"])
+@pytest.mark.parametrize("name", QUICK[:3])
 def test_one_rank_loads_the_state_of_two(name: str, two: Path, one_rank: Ranks, tiny_model: Path) -> None:
     sections = STATE_RUNS[name] | {"learner": {"zero_stage": 0}}
     trainer = make_trainer(make_config(tiny_model, **sections), one_rank)

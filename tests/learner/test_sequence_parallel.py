@@ -16,6 +16,9 @@ from worlds import make_config, make_groups, make_model, pack_groups, spawn
 
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.model.sequence_parallel import SequenceParallel
+from tests.helpers.selection import selected_names, slow_except
+
+QUICK = ("loss-ppo_clip", "zero3", "critic", "masks", "one-key-head", "lora")
 
 
 @pytest.fixture(scope="module")
@@ -31,28 +34,33 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(models: Path, out: Path, port: int, ranks: int) -> Path:
-    codes = spawn("sequence_ranks.py", models, out, port, ranks=ranks, timeout_s=220)
+def run(models: Path, out: Path, port: int, ranks: int, names: set[str]) -> Path:
+    codes = spawn("sequence_ranks.py", models, out, port, ranks=ranks, timeout_s=220, names=names)
     assert codes == [0] * ranks, [(out / f"{rank}.log").read_text()[-3000:] for rank in range(ranks)]
     return out
 
 
 @pytest.fixture(scope="module")
-def two(models: Path, tmp_path_factory: pytest.TempPathFactory, free_port: Callable[[], int]) -> Path:
-    return run(models, tmp_path_factory.mktemp("two"), free_port(), 2)
+def two(
+    models: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    free_port: Callable[[], int],
+    request: pytest.FixtureRequest,
+) -> Path:
+    return run(models, tmp_path_factory.mktemp("two"), free_port(), 2, selected_names(request, "two"))
 
 
 @pytest.fixture(scope="module")
 def four(models: Path, tmp_path_factory: pytest.TempPathFactory, free_port: Callable[[], int]) -> Path:
     (models / "four").touch()
     try:
-        return run(models, tmp_path_factory.mktemp("four"), free_port(), 4)
+        return run(models, tmp_path_factory.mktemp("four"), free_port(), 4, set(PAIRS))
     finally:
         (models / "four").unlink()
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", slow_except(QUICK, RUNS))
 def test_two_ranks_that_share_sequences_are_one_rank(name: str, two: Path, models: Path, one_rank: Ranks) -> None:
     compare(name, two, 2, models, one_rank)
 

@@ -23,6 +23,7 @@ from worlds import (
     pack_groups,
     partitioning,
     record,
+    wanted,
 )
 
 from asyncrl.config import Config
@@ -99,16 +100,16 @@ def skip_an_update(config: Config, ranks: Ranks) -> dict[str, Any]:
     }
 
 
-def meet_errors(config: Config, ranks: Ranks) -> dict[str, Any]:
+def meet_errors(config: Config, ranks: Ranks, skips: dict[str, dict[str, Any]]) -> dict[str, Any]:
     trainer = make_trainer(config, ranks)
     version = 5 if ranks.rank else 7
     batches: Any = SimpleNamespace(take=lambda step: Shard(step, make_groups(2, version=version)))
     stale = error_of(Learner(config, trainer, batches, None, None, Path())._train, 8)
-    skips = {
+    results = {
         name: skip_an_update(make_config(config.model.path, **partitioning(sections, 0)), ranks)
-        for name, sections in SKIPS.items()
+        for name, sections in skips.items()
     }
-    return {"stale": stale, "skips": skips}
+    return {"stale": stale, "skips": results}
 
 
 def main(rank: int, port: int, model: Path, out: Path) -> None:
@@ -117,9 +118,9 @@ def main(rank: int, port: int, model: Path, out: Path) -> None:
     errors: dict[str, Any] = {}
     try:
         with process_group(endpoints(port), rank, 2, start_timeout_s=120, timeout_s=60) as ranks:
-            for name, sections in RUNS.items():
+            for name, sections in wanted(RUNS, out).items():
                 train(name, make_config(model, **partitioning(sections, 0)), ranks, out)
-            errors = meet_errors(make_config(model, learner={"zero_stage": 2}), ranks)
+            errors = meet_errors(make_config(model, learner={"zero_stage": 2}), ranks, wanted(SKIPS, out))
             if rank == 1:
                 (out / "errors-1.json").write_text(json.dumps(errors))
                 os._exit(0)

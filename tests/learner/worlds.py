@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,8 @@ from tests.helpers.forked_scripts import fork_script
 from tests.helpers.sockets import socket_address
 
 VOCABULARY = 48
+NAMES = "names.json"
+"""File with the names of the runs that tests need."""
 LR = 1e-3
 CRITIC: dict[str, Any] = {
     "algorithm": {
@@ -285,14 +288,24 @@ def _end(process: Forked) -> None:
     process.wait()
 
 
-def spawn(script: str, model: Path, out: Path, port: int, *, ranks: int, timeout_s: float) -> list[int]:
-    """Runs a script of this folder as `ranks` ranks to the end, with the output in `out`. Returns their exit codes."""
+def spawn(
+    script: str, model: Path, out: Path, port: int, *, ranks: int, timeout_s: float, names: Iterable[str] = ()
+) -> list[int]:
+    """Runs a script of this folder as `ranks` ranks to the end, with the output in `out`. Returns their exit codes.
+    The script has its runs of these names only."""
+    (out / NAMES).write_text(json.dumps(sorted(names)))
     processes = [_start(script, (rank, port, model, out), out / f"{rank}.log", Path.cwd()) for rank in range(ranks)]
     try:
         return [process.wait(timeout_s) for process in processes]
     finally:
         for process in processes:
             _end(process)
+
+
+def wanted(runs: dict[str, dict[str, Any]], out: Path) -> dict[str, dict[str, Any]]:
+    """Returns those of a script's runs that `spawn` was called with."""
+    names = json.loads((out / NAMES).read_text())
+    return {name: sections for name, sections in runs.items() if name in names}
 
 
 @contextmanager

@@ -60,7 +60,8 @@ def odd(row):
 '''
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 1])
 def test_own_dataset_sampler_and_filter_and_the_same_order_after_a_kill(
     launch: Callable[..., Launched], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:

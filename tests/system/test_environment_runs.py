@@ -44,6 +44,7 @@ def settings(tmp_path: Path) -> list[str]:
     return [f"data.train={tmp_path / 'guess.parquet'}", f"environment.name={tmp_path / 'fragile.py'}:Fragile"]
 
 
+@pytest.mark.slow
 def test_a_run_with_failing_environments_loses_nothing(
     launch: Callable[..., Launched], asyncrl: Callable[..., str], settings: list[str], tmp_path: Path
 ) -> None:

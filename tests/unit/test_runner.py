@@ -27,7 +27,7 @@ PARTS = {
 CONFTEST = f"""
 import sys
 sys.path.insert(0, {str(REPOSITORY)!r})
-from tests.conftest import pytest_make_collect_report, pytest_runtest_makereport
+from tests.helpers.skips import pytest_make_collect_report, pytest_runtest_makereport
 """
 SETTINGS = "[pytest]\nmarkers =\n  slow: -\n  system: -\n"
 TEST = """
@@ -104,8 +104,8 @@ def test_three_parts_run_at_a_time_and_the_next_starts_when_one_has_ended(tmp_pa
     ("failing", "body"),
     [
         (["others"], "pytest.skip('not here')"),
-        (["system", "generator"], "assert False"),
-        (["learner"], "os._exit(3)"),
+        pytest.param(["system", "generator"], "assert False", marks=pytest.mark.slow),
+        pytest.param(["learner"], "os._exit(3)", marks=pytest.mark.slow),
     ],
 )
 def test_a_part_that_fails_hides_no_other(tmp_path: Path, failing: list[str], body: str) -> None:
