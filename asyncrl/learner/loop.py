@@ -251,11 +251,10 @@ class Learner:
         if self.ranks.rank:
             return Committed({}, b"", False, False)
         if self.sender is not None:
-            metrics["weights/broadcasts"] = float(self.sender.stats.count)
-            metrics["weights/bytes"] = float(self.sender.stats.bytes)
-            metrics["weights/broadcast_s"] = self.sender.stats.broadcast_s
-            metrics["weights/wait_s"] = self.sender.stats.wait_s
-            metrics["weights/dropped"] = float(self.sender.stats.dropped)
+            stats = self.sender.stats
+            metrics |= {"weights/broadcasts": float(stats.count), "weights/bytes": float(stats.bytes)}
+            metrics |= {"weights/broadcast_s": stats.broadcast_s, "weights/wait_s": stats.wait_s}
+            metrics["weights/dropped"] = float(stats.dropped)
         kept: list[int] = []
         if self.checkpoints is not None:
             metrics |= self.checkpoints.metrics()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import get_args
 from unittest.mock import MagicMock
 
@@ -29,8 +30,9 @@ from asyncrl.errors import ConfigError, RunError
 from asyncrl.generator import engine as engine_module
 from asyncrl.generator.engine import Completion, Engine, make_engine, make_own_engine
 from asyncrl.generator.vllm_backend import shared_weights
-from asyncrl.generator.vllm_backend.setup import LORA_RANKS, check_adapters
+from asyncrl.generator.vllm_backend.setup import LORA_RANKS, check_adapters, check_cpu
 from asyncrl.weights.adapters import adapter_shapes
+from benchmarks.families import save_family
 
 LORA = Lora(rank=3, alpha=4.5)
 TOLERANCE = 5e-5
@@ -207,3 +209,10 @@ def test_ranks_that_vllm_has_no_room_for_are_refused(model_path: str) -> None:
         check_adapters(small_config(model_path, learner__lora={"rank": rank, "load": load}))
     with pytest.raises(ConfigError, match=r"rank = 513: vLLM takes adapters of at most 512; use .*load=merged"):
         check_adapters(small_config(model_path, learner__lora={"rank": 513}))
+
+
+def test_experts_with_adapters_are_refused_on_a_cpu(tmp_path: Path) -> None:
+    folder = str(save_family("mixtral", tmp_path))
+    check_cpu(small_config(folder, learner__lora={"rank": 8, "load": "merged"}))
+    with pytest.raises(ConfigError, match=r"a mixture of experts with adapters on GPUs only, .*load=merged"):
+        check_cpu(small_config(folder, learner__lora={"rank": 8}))

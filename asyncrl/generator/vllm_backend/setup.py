@@ -49,6 +49,8 @@ ENVIRONMENT = {
 DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size")
 """Sizes in a model's `config.json` that vLLM divides among devices."""
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names of the number of experts in a model's `config.json`."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The sizes that vLLM makes room for."""
 WITHOUT_ADAPTERS = "use learner.lora.load=merged"
@@ -254,7 +256,15 @@ def bfloat16_fault() -> str:
 
 
 def check_cpu(config: Config) -> None:
-    """Raises ConfigError when an engine with `model.dtype` would crash on this machine's CPU."""
+    """Raises ConfigError when an engine with `model.dtype`, or with adapters, would crash on this machine's CPU."""
+    if uses_adapter(config):
+        settings = read_json(Path(config.model.path) / "config.json", "model.path")
+        settings = settings.get("text_config") or settings
+        if any(settings.get(name) for name in EXPERTS):
+            raise ConfigError(
+                f"learner.lora.load = 'adapter': vLLM computes a mixture of experts with adapters on GPUs only, and "
+                f"{config.model.path} is one; {WITHOUT_ADAPTERS}"
+            )
     if config.model.dtype == "bfloat16" and (fault := bfloat16_fault()):
         raise ConfigError(
             f"model.dtype = 'bfloat16': {fault}; use model.dtype=float32, or a kernel (Linux 5.16 or newer) and "
