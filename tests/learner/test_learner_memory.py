@@ -9,15 +9,32 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+)
 from worlds import make_config, single_groups
 
 from asyncrl.config import Config
 from asyncrl.launch.resources.shape import Shape
 from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.collate import make_batch
+from asyncrl.learner.model import memory_trace
 from asyncrl.learner.model.loading import hidden_states, load_policy_model
-from asyncrl.learner.model.memory_trace import META, LiveStorages, empty_model, trace
+from asyncrl.learner.model.memory_trace import (
+    META,
+    LiveStorages,
+    Trace,
+    empty_model,
+    trace,
+    trace_layers,
+    typical_micro_batch,
+)
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -69,6 +86,35 @@ def test_the_trace_counts_what_autograd_keeps(family: str, dtype: str, tmp_path:
     assert shape is not None
     assert shape.parameters == sum(p.numel() for p in AutoModelForCausalLM.from_config(FAMILIES[family]).parameters())
     assert (shape.active < shape.parameters) == (family == "experts")
+
+
+DEEP: dict[str, tuple[PretrainedConfig, int]] = {
+    **{family: (settings, 2) for family, settings in FAMILIES.items()},
+    "many words": (LlamaConfig(**SIZES | {"vocab_size": 1 << 14, "tie_word_embeddings": True}), 3),
+    "windows": (Gemma3TextConfig(**SIZES, head_dim=16, layer_types=["sliding_attention", "full_attention"] * 2), 1),
+}
+"""Models, and how often a part of the layers or all are traced: with many words, the peak is where the embeddings get
+their gradient, and the layers with windows are not equal."""
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", DEEP)
+def test_the_first_of_equal_layers_say_what_all_need(
+    family: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, calls = DEEP[family]
+    traced: list[int] = []
+
+    def count(model: PreTrainedModel, *args: Any, **options: Any) -> Trace:
+        traced.append(sum(p.numel() for p in model.parameters()))
+        return trace_layers(model, *args, **options)
+
+    monkeypatch.setattr(memory_trace, "trace_layers", count)
+    model = empty_model(settings, checkpointing=checkpointing)
+    micro = typical_micro_batch(8 if family == "many words" else 256, 64)
+    options = {"on_gpu": True, "exchanged": family != "many words"}
+    assert trace(model, micro, **options) == trace_layers(model, micro, **options)
+    assert len(traced) == calls
 
 
 def test_live_storages_are_counted_once_and_until_they_are_freed() -> None:

@@ -6,6 +6,7 @@ bytes of all tensors alive are counted. This takes seconds for a model of any si
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from asyncrl.learner.model.packed_attention import PACKED, make_layout
 from asyncrl.learner.model.stand_in import is_on_gpu, meta_as_gpu
 
 META = torch.device("meta")
+FEW_LAYERS = 2
+"""The first layers of which the memory of all is derived."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,10 +183,47 @@ def typical_micro_batch(tokens: int, longest_tokens: int) -> MicroBatch:
     )
 
 
-def trace(
+def trace(model: PreTrainedModel, micro: MicroBatch, **options: bool) -> Trace:
+    """Returns the memory of the micro-batch with a model of `empty_model`; the options are those of `trace_layers`.
+
+    Of equal layers, each of which adds the same bytes, only the first are traced.
+    """
+    layers = _equal_layers(model)
+    if layers is None or len(layers[1]) <= FEW_LAYERS + 1:
+        return trace_layers(model, micro, **options)
+    set_layers, every = layers
+    try:
+        set_layers(every[:FEW_LAYERS])
+        few = trace_layers(model, micro, **options)
+        set_layers(every[: FEW_LAYERS + 1])
+        more = trace_layers(model, micro, **options)
+    finally:
+        set_layers(every)
+    step = more.forward_bytes - few.forward_bytes
+    if more.peak_bytes - few.peak_bytes != step:
+        # The peak is when the activations are freed, which may be otherwise with more layers.
+        return trace_layers(model, micro, **options)
+    others = len(every) - FEW_LAYERS
+    return Trace(few.forward_bytes + others * step, few.peak_bytes + others * step)
+
+
+def _equal_layers(model: PreTrainedModel) -> tuple[Callable[[nn.ModuleList], None], nn.ModuleList] | None:
+    """Returns the model's layers, and a function that replaces them; None if they differ."""
+    settings = model.config
+    if len(set(getattr(settings, "layer_types", None) or ())) > 1:
+        return None
+    for parent in model.modules():
+        for name, layers in parent.named_children():
+            if isinstance(layers, nn.ModuleList) and len(layers) == getattr(settings, "num_hidden_layers", 0):
+                kinds = {(type(layer), tuple((n, p.shape) for n, p in layer.named_parameters())) for layer in layers}
+                return (functools.partial(setattr, parent, name), layers) if len(kinds) == 1 else None
+    return None
+
+
+def trace_layers(
     model: PreTrainedModel, micro: MicroBatch, *, on_gpu: bool, exchanged: bool, entropy_gradient: bool = False
 ) -> Trace:
-    """Returns the memory of the micro-batch with a model of `empty_model`.
+    """Returns the memory of the micro-batch with all layers of the model.
 
     With `exchanged`, every gradient is copied to float32 for the exchange between ranks and freed at once, as ZeRO does
     from stage 1 on; otherwise it is added to a sum that exists already.
