@@ -85,6 +85,11 @@ FEATURES = (
         ("test_gpu_run.py::*1-transformers*",),
     ),
     Feature(
+        "Generator and learner on one card in turn (`launch.colocate`)",
+        "learner/test_colocated.py",
+        ("test_gpu_colocated.py::*",),
+    ),
+    Feature(
         "A complete run with vLLM",
         "system/test_runs.py",
         ("test_gpu_run.py::*1-vllm*",),

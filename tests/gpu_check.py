@@ -54,13 +54,14 @@ STAGES = (
     Stage("transformers", "test_gpu_engine.py", 300, "transformers"),
     Stage("vLLM", "test_gpu_engine.py", 900, "vllm"),
     Stage("run", "test_gpu_run.py", 900),
+    Stage("colocated", "test_gpu_colocated.py", 900),
     Stage("figures", "test_gpu_figures.py", 300, alone=True),
 )
 
 
 @dataclass
 class Check:
-    """What became of a check."""
+    """The outcome of a check."""
 
     stage: str
     name: str

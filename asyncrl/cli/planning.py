@@ -51,6 +51,9 @@ def simulate(
     broadcast_s: Annotated[float | None, typer.Option(help="Until generators have new weights; 0.")] = None,
     swap_ms: Annotated[float | None, typer.Option(help="How long a swap of weights holds an engine; 0.")] = None,
     reward_s: Annotated[float | None, typer.Option(help="Until a group has its rewards; 0.")] = None,
+    routing_bytes: Annotated[
+        int | None, typer.Option(min=0, help="Of a token, with algorithm.routing_replay: layers x experts of it; 0.")
+    ] = None,
     model: Annotated[
         str | None, typer.Option(help="Whose weights are sent, as in 7B; with it, by --transport.")
     ] = None,
@@ -87,7 +90,7 @@ def simulate(
         "engine_sequence_us": engine_sequence_us, "engine_request_ms": engine_request_ms,
         "learner_base_s": learner_base_s, "learner_token_us": learner_token_us, "broadcast_s": broadcast_s,
         "swap_ms": swap_ms, "reward_s": reward_s, "episode_turns": episode_turns, "turn_wait_s": turn_wait_s,
-        "turn_wait_share": turn_wait_share,
+        "turn_wait_share": turn_wait_share, "routing_bytes": routing_bytes,
     }  # fmt: skip
     given: dict[str, float] = {name: float(value) for name, value in numbers.items() if value is not None}
     changed = {name: value for name, value in changes.items() if value is not None}

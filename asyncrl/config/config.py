@@ -195,6 +195,32 @@ class Config(Section):
             )
 
     @model_validator(mode="after")
+    def _check_colocate(self) -> Self:
+        launch, parallel = self.launch, self.generator.tensor_parallel
+        if not launch.colocated:
+            return self
+        key = f"launch.colocate = {launch.colocate!r}"
+        if launch.learners != (cards := launch.generators * parallel):
+            raise ValueError(
+                f"{key} with launch.learners = {launch.learners}: each rank shares one card with a generator, and "
+                f"launch.generators = {launch.generators} with generator.tensor_parallel = {parallel} have {cards}; "
+                f"use launch.learners={cards}"
+            )
+        if self.critic.ranks:
+            raise ValueError(
+                f"{key} with critic.ranks = {self.critic.ranks}: they would use a card of a generator, too; use "
+                "critic.ranks=0, which trains the critic in the learner ranks"
+            )
+        if self.weights.staging == "buckets":
+            raise ValueError(
+                f"{key} with weights.staging = {self.weights.staging!r}: the learner would hold its weights until the "
+                "engine has them, and the engine has no card until the learner is done; use weights.staging=whole"
+            )
+        if self.placement.pools:
+            raise ValueError(f"{key} with placement.pools: generators and learners share cards; leave placement out")
+        return self
+
+    @model_validator(mode="after")
     def _check_optimizer(self) -> Self:
         learner = self.learner
         if learner.optimizer == "adamw" or (learner.zero_stage == 0 and self.model.dtype == "float32"):

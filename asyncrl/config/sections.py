@@ -230,6 +230,10 @@ class LaunchConfig(Section):
     or a network interface (`ib0`) or network (`10.0.0.0/8`) on which each machine has its own. On a loopback address
     ZeroMQ uses unix sockets that only the user can open, and a port is refused. On another one the replay queue listens
     on PORT (by default a free one), with encryption (CURVE); weights and collectives are not encrypted."""
+    colocate: Literal["off", "on", "force"] = "off"
+    """on: each learner rank and a generator share a card, of which one of them uses it at a time; on a CPU the card is
+    a part of the cores. There are as many learner ranks as generators, times `generator.tensor_parallel`. force: on
+    GPUs, too, where this is not proven."""
     pin_cores: bool = True
     """On a CPU, generators and learners have cores of their own."""
     start_timeout_s: float = Field(default=180.0, gt=0.0)
@@ -248,6 +252,11 @@ class LaunchConfig(Section):
     and fails twice for one reason ends it earlier."""
 
     @property
+    def colocated(self) -> bool:
+        """True if learner ranks and generators share cards."""
+        return self.colocate != "off"
+
+    @property
     def host(self) -> str:
         """The address, interface or network to listen on (`launch/resources/network.py`)."""
         return split_address(self.address)[0]
@@ -263,6 +272,11 @@ class LaunchConfig(Section):
         if generators > MAX_GENERATORS:
             raise ValueError(too_many_generators())
         return generators
+
+    @field_validator("colocate", mode="before")
+    @classmethod
+    def _read_boolean(cls, colocate: Any) -> Any:
+        return {True: "on", False: "off"}[colocate] if isinstance(colocate, bool) else colocate  # YAML reads on as true
 
     @field_validator("address")
     @classmethod

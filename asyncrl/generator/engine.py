@@ -41,6 +41,8 @@ ENGINES = {
 GPU_FRACTION = "ASYNCRL_GPU_MEMORY_FRACTION"
 """Environment variable with the fraction of the GPU's memory that the launcher assigns to the engine."""
 
+Waking = Literal["weights", "cache"]
+"""The two parts of an engine that wakes up."""
 Sampling = Literal["training", "evaluation", "greedy"]
 """The sampling of a completion: as in section `generator`, as in section `eval`, or greedily."""
 
@@ -134,6 +136,21 @@ class Engine(Protocol):
 
     def use_own_weights(self, version: int) -> None:
         """Uses the weights in `model.path` as `version`, instead of a first `swap`."""
+        ...
+
+    def sleep(self, level: int) -> None:
+        """Frees the device between two steps, with `launch.colocate`: at level 2 the cache and the weights are given
+        up, at level 1 the weights are kept. Requests in progress stay and lose no token. Until it wakes up, `add` and
+        `abort` work, and `step` must not be called."""
+        ...
+
+    def wake(self, what: Waking) -> None:
+        """Takes the device back: first the memory of the weights, which after level 2 a `swap` must fill, then that of
+        the cache, after which `step` computes the requests in progress anew."""
+        ...
+
+    def peak_memory_bytes(self) -> int:
+        """Returns the most memory that this process has used, and that processes of the engine have, in addition."""
         ...
 
     def close(self) -> None:

@@ -7,6 +7,7 @@
       engine.step      one decoding step of all sequences -> groups.take; a complete group -> reward workers
       groups.poll      what environments say -> engine.add; ended episodes -> their groups
       groups.collect   scored groups -> the replay queue
+      card             with `launch.colocate`, it is the learner's turn -> engine.sleep (`colocated.py`)
     release            return the leases of unfinished groups
 
     waits for               woken by                                   deadline
@@ -29,6 +30,7 @@ import structlog
 
 from asyncrl.config import Config
 from asyncrl.errors import PeerTimeoutError
+from asyncrl.generator.colocated import OwnCard
 from asyncrl.generator.cost_model import StepCosts
 from asyncrl.generator.engine import Engine
 from asyncrl.generator.group_runner import GroupRunner, Member
@@ -37,7 +39,6 @@ from asyncrl.generator.scoring import evaluated_rows
 from asyncrl.replay.client import GeneratorClient, LeaseReply
 from asyncrl.replay.evaluation.samples import pack_rows
 from asyncrl.types import NO_VERSION
-from asyncrl.util.memory import peak_memory_bytes
 from asyncrl.util.processes import GENERATOR_ACTIVITIES, GENERATOR_PHASES, Stopwatch
 from asyncrl.wire.messages import GeneratorStats
 
@@ -80,8 +81,9 @@ class GeneratorLoop:
         should_stop: Callable[[], bool],
         greedy_baseline: bool = False,
         environments: EnvironmentPool | None = None,
+        card: OwnCard | None = None,
     ) -> None:
-        """Without `rewards`, the reward of a group is that of the `environments`."""
+        """Without `rewards`, the reward of a group is that of the `environments`; without a `card`, it has its own."""
         self.config = config
         self._slots = config.generator.max_running_groups * config.generator.group_size
         self.index = index
@@ -92,6 +94,7 @@ class GeneratorLoop:
         self.receiver = receiver
         self.client = client
         self.should_stop = should_stop
+        self.card = card or OwnCard()
         self.stats = GeneratorStats.of()
         self._watch = Stopwatch(GENERATOR_ACTIVITIES)
         self._phases = Stopwatch((_OTHER, *GENERATOR_PHASES))
@@ -131,14 +134,14 @@ class GeneratorLoop:
 
     def tick(self) -> None:
         """Runs one iteration of the loop: swap, exchange, engine step, rewards."""
-        busy = self.engine.num_running > 0
+        busy = self.engine.num_running > 0 and not self.card.asleep
         self._watch.switch("syncing")
         self._swap_staged()
         episodes = self.groups.episodes
         in_environments = episodes is not None and episodes.num_live > 0
         self._watch.switch("working" if busy else "environments" if in_environments else "waiting")
         spent_s = self._exchange(0.0 if busy else _ENVIRONMENTS_S if in_environments else _IDLE_S)
-        running, began_s = self.engine.num_running, time.monotonic()
+        running, began_s = 0 if self.card.asleep else self.engine.num_running, time.monotonic()
         if running:
             self._watch.switch("working")
             self._phases.switch("engine")
@@ -158,6 +161,9 @@ class GeneratorLoop:
         if running:
             now_s = time.monotonic()
             self._count_costs(now_s, spent_s + now_s - began_s, running)
+        leases_come = self.client.outstanding and bool(self._asked.groups + self._asked.evaluations)
+        idle = self._denied and not self.engine.num_running
+        self.card.sleep_after_step(busy=leases_come or self._keeps_version, idle=idle)
 
     def _count_ended(self, members: Iterable[Member]) -> None:
         for member in members:
@@ -206,19 +212,27 @@ class GeneratorLoop:
                 )
             self._swap_staged()
 
-    def _swap_staged(self) -> None:
-        """Swaps to the staged version, unless the loaded one is being evaluated, or `deterministic` is set and
-        completions run: those must be of one version."""
-        self._phases.switch(_OTHER)
+    @property
+    def _keeps_version(self) -> bool:
+        """True while the loaded version is being evaluated or, with `deterministic`, completions run: those must be of
+        one version."""
         groups = self.groups
-        if self._pinned or groups.num_evaluating or (self.config.deterministic and groups.running):
+        return bool(self._pinned or groups.num_evaluating or (self.config.deterministic and groups.running))
+
+    def _swap_staged(self) -> None:
+        """Swaps to the staged version, unless the loaded one must be kept, or the card is the learner's."""
+        self._phases.switch(_OTHER)
+        if self._keeps_version:
             self.receiver.hold()
+            return
+        if self.card.asleep and not (self.receiver.has_version and self.card.wake()):
             return
         staged = self.receiver.staged()
         if staged is None:
             return
         stall_ms = self.engine.swap(staged.version, staged.tensors)
         self.receiver.loaded(staged)
+        self.card.woken()
         self.stats.stall_ms.append(stall_ms)
         self._next_ask_s = 0.0
         self._pinned, self._denied = self.config.evaluates(staged.version), False
@@ -260,7 +274,7 @@ class GeneratorLoop:
             if (episodes := self.groups.episodes) is not None:
                 self.stats.live_episodes, self.stats.waiting_episodes = episodes.num_live, episodes.num_waiting
             if renews:
-                self.stats.peak_memory_bytes = peak_memory_bytes()
+                self.stats.peak_memory_bytes = self.engine.peak_memory_bytes()
             working_on = [group.lease for group in self.groups.unfinished] if renews else []
             self.client.ask(self.engine.version, groups, self.stats, num_evaluations=evaluations, working_on=working_on)
             self.stats.stall_ms = []
@@ -276,6 +290,7 @@ class GeneratorLoop:
         asked = self._asked
         if asked.version != self.engine.version:
             return
+        self.card.batches = reply.batches
         self._pinned = self._pinned and reply.evaluations_left
         self._denied = sum(not lease.evaluation for lease in reply.leases) < asked.groups
         if len(reply.leases) < asked.groups + asked.evaluations:
@@ -283,9 +298,10 @@ class GeneratorLoop:
 
     def _free_capacity(self) -> tuple[int, int]:
         """Numbers of groups and of evaluation prompts to ask for."""
-        if self.engine.version == NO_VERSION or self._leave_s is not None:
+        if self.engine.version == NO_VERSION or self._leave_s is not None or self.card.asleep:
             return 0, 0
-        return self.groups.free_capacity(evaluates=self._pinned, denied=self._denied)
+        groups, evaluations = self.groups.free_capacity(evaluates=self._pinned, denied=self._denied)
+        return 0 if self.card.enough else groups, evaluations
 
     def _finish(self, group: Running, scored: Scored) -> None:
         self._costs.scored(time.monotonic() - group.complete_s)

@@ -13,6 +13,7 @@ import structlog
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
+from asyncrl.generator.colocated import SharedCard, cards_of
 from asyncrl.generator.engine import make_engine
 from asyncrl.generator.loop import GeneratorLoop
 from asyncrl.replay.client import GeneratorClient
@@ -67,8 +68,12 @@ def run_generator(
         receiver = make_receiver(config, index, endpoints, run_dir, device="cuda:0" if on_gpu else "cpu")
         stack.callback(receiver.close)
         receiver.start()  # joins while the engine starts, so that the learners do not wait for it
+        if (cards := cards_of(config, index, run_dir)) is not None:
+            stack.callback(cards.leave)
+            cards.acquire(config.launch.progress_timeout_s)
         engine = make_engine(config, seed=engine_seed(config.seed, index, start))
         stack.callback(engine.close)
+        card = None if cards is None else SharedCard(config, engine, cards)
         receiver.engine_is_up()
         if not on_gpu:
             try_batch_scheduling(set_time_slice)
@@ -92,6 +97,7 @@ def run_generator(
             should_stop=should_stop,
             greedy_baseline=greedy_baseline,
             environments=environments,
+            card=card,
         ).run()
 
 

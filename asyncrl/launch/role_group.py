@@ -70,7 +70,9 @@ class Progress:
         """Returns why the learners must be restarted, or "". Raises RunError when a restart would not help."""
         # With a complete batch in the queue the learners are the ones to act.
         training = status["taken"] or status["finished"] >= self._batch_groups
-        tokens = None if training else sum(generator["tokens"] for generator in status["generators"].values())
+        # A learner that shares its card waits for it with a batch in hand.
+        waits = not training or self._config.launch.colocated
+        tokens = None if not waits else sum(generator["tokens"] for generator in status["generators"].values())
         again = (status["catching_up"] or {}).get("step")
         seen = status["step"], status["eval"]["prompts_done"], again, training, tokens
         if seen != self._seen:

@@ -5,10 +5,12 @@
     _agree          the ranks agree to continue or to stop          all learner ranks            a collective
     prefetch.get    gets this rank's part of the step, packed       groups_per_step groups       the prefetch thread
     raise_on_all..  an error of any rank is raised on all ranks     all learner ranks            a collective
+    card.begin      with launch.colocate: takes the card            its generator                polling (`colocated`)
     trainer.train   version step - 1 becomes version step           all learner ranks, critic    collectives, its reply
     _commit         rank 0 records the step in the replay queue     the journal                  the queue's reply
     _send           hands this rank's share of the weights over     the broadcast before it      the sender's thread
     _save           starts a checkpoint, if one is due              the checkpoint before it     the writer's thread
+    card.end        with launch.colocate: releases the card         the copy of the weights      the sender's thread
          |
          +-- back to _agree, until the last step
 
@@ -38,6 +40,7 @@ from asyncrl.learner.checkpoint.files import Files, bytes_file
 from asyncrl.learner.checkpoint.hf_export import save_model
 from asyncrl.learner.checkpoint.manager import Checkpoints
 from asyncrl.learner.collate import collate
+from asyncrl.learner.colocated import OwnCard
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.metrics.flops import device_peak, utilization
 from asyncrl.learner.metrics.profiler import StepProfiler
@@ -72,6 +75,8 @@ class Learner:
     """Step of the checkpoint that the trainer comes from."""
     book: SampleBook | None = None
     """The record of samples; None on the other ranks, or when none are recorded."""
+    card: OwnCard = field(default_factory=OwnCard)
+    """Whether this rank has its card; others than with `launch.colocate` always have."""
     watch: Stopwatch = field(default_factory=Stopwatch)
     """A step's times run from commit to commit: its checkpoint and weight times are those of the step before."""
     committed: int = 0
@@ -114,7 +119,10 @@ class Learner:
             )
         if self.committed > self.start:
             log.info("learner catches up", from_step=self.start, to_step=self.committed)
+        self.card.holds(self.trainer, self.committed)
         self._send(self.start)
+        if self.start == self.committed:
+            self.card.end(self._await_copy)
         last, stopped = self.start, False
         while last < self.config.steps:
             stopped = self._agree(should_stop)
@@ -122,10 +130,12 @@ class Learner:
                 log.info("learner stops early", finished_steps=last)
                 break
             last += 1
+        self.card.begin(soon=True)
         self._save_models()
         if self.checkpoints is not None:
             self._save_last(self.checkpoints, last, stopped=stopped)
         self.ranks.barrier()
+        self.card.end(self._await_copy)
         self._finish_sending()
         self._finish_evaluating(should_stop)
 
@@ -150,19 +160,26 @@ class Learner:
         # On all ranks, so that none waits for one that has ended.
         self.ranks.raise_on_all_ranks(prepared.error)
         assert prepared.batch is not None
+        self.watch.switch("waiting")
+        self.card.begin()
+        self.watch.switch("working")
         with self.profiler.step(step):
             metrics = self.trainer.train(prepared.batch, step=step)
         self.watch.switch("writing")
         lap = self.watch.lap()
         metrics |= {metric: lap[activity] for activity, metric in LEARNER_TIMES.items()} | self.trainer.phases.metrics()
-        metrics |= utilization(metrics, ranks=self.ranks.count, peak=self.peak_flops)
+        metrics |= utilization(metrics, ranks=self.ranks.count, peak=self.peak_flops) | self.card.metrics()
         saving = self._saves(step)
         # Committed before it is sent: no generator may have a version that the replay queue does not know.
         committed = self._commit(step, metrics, saving=saving)
-        self._send(step)
+        passes_on = self.card.is_over(step, committed)
+        if passes_on:
+            self._send(step)
         self.watch.switch("writing")
         if saving:
             metrics["checkpoint/save_s"] = self._save(step, committed.state)
+        if passes_on and step < self.config.steps:
+            self.card.end(self._await_copy)
         self._log(step, metrics | committed.metrics)
         if self.book is not None:
             samples = self.book.record(step, prepared.shard.groups, is_last=step == self.config.steps)
@@ -249,7 +266,7 @@ class Learner:
 
     def _commit(self, step: int, metrics: dict[str, float], *, saving: bool) -> Committed:
         if self.ranks.rank:
-            return Committed({}, b"", False, False)
+            return Committed({}, b"", False, False, 0)
         if self.sender is not None:
             stats = self.sender.stats
             metrics |= {"weights/broadcasts": float(stats.count), "weights/bytes": float(stats.bytes)}

@@ -14,6 +14,7 @@ from asyncrl.errors import RunError
 from asyncrl.learner.algorithm import make_algorithm
 from asyncrl.learner.checkpoint.files import CHECKPOINTS
 from asyncrl.learner.checkpoint.manager import Checkpoints
+from asyncrl.learner.colocated import OwnCard, SharedCard
 from asyncrl.learner.critic.remote import RemoteCritic
 from asyncrl.learner.critic.value_function import Critic, ValueFunction
 from asyncrl.learner.distributed import Ranks, process_group
@@ -22,6 +23,7 @@ from asyncrl.learner.mismatch_check import MismatchCheck
 from asyncrl.learner.model.deepspeed_import import enable_determinism
 from asyncrl.learner.trainer import Trainer
 from asyncrl.samples.book import SampleBook
+from asyncrl.util.card_lock import CardLock, card_path
 from asyncrl.wire.directory import announce
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.store import StoreServer
@@ -44,7 +46,9 @@ def run_learner(
     from asyncrl.replay.client import LearnerClient
 
     launch = config.launch
-    with _training(config, rank, endpoints, run_dir) as (trainer, checkpoints, parts):
+    with _training(config, rank, endpoints, run_dir, shares_card=launch.colocated) as (
+        trainer, checkpoints, parts, card,
+    ):  # fmt: skip
         start = checkpoints.newest()
         if start:
             trainer.restore(checkpoints.path(start))
@@ -60,7 +64,9 @@ def run_learner(
         sender = _make_sender(config, trainer, endpoints, run_dir, parts)
         if sender is not None:
             parts.callback(sender.close)
-        Learner(config, trainer, client, sender, trackers, run_dir, checkpoints, start, book=book).run(should_stop)
+        Learner(
+            config, trainer, client, sender, trackers, run_dir, checkpoints, start, book=book, card=card
+        ).run(should_stop)  # fmt: skip
 
 
 def _make_sender(
@@ -159,7 +165,7 @@ def run_offline(
     from asyncrl.replay.journal.history import JournalBatches
     from asyncrl.replay.sample_batches import SampleBatches
 
-    with _training(config, rank, endpoints, run_dir) as (trainer, checkpoints, parts):
+    with _training(config, rank, endpoints, run_dir) as (trainer, checkpoints, parts, _):
         if start:
             if not checkpoints.is_intact(start):
                 raise RunError(
@@ -179,9 +185,10 @@ def run_offline(
 
 @contextmanager
 def _training(
-    config: Config, rank: int, endpoints: Endpoints, run_dir: Path
-) -> Iterator[tuple[Trainer, Checkpoints, ExitStack]]:
-    """Yields this rank's trainer, the checkpoints in `run_dir`, and an exit stack for objects to close at the end."""
+    config: Config, rank: int, endpoints: Endpoints, run_dir: Path, *, shares_card: bool = False
+) -> Iterator[tuple[Trainer, Checkpoints, ExitStack, OwnCard]]:
+    """Yields this rank's trainer, the checkpoints in `run_dir`, an exit stack for objects to close at the end, and its
+    card, which it has by then."""
     launch = config.launch
     if config.deterministic:
         enable_determinism()
@@ -197,6 +204,11 @@ def _training(
         ) as ranks,
         ExitStack() as parts,
     ):
+        card = OwnCard()
+        if shares_card:
+            lock = CardLock(card_path(run_dir, rank), f"learner-{rank}")
+            parts.callback(lock.leave)
+            card = SharedCard(config, ranks, lock)
         critic: ValueFunction | None = None
         others: tuple[str, ...] = ()
         if algorithm.needs_critic and config.critic.ranks:
@@ -208,4 +220,4 @@ def _training(
         trainer = Trainer(config, ranks, algorithm, critic)
         checkpoints = Checkpoints(config, run_dir / CHECKPOINTS, ranks, others=others)
         parts.callback(checkpoints.close)
-        yield trainer, checkpoints, parts
+        yield trainer, checkpoints, parts, card

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,14 +36,15 @@ from asyncrl.learner.algorithm import Algorithm
 from asyncrl.learner.batch import Batch, MicroBatch
 from asyncrl.learner.checkpoint.files import Files, bytes_file, model_files, step_of, tensors_file
 from asyncrl.learner.checkpoint.zero_state import random_state, restore_random_state, restore_state, seed_random_state
-from asyncrl.learner.critic.value_function import ValueFunction
+from asyncrl.learner.critic.value_function import Critic, ValueFunction
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.metrics.batch import batch_metrics
 from asyncrl.learner.metrics.flops import ModelFlops
 from asyncrl.learner.metrics.phases import PhaseTimer
 from asyncrl.learner.metrics.step import StepMetrics
 from asyncrl.learner.mismatch_check import MismatchCheck
-from asyncrl.learner.model.policy import Policy, reference_logprobs
+from asyncrl.learner.model.policy import Policy, Reference
+from asyncrl.learner.model.states import states_of, tensors_of
 from asyncrl.learner.token_losses import token_losses
 from asyncrl.learner.update import (
     Minibatch,
@@ -82,7 +83,8 @@ class Trainer:
         self.phases = PhaseTimer(ranks)
         """The seconds of the phases of a step, which the loop reads."""
         self._flops = ModelFlops.of(self.policy.model)
-        self._reference: Callable[[MicroBatch], Tensor] | None = None
+        self._reference: Reference | None = None
+        """With adapters the reference policy is the policy without them, otherwise a model of its own."""
         settings = config.algorithm
         self.kl_control: FixedKL | AdaptiveKL = FixedKL(settings.kl_reward_coef)
         if settings.kl_target is not None:
@@ -149,6 +151,14 @@ class Trainer:
         metrics["learner/flops"] = self._count_flops(batch, scores, warmup=warmup)
         return metrics | batch_metrics(batch, estimates.advantages, self.data_ranks)
 
+    def tensors(self) -> Iterator[Tensor]:
+        """Yields what the models of this rank have in memory; a tensor may come several times."""
+        yield from states_of(self.policy)
+        if isinstance(self.critic, Critic):
+            yield from states_of(self.critic.model)
+        if self._reference is not None:
+            yield from tensors_of(self._reference.network)
+
     def snapshot(self, folder: Path) -> Files:
         """Returns this rank's files of the checkpoint in `folder`, copied to the CPU. All ranks call it."""
         rank = self.ranks.rank
@@ -177,9 +187,8 @@ class Trainer:
         wants_reference = settings.kl_loss_coef > 0 or settings.kl_reward_coef > 0
         recomputes = "proximal_logprobs" in algorithm.needs and settings.proximal == "recompute" and self._updates > 1
         wants_proximal = recomputes or wants_reference or "log_ratios" in algorithm.needs or algorithm.bound is not None
-        if wants_reference and self._reference is None:
-            self._reference = reference_logprobs(self.config, self.ranks, self.policy)
-        reference = self._reference if wants_reference else None
+        if wants_reference and self._reference is None and self.policy.adapters is None:
+            self._reference = Reference(self.config, self.ranks)
         micro_batches = [micro.to(self.ranks.device) for minibatch in minibatches for micro in minibatch.micro_batches]
         phase, proximal, ref, values = self.phases.phase, None, None, None
         if self.critic is not None:
@@ -188,9 +197,10 @@ class Trainer:
         if wants_proximal:
             with phase("proximal"):
                 proximal = self._join(self.policy.logprobs, micro_batches)
-        if reference is not None:
+        if wants_reference:
             with phase("reference"):
-                ref = self._join(reference, micro_batches)
+                score = self.policy.base_logprobs if self._reference is None else self._reference.logprobs
+                ref = self._join(score, micro_batches)
         return Scores(
             proximal_logprobs=proximal,
             ref_logprobs=ref,

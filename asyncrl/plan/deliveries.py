@@ -22,7 +22,7 @@ class Deliveries:
     chain_s: float
     """Each engine passes chunks to the next."""
     nccl_s: float
-    """NCCL's broadcast from one rank, which gathers the weights first if they are divided."""
+    """NCCL's broadcasts: every learner rank sends its slices, and each engine takes all of them into one GPU."""
     shards_s: float
     """Every host of the learner sends its part to every host with engines."""
     delta_s: float
@@ -47,22 +47,19 @@ class Deliveries:
         return stride_of(self.far_s / step_s)
 
 
-def deliveries_of(
-    model: ModelShape, constants: Constants, *, engines: int, tp: int, learners: int, partitioned: bool
-) -> Deliveries:
-    """The deliveries to these engines; `partitioned` as in `Fleet`."""
+def deliveries_of(model: ModelShape, constants: Constants, *, engines: int, tp: int, learners: int) -> Deliveries:
+    """The deliveries to these engines."""
     links, per_host = constants.links, constants.gpu.per_host
     changed = links.changed * model.parameters
     delta_bytes = changed * links.delta_bytes
     spread_s = min(tree_s(delta_bytes, engines, links), chain_s(delta_bytes, engines, links))
     encode_s = links.encode_s * model.parameters / learners
     apply_s = links.apply_s * changed / tp + model.bytes / (links.load_bytes_per_s * tp)
-    gather_s = model.bytes / links.gather_bytes_per_s if partitioned else 0.0
     senders, receivers = math.ceil(learners / per_host), math.ceil(engines * tp / per_host)
     return Deliveries(
         tree_s=tree_s(model.bytes, engines, links),
         chain_s=chain_s(model.bytes, engines, links),
-        nccl_s=gather_s + model.bytes / links.nccl_bytes_per_s + links.nccl_member_s * engines * tp,
+        nccl_s=model.bytes / links.nccl_bytes_per_s + links.nccl_member_s * engines,
         shards_s=model.bytes / links.host_bytes_per_s * max(1.0, receivers / senders),
         delta_s=encode_s + spread_s + apply_s,
         spread_s=spread_s,

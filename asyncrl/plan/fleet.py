@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from asyncrl.errors import ConfigError
 from asyncrl.plan.deliveries import Deliveries, deliveries_of
-from asyncrl.plan.hardware import Constants, ModelShape
+from asyncrl.plan.hardware import Constants, Links, ModelShape
 
 TENSOR_PARALLEL = (1, 2, 4, 8)
 """GPUs of an engine; they are on one host."""
@@ -66,7 +66,7 @@ class Fleet:
         """Cores that the replay queue is busy with, of which it has one. Groups without signal pass through it, too."""
         job, links = self.constants.job, self.constants.links
         num_bytes = links.token_bytes * job.group_size * (job.answer_tokens + job.prompt_tokens)
-        return self.groups_per_s * (links.queue_group_s + links.queue_byte_s * num_bytes)
+        return queue_cores(self.groups_per_s, num_bytes, links)
 
     @property
     def groups_per_s(self) -> float:
@@ -74,17 +74,9 @@ class Fleet:
         return self.groups / self.step_s / self.constants.job.goodput
 
     @property
-    def partitioned(self) -> bool:
-        """As `is_partitioned`."""
-        return is_partitioned(self.model, self.learners, self.constants)
-
-    @property
     def deliveries(self) -> Deliveries:
         """Seconds until all engines have a version, by transport."""
-        return deliveries_of(
-            self.model, self.constants, engines=self.engines, tp=self.tp, learners=self.learners,
-            partitioned=self.partitioned,
-        )  # fmt: skip
+        return deliveries_of(self.model, self.constants, engines=self.engines, tp=self.tp, learners=self.learners)
 
     @property
     def failure_s(self) -> float:
@@ -200,6 +192,11 @@ def _split(
     )
 
 
+def queue_cores(groups_per_s: float, group_bytes: float, links: Links) -> float:
+    """Returns the cores that the replay queue is busy with, of which it has one, with groups of this size."""
+    return groups_per_s * (links.queue_group_s + links.queue_byte_s * group_bytes)
+
+
 def trajectories(gpus: int) -> float:
     """Trajectories of a step that are usual for a number of GPUs."""
     pairs = list(pairwise(TRAJECTORIES))
@@ -240,14 +237,6 @@ def training_rate(model: ModelShape, constants: Constants) -> float:
     """Tokens that a GPU of the learner trains per second."""
     gpu = constants.gpu
     return gpu.flops * (gpu.moe_mfu if model.is_moe else gpu.dense_mfu) / (gpu.train_flops * model.active)
-
-
-def is_partitioned(model: ModelShape, learners: int, constants: Constants) -> bool:
-    """True if the weights must be divided among the ranks (ZeRO-3): with weights and gradients complete and the
-    optimizer's states divided (ZeRO-2), a rank has too little memory."""
-    complete = 4 * model.parameters
-    divided = (constants.gpu.state_bytes - 4) * model.parameters / learners
-    return complete + divided > constants.gpu.learner_bytes
 
 
 def least_learners(model: ModelShape, constants: Constants) -> int:

@@ -42,9 +42,8 @@ class Links:
 
     stream_bytes_per_s: float = _given(2.5e9, "one TCP stream, as gloo has it", ASSUMED)
     host_bytes_per_s: float = _given(12.5e9, "a host's network for TCP", "100 GbE")
-    nccl_bytes_per_s: float = _given(25e9, "NCCL from one rank", "half of 400 Gb/s InfiniBand")
+    nccl_bytes_per_s: float = _given(25e9, "NCCL, into one GPU", "half of 400 Gb/s InfiniBand")
     nccl_member_s: float = _given(20e-6, "NCCL, for each GPU that receives", ASSUMED)
-    gather_bytes_per_s: float = _given(6e9, "gathering ZeRO-3 shards in rank 0", "145 GB in 23.5 s, verl#7060")
     message_s: float = _given(1e-4, "one message from host to host", ASSUMED)
     far_bytes_per_s: float = _given(2.5e6, "a guest's link", "20 Mb/s")
     changed: float = _given(0.012, "of the weights change in a step, lr 1e-6", "measured, 100 M weights, step 24")

@@ -10,9 +10,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from asyncrl.config import load_config
 from asyncrl.errors import ConfigError
 from asyncrl.plan.choices import RECOMMENDED, Comparison, compare_choices
 from asyncrl.plan.episodes import Episodes
+from asyncrl.plan.fleet import queue_cores
+from asyncrl.plan.hardware import Links
 from asyncrl.plan.measured import Measured, read_run
 from asyncrl.plan.prediction import Prediction
 from asyncrl.plan.simulate import simulate
@@ -20,6 +23,7 @@ from asyncrl.plan.spread import SpreadOptions, SpreadResult, sentences, simulate
 from asyncrl.plan.verdict import Candidate, bottleneck_of, search
 from asyncrl.plan.workload import TURNS, EngineCost, LearnerCost, Lengths, Setup, SyncCost, Workload
 from asyncrl.types import mean_staleness
+from asyncrl.util.routing import replayed_routers
 
 ROWS = 12
 """Maximum number of rows in the table of a plan."""
@@ -80,6 +84,8 @@ def show_simulation(
     found = simulate(workload, setup, seed=seed) if result is None else result.found
     unchanged = measured if setup == before and max_tokens is None and over is None else None
     _print_prediction(console, found, unchanged, has_episodes=workload.lengths.episodes is not None)
+    routing_bytes = _routing_of(run) if run is not None else round(numbers.get("routing_bytes", 0))
+    _print_queue(console, found, workload.lengths, routing_bytes)
     if result is not None:
         _print_costs(console, result)
     return found
@@ -181,6 +187,28 @@ def _print_prediction(console: Console, found: Prediction, measured: Measured | 
     shares = ", ".join(f"{staleness}: {tokens / total:.1%}" for staleness, tokens in enumerate(found.staleness))
     console.print(f"tokens by staleness  {shares}", highlight=False, soft_wrap=True)
     console.print(f"bottleneck           {bottleneck_of(found)}", highlight=False)
+
+
+def _routing_of(run: Path) -> int:
+    """Returns the bytes of a token's routing in a run; 0 without `algorithm.routing_replay`."""
+    config = load_config((run if run.is_dir() else run.parent) / "config.yaml")
+    model = config.model
+    routers = replayed_routers(config.algorithm.routing_replay, model.path, trust_remote_code=model.trust_remote_code)
+    return 0 if routers is None else routers.token_bytes
+
+
+def _print_queue(console: Console, found: Prediction, lengths: Lengths, routing_bytes: int) -> None:
+    """Prints the bytes that go through the replay queue, and how busy it is by the constants of `plan --fleet`."""
+    links = Links()
+    tokens = float((lengths.completions.sum(axis=1) + lengths.group_size * lengths.prompts).mean())
+    groups_per_s, group_bytes = found.leased_groups / found.wall_s, (links.token_bytes + routing_bytes) * tokens
+    routing = f", of a token {routing_bytes} for its routing" if routing_bytes else ""
+    console.print(
+        f"replay queue         {groups_per_s * group_bytes / 1e6:,.3g} MB/s{routing}, busy for "
+        f"{queue_cores(groups_per_s, group_bytes, links):.2g} of its one core (computed)",
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def _print_costs(console: Console, result: SpreadResult) -> None:

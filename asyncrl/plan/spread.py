@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from asyncrl.config.sections import CheckpointConfig
 from asyncrl.errors import ConfigError
 from asyncrl.plan.deliveries import Deliveries, deliveries_of
-from asyncrl.plan.fleet import is_partitioned
 from asyncrl.plan.hardware import MODELS, Constants, Failures, Links, ModelShape
 from asyncrl.plan.machines import MachineFailures, devices_of, place, usual_machines
 from asyncrl.plan.prediction import Prediction
@@ -116,10 +115,7 @@ def _delivery(
         constants = replace(constants, links=over_link(constants.links, bytes_per_s_of("--link", options.link)))
     per_host = -(-devices_of(setup) // machines)
     constants = replace(constants, gpu=replace(constants.gpu, per_host=per_host))
-    partitioned = setup.learners > 1 and is_partitioned(model, setup.learners, constants)
-    ways = deliveries_of(
-        model, constants, engines=setup.generators, tp=1, learners=setup.learners, partitioned=partitioned
-    )
+    ways = deliveries_of(model, constants, engines=setup.generators, tp=1, learners=setup.learners)
     name = ways.fastest[0].lower() if options.transport is None else options.transport
     if name not in TRANSPORTS:
         raise unknown_name("--transport", name, TRANSPORTS)

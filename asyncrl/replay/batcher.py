@@ -93,7 +93,17 @@ class Batcher:
         self.progress += 1
         state = self.store.snapshot(step) if saving else b""
         stopping = bool(self.state.stop_reason) and step == self.state.ledger.steps
-        return Committed(own, state, self.store.checkpoint_wanted(), stopping)
+        return Committed(own, state, self.store.checkpoint_wanted(), stopping, self.num_waiting)
+
+    @property
+    def num_waiting(self) -> int:
+        """Batches that are not trained yet, by the number of finished groups; 0 unless the next one is complete."""
+        settings, state = self.config.replay, self.state
+        if not state.taken:
+            return 0
+        return len(state.taken) + max(
+            0, state.ledger.count(State.FINISHED) // settings.groups_per_step - settings.min_staleness
+        )
 
     def _committed(self, step: int) -> dict[str, float]:
         past = self.store.history(step)

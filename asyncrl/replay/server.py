@@ -183,6 +183,7 @@ class ReplayServer:
             reason=reason,
             evaluations_left=queue.evaluation.left(body.version),
             progress=queue.batcher.progress,
+            batches=queue.batcher.num_waiting,
             pause_s=queue.state.generators_wanted / DENIED_ASKS_PER_S,
             weights=self._directory.address(WEIGHTS),
             stored=self._versions.newest,

@@ -282,6 +282,12 @@ class BackgroundReceiver(ABC):
         """The versions in a store that this receiver has; None if it reads none."""
         return None
 
+    @property
+    def has_version(self) -> bool:
+        """True if a version waits for `staged`; a newer one may replace it until then. Raises as `staged`."""
+        self._check()
+        return self._staging.has_version
+
     def staged(self) -> StagedWeights | None:
         """Returns a complete version that was not returned before, or None. Raises the background thread's error."""
         self._check()

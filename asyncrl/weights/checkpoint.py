@@ -63,10 +63,12 @@ def meta_model(path: str, *, trust_remote_code: bool) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
 
 
-def checkpoint_tensors(model: PreTrainedModel) -> list[CheckpointTensor] | None:
-    """Returns the tensors of the checkpoint of a `meta_model`, tied ones once; None if the library computes some of
-    them from the parameters, so that they are no part of one."""
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+def checkpoint_tensors(
+    model: PreTrainedModel, parameters: dict[str, Tensor] | None = None
+) -> list[CheckpointTensor] | None:
+    """Returns the tensors of the checkpoint of a `meta_model`, or of one with these `parameters` on the meta device,
+    tied ones once; None if the library computes some of them from the parameters, so that they are no part of one."""
+    parameters = parameters or {name: parameter.detach() for name, parameter in model.named_parameters()}
     owners = {parameter.untyped_storage()._cdata: name for name, parameter in parameters.items()}
     with torch.no_grad(), _Views():
         converted = revert_weight_conversion(model, parameters)

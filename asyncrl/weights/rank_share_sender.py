@@ -2,7 +2,7 @@
 
 weight-sender waits for            woken by          deadline
 an order of rank 0                 the store         rank 0's process is gone, or does not answer
-full buckets, and the transport    fill, polled      timeout_s; ends early when rank 0 gives up
+full buckets, and the transport    fill, polled      timeout_s; ends early when rank 0 ends it
 """
 
 from __future__ import annotations

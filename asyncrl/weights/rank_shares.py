@@ -1,7 +1,7 @@
 """The shares of a version that the learner's ranks send, and rank 0's orders for the other ranks.
 
 Every rank is the sender of a link of its own to the same receivers. Only rank 0 talks to these. It has the other ranks
-connect and send as it does itself (`rank_share_sender.py`), and gives a round up when one of them cannot.
+connect and send as it does itself (`rank_share_sender.py`), and ends a round when one of them cannot.
 """
 
 from __future__ import annotations

@@ -45,6 +45,11 @@ class Staging:
         return self._staged is None and not self._is_read
 
     @property
+    def has_version(self) -> bool:
+        """True if a version waits."""
+        return self._staged is not None
+
+    @property
     def _is_read(self) -> bool:
         return self._in_use or (self._copies is not None and not self._copies.query())
 

@@ -71,6 +71,8 @@ class Committed(Body):
     """The journal approaches its size limit: a checkpoint would allow segments to be dropped."""
     stopping: bool
     """The run is to end with this step, even if the batch of the next one is taken already."""
+    batches: Count
+    """Batches that are not trained yet; 0 unless the next one is complete."""
 
 
 class NextEvaluation(Body):

@@ -133,6 +133,8 @@ class Leases(Body, Generic[T]):
     """Evaluation prompts of the loaded version are still open."""
     progress: Number
     """Changes whenever a learner begins, takes or commits."""
+    batches: Count
+    """As in `Committed`."""
     pause_s: Time
     """Minimum pause before the next ask of a generator that got fewer leases than it asked for, unless it loads another
     version first."""

@@ -28,7 +28,8 @@ def lease(ticket: int, tokens: Sequence[int] = (5, 6, 7), attempt: int = 0) -> L
 def lease_reply(leases: list[Lease], done: bool, reason: str, **others: Any) -> LeaseReply:
     """Returns an answer to an ask, by default of a run that continues."""
     usual = {
-        "leave": False, "evaluations_left": False, "progress": 0, "pause_s": 0.0, "weights": "", "stored": None,
+        "leave": False, "evaluations_left": False, "progress": 0, "batches": 0,
+        "pause_s": 0.0, "weights": "", "stored": None,
     }  # fmt: skip
     return LeaseReply(leases=leases, done=done, reason=reason, **(usual | others))
 

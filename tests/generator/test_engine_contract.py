@@ -1,4 +1,4 @@
-"""What every engine promises to the generator's loop, for each of the table."""
+"""The contract between an engine and the generator's loop, for each engine of the table."""
 
 from __future__ import annotations
 
@@ -126,6 +126,40 @@ def test_every_token_has_the_version_that_sampled_it(
             )
             assert worst(one.logprobs[here], own) < TOLERANCE
             assert worst(one.logprobs[here], other) > DIFFERENT
+
+
+@pytest.mark.parametrize("mode", ["keeping", "recomputing"])
+@pytest.mark.parametrize("level", [1, 2])
+def test_no_token_is_lost_while_the_engine_sleeps(
+    level: int, mode: str, keeping: Engine, recomputing: Engine, policies: Policies
+) -> None:
+    engine = keeping if mode == "keeping" else recomputing
+    swap(engine, policies[0])
+    first, requests = engine.version, prompts(8)
+    for key, prompt in requests.items():
+        engine.add(key, prompt)
+    done = {one.key: one for _ in range(6) for one in engine.step()}
+    counts = {key: engine.num_generated(key) for key in requests.keys() - done.keys()}
+    assert len(counts) >= 3
+    engine.sleep(level)
+    requests["late"] = [9, 4, 17]
+    engine.add("late", requests["late"])
+    engine.add("dropped", [5, 6])
+    engine.abort(["dropped"])
+    engine.wake("weights")
+    if level == 2:
+        swap(engine, policies[1])
+    engine.wake("cache")
+    assert counts == {key: engine.num_generated(key) for key in counts} and engine.num_generated("late") == 0
+    done |= run_all(engine)
+    assert done.keys() == requests.keys()
+    assert {int(version) - first for one in done.values() for version in one.versions} == set(range(level))
+    for key, one in done.items():
+        assert len(one.tokens) == len(one.versions) > counts.get(key, 0)
+        for version in np.unique(one.versions):
+            here = one.versions == version
+            expected = reference_logprobs(policies[version - first], requests[key], one.tokens, TEMPERATURE)[here]
+            assert worst(one.logprobs[here], expected) < TOLERANCE
 
 
 def test_requests_can_be_dropped_and_counted(keeping: Engine, policies: Policies) -> None:

@@ -4,9 +4,11 @@ weights in several buckets, and the end of its processes."""
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -48,7 +50,15 @@ def small_buckets() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def divided(model_path: str, small_buckets: None) -> Iterator[VllmEngine]:
+def temporary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A folder of temporary files that no other process has."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("temporary")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def divided(model_path: str, small_buckets: None, temporary: None) -> Iterator[VllmEngine]:
     """An engine of two workers that keeps the cache over swaps."""
     engine = VllmEngine(small_config(model_path, generator__tensor_parallel=2), seed=1)
     yield engine
@@ -103,11 +113,19 @@ def test_weights_that_do_not_fit_change_nothing(divided: VllmEngine, policies: P
 
 def test_all_memory_of_the_processes_is_without_a_name(divided: VllmEngine, policies: Policies) -> None:
     divided.swap(0, weights_of(policies[0]))
+    assert not list(Path(tempfile.gettempdir()).glob("vllm_dist_*"))
     for pid in (os.getpid(), *pids_of(divided)):
         files = shared_files(pid)
         assert any("memfd:asyncrl-weights" in file for file in files)
         assert any("psm_" in file for file in files)
         assert not named_files(pid)
+
+
+def test_the_peak_of_the_memory_has_the_workers(divided: VllmEngine) -> None:
+    peaks = [int(re.findall(r"VmHWM:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[0]) << 10
+             for pid in (os.getpid(), *pids_of(divided))]  # fmt: skip
+    assert divided.peak_memory_bytes() == pytest.approx(sum(peaks), rel=0.05)
+    assert sum(peaks) > 1.5 * peaks[0]
 
 
 @pytest.mark.slow
@@ -220,7 +238,7 @@ def shared_files(pid: int) -> list[str]:
 
 
 def named_files(pid: int) -> set[str]:
-    """Those that still have a name: a semaphore is made under another one, by which the map shows it."""
+    """The files that still have a name: a semaphore is made under another one, by which the map shows it."""
     inodes = {fields[4] for fields in mapped(pid) if fields[5].startswith("/dev/shm/")}
     return {entry.name for entry in os.scandir("/dev/shm") if str(entry.inode()) in inodes}
 

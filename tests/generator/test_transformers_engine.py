@@ -230,3 +230,34 @@ def test_pages_are_given_once() -> None:
     assert not cache.extend(two, 5) and len(two) == 1
     cache.give_back(one)
     assert cache.extend(two, 12) and cache.num_free == 0
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_sleeping_engine_has_no_cache_and_at_level_2_no_weights(
+    level: int, model_path: str, policies: Policies
+) -> None:
+    engine = make(model_path)
+    engine.swap(0, weights_of(policies[0]))
+
+    def cached() -> int:
+        return sum(
+            tensor.untyped_storage().nbytes() for pair in engine._decoder.cache.layers.values() for tensor in pair
+        )
+
+    def weights() -> int:
+        storages = (parameter.untyped_storage() for parameter in engine._decoder._model.parameters())
+        return sum(storage.nbytes() for storage in storages if storage.resizable())
+
+    # As in memory that is not a file's.
+    for parameter in engine._decoder._model.parameters():
+        parameter.data = parameter.data.clone()
+    before = cached(), weights()
+    engine.sleep(level)
+    assert (cached(), weights()) == (0, 0 if level == 2 else before[1]) and all(before)
+    engine.wake("weights")
+    if level == 2:
+        engine.swap(1, weights_of(policies[1]))
+    engine.wake("cache")
+    assert (cached(), weights()) == before
+    assert worst(engine, policies[level - 1], {"a": [5, 6, 7]}) < TOLERANCE
+    engine.close()

@@ -38,7 +38,7 @@ def main() -> None:
         for case, sections in CASES.items():
             try:
                 tensors, scalars = record(make_config(model, **sections), ranks, make_groups())
-            except Exception:  # it is the result of this case, and the others go on
+            except Exception:  # it is the result of this case, and the others continue
                 (out / f"{case}.error").write_text(traceback.format_exc())
                 continue
             save_file(tensors, out / f"{case}.safetensors")

@@ -9,10 +9,11 @@ import pytest
 from test_memory import LLAMA_8B, QWEN2_7B, QWEN2_15B, fitted, shape_of
 
 from asyncrl.config import load_config
+from asyncrl.launch.layout.cells import shared_by, stagings
 from asyncrl.launch.layout.search import LEAST_SEQUENCES, search
 from asyncrl.launch.layout.show import LOWERED_BY
 from asyncrl.launch.resources import gpus
-from asyncrl.launch.resources.fit import Models, make_cards
+from asyncrl.launch.resources.fit import Models, make_cards, with_changes
 from asyncrl.launch.resources.memory import GIB
 from asyncrl.plan.cards import CARDS, parse_cards
 from asyncrl.plan.hardware import Gpu
@@ -91,12 +92,59 @@ def test_it_prefers_speed_among_what_needs_no_offload() -> None:
     assert slow.tokens_per_s < eight.tokens_per_s
 
 
+def test_sequences_are_shared_where_they_fit_in_no_other_way_without_offload(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    out = tmp_path / "plan.yaml"
+    shape = shape_of(QWEN2_7B)
+    code, output = plan("--model", shape.folder, "--gpus", "8xH100-80", "--tokens", "131072", "--out", str(out))
+    assert code == 0, output
+    config = load_config(out, ["data.train=train.parquet"])
+    learner = config.learner
+    assert (learner.sequence_parallel, learner.offload) == (2, "none") and "sequences shared by 2" in output
+    assert config.launch.learners % 2 == 0 and config.replay.groups_per_step % config.num_shards == 0
+    models, card = Models(shape), CARDS["H100-80"]
+    placement = fitted(monkeypatch, config, 8, round(card.memory_bytes) >> 20, models)
+    assert not any(used.missing_bytes for used in make_cards(config, placement, models))
+    alone = with_changes(config, {"learner.sequence_parallel": 1})
+    assert any(used.missing_bytes for used in make_cards(alone, placement, models))
+
+
+def test_the_queue_is_counted_with_what_routing_replay_adds(tmp_path: Path) -> None:
+    small = EXPERTS_30B | {"num_hidden_layers": 4, "num_experts": 16, "vocab_size": 1000}
+    arguments = ("--model", shape_of(small).folder, "--gpus", "2xH100-80", "--config", str(tmp_path / "base.yaml"))
+    base = (
+        "model: {path: m}\ndata: {train: d}\ngenerator: {engine: transformers, group_size: 4, max_new_tokens: 1024}\n"
+        "replay: {groups_per_step: 128, max_staleness: 3}\n"
+    )
+    told = ["replay queue: at most 0.0 GiB", "replay queue: at most 0.1 GiB"]
+    for text, expected in zip(("", "algorithm: {routing_replay: engine}\n"), told, strict=True):
+        (tmp_path / "base.yaml").write_text(base + text)
+        code, output = plan(*arguments)
+        assert code == 0 and expected in output, output  # 4 x 512 trajectories of 1,024 tokens of 13, and of 45 bytes
+        assert ("routing: 32 bytes a token" in output) == bool(text)
+
+
+def test_other_stagings_are_those_that_the_config_allows() -> None:
+    settings = {"model.path": "m", "data.train": "d"}
+    assert "buckets" in stagings(load_config(None, settings))
+    assert "whole" in stagings(load_config(None, settings | {"weights.staging": "buckets"}))
+    assert "buckets" not in stagings(load_config(None, settings | {"learner.lora": {"rank": 4}}))
+
+
+def test_heads_decide_by_how_many_ranks_sequences_are_shared() -> None:
+    base = load_config(None, {"model.path": "m", "data.train": "d"})
+    assert shared_by(base, shape_of(QWEN2_7B)) == [2, 4]  # 28 heads, 4 for keys and values
+    assert shared_by(base, shape_of(LLAMA_8B)) == [2, 4, 8]
+    assert shared_by(with_changes(base, {"critic.ranks": 1}), shape_of(LLAMA_8B)) == []
+
+
 def test_without_a_layout_it_names_the_nearest_and_what_lowers_it() -> None:
     code, output = plan("--model", shape_of(LLAMA_8B).folder, "--gpus", "2xRTX4090-24")
     assert code == 2
     assert "--gpus 2xRTX4090-24: no layout fits by arithmetic. The nearest:" in output
     assert (
-        "a generator on 1 card: 6" in output and "; lower: a smaller generator.engine_options.max_model_len" in output
+        "a generator on 1 card: 5" in output and "; lower: a smaller generator.engine_options.max_model_len" in output
     )
     assert "1 learner rank, ZeRO 3, checkpointed" in output and "GiB, of which" in output
 

@@ -196,6 +196,26 @@ def test_states_are_divided_as_zero_does() -> None:
     assert tuple(sums("float32", 0)[key] for key in keys) == (4, 0, 8, 4)
 
 
+def test_the_first_exchange_of_gradients_takes_room_for_all_of_a_rank() -> None:
+    """DeepSpeed 0.19.8, stages 1 and 2: `grads_in_partition`, or with stage 1 in bfloat16 its compact buffer."""
+    from asyncrl.launch.resources.memory import _exchange_bytes
+    from asyncrl.learner.model.memory_trace import Trace
+
+    trace, parameters = Trace(forward_bytes=1000, peak_bytes=4000, layers_bytes=1500), 200_000_000
+
+    def added(dtype: str, stage: int, ranks: int) -> int:
+        settings = {"model.path": "m", "data.train": "d", "model.dtype": dtype, "learner.zero_stage": stage}
+        return _exchange_bytes(load_config(None, settings), trace, parameters, ranks, on_gpu=True)
+
+    buckets, left = 2 * 50_000_000, 1000 * 3 // 4 + 500 - 4000
+    for dtype, stage in (("float32", 1), ("float32", 2), ("bfloat16", 1)):
+        for ranks in (1, 4):
+            assert added(dtype, stage, ranks) == 4 * parameters // ranks + 4 * buckets + left
+    assert added("bfloat16", 2, 1) == 4 * 50_000_000 + 2 * buckets + left, (
+        "buckets in bfloat16, a copy of one in float32"
+    )
+
+
 def test_a_run_that_cannot_fit_is_refused_with_the_sum_and_the_keys_that_help(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = SETTINGS | {
         "learner.gradient_checkpointing": False, "launch.learners": 4, "launch.generators": 1,

@@ -53,7 +53,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 PAIRS = ("zero2", "zero3", "critic", "masks")
-"""Those of two pairs of ranks."""
+"""The cases of two pairs of ranks."""
 
 
 def train(name: str, models: Path, ranks: Ranks) -> tuple[dict[str, torch.Tensor], dict[str, float]]:

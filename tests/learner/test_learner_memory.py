@@ -24,7 +24,7 @@ from asyncrl.config import Config
 from asyncrl.launch.resources.shape import Shape
 from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.collate import make_batch
-from asyncrl.learner.model import memory_trace
+from asyncrl.learner.model import memory_trace, sequence_parallel
 from asyncrl.learner.model.loading import hidden_states, load_policy_model
 from asyncrl.learner.model.memory_trace import (
     META,
@@ -35,6 +35,7 @@ from asyncrl.learner.model.memory_trace import (
     trace_layers,
     typical_micro_batch,
 )
+from asyncrl.learner.model.sequence_parallel import SequenceParallel
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -50,7 +51,7 @@ FAMILIES: dict[str, PretrainedConfig] = {
 }
 
 
-def kept_bytes(config: Config, micro: MicroBatch) -> int:
+def kept_bytes(config: Config, micro: MicroBatch, parallel: SequenceParallel | None = None) -> int:
     """Returns the bytes that a forward pass over packed rows keeps for its backward pass, all tensors but integers."""
     model = load_policy_model(config, config.model.path).train()
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
@@ -63,7 +64,7 @@ def kept_bytes(config: Config, micro: MicroBatch) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        states, _ = hidden_states(model, micro)
+        states, _ = hidden_states(model, micro, parallel)
     assert states.requires_grad
     return sum(kept.values())
 
@@ -86,6 +87,25 @@ def test_the_trace_counts_what_autograd_keeps(family: str, dtype: str, tmp_path:
     assert shape is not None
     assert shape.parameters == sum(p.numel() for p in AutoModelForCausalLM.from_config(FAMILIES[family]).parameters())
     assert (shape.active < shape.parameters) == (family == "experts")
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_trace_counts_what_one_of_several_ranks_keeps(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks are left out; two key-value heads are repeated for four."""
+    AutoModelForCausalLM.from_config(FAMILIES["llama"]).save_pretrained(tmp_path)
+    config = make_config(tmp_path)
+    (micro,) = make_batch(
+        single_groups([96, 90, 80, 75] * 6, SIZES["vocab_size"]), tokens_per_microbatch=1 << 20
+    ).micro_batches
+    monkeypatch.setattr(sequence_parallel.dist, "all_to_all_single", lambda received, values, group: None)
+    alone, kept = kept_bytes(config, micro), kept_bytes(config, micro, SequenceParallel(0, size, None))  # pyright: ignore
+    model = empty_model(AutoConfig.from_pretrained(tmp_path))
+    traced = trace(model, micro, on_gpu=False, exchanged=False, sequence_parallel=size)
+    print(f"{size} ranks: kept {kept:,}, alone {alone:,}, traced {traced.forward_bytes:,}")
+    assert kept <= traced.forward_bytes < 1.1 * kept
+    assert kept < 1.25 * alone / size
 
 
 DEEP: dict[str, tuple[PretrainedConfig, int]] = {

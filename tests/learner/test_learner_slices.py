@@ -1,4 +1,4 @@
-"""What several learner ranks send from their slices, in all ZeRO stages, is the model, bit for bit."""
+"""The slices that several learner ranks send are the model, bit for bit, in all ZeRO stages."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from worlds import GAE_CONFIG, critic_endpoints, make_config, running
 from asyncrl.config import Config
 from asyncrl.learner.algorithm import make_algorithm
 from asyncrl.learner.checkpoint.manager import Checkpoints
+from asyncrl.learner.colocated import SharedCard
 from asyncrl.learner.critic.remote import RemoteCritic
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.loop import Learner
@@ -28,6 +29,7 @@ from asyncrl.replay.codec import pack_group, unpack_group
 from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.types import EpisodeOutcome, Lease, Prompt, Shard
+from asyncrl.util.card_lock import CardLock, card_path
 from asyncrl.wire.learner_messages import Committed
 from asyncrl.wire.messages import Evaluated, GeneratorStats
 from tests.helpers.metric_names import documented, undocumented, unwritten
@@ -115,11 +117,18 @@ class Sender:
     def wait(self) -> None: ...
 
 
+class Lock(CardLock):
+    """Of a card that no generator wants."""
+
+    last = ""  # type: ignore[assignment]
+
+
 @pytest.fixture(scope="module")
 def run_dir(
     tiny_model: Path, one_rank: Ranks, free_port: Callable[[], int], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """The folder of a training with a reference policy, a critic of its own, evaluations, checkpoints and a profile."""
+    """The folder of a training with a reference policy, a critic of its own, evaluations, checkpoints and a profile.
+    Its card is shared."""
     out = tmp_path_factory.mktemp("run")
     port = free_port()
     endpoints = critic_endpoints(port)
@@ -139,7 +148,8 @@ def run_dir(
         trainer = Trainer(config, one_rank, make_algorithm(config), critic)
         checkpoints = Checkpoints(config, out / "checkpoints", one_rank, others=critic.parts)
         trackers = make_trackers(config, out)
-        Learner(config, trainer, batches, Sender(), trackers, out, checkpoints).run(lambda: False)
+        card = SharedCard(config, one_rank, Lock(card_path(out, 0), "learner-0"))
+        Learner(config, trainer, batches, Sender(), trackers, out, checkpoints, card=card).run(lambda: False)
         for part in (trackers, checkpoints, critic, batches):
             part.close()
     return out

@@ -61,7 +61,7 @@ def test_ranges_are_read_with_their_rows(tmp_path: Path) -> None:
 
 
 def measure(models: Path, out: Path, port: int) -> None:
-    """Runs two ranks whose allocator gives freed memory back, which must be said before a process starts."""
+    """Runs two ranks whose allocator returns freed memory, which must be set before a process starts."""
     script = Path(__file__).with_name("loading_ranks.py")
     endpoints(port)  # names the folder of sockets in the environment, which the ranks inherit
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}

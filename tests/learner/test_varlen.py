@@ -1,4 +1,4 @@
-"""What torch's kernel for sequences of all lengths gets, with a plain kernel in its place, against padded buckets."""
+"""The inputs of torch's kernel for sequences of all lengths, with a plain kernel instead, against padded buckets."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def plain_kernel(
     window_size: tuple[int, int],
     enable_gqa: bool = False,
 ) -> Tensor:
-    """What torch documents of `varlen_attn`: queries are the last tokens of their keys, and see `window_size` tokens to
-    the left, or all for -1, and none to the right."""
+    """Computes what torch documents of `varlen_attn`: queries are the last tokens of their keys, and see `window_size`
+    tokens to the left, or all for -1, and none to the right."""
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and window_size[1] == 0
     query_counts, key_counts = cu_seq_q.diff(), cu_seq_k.diff()
     assert max_q == query_counts.max() and max_k == key_counts.max() and query_counts.min() > 0

@@ -83,8 +83,8 @@ def test_the_ways_of_weights_by_hand() -> None:
     assert best_chunk_bytes(10e9, 101, LINKS) == pytest.approx(5e6)
     assert chain_s(10e9, 101, LINKS) == pytest.approx((2000 + 100) * (0.1e-3 + 2e-3))
     assert chain_s(10e9, 1, LINKS) == pytest.approx(10e9 / 64e6 * (0.1e-3 + 25.6e-3))
-    found = deliveries_of(SEVEN, KNOWN, engines=40, tp=1, learners=24, partitioned=True)
-    assert found.nccl_s == pytest.approx(15.22 / 6 + 15.22 / 25 + 0.8e-3)
+    found = deliveries_of(SEVEN, KNOWN, engines=40, tp=1, learners=24)
+    assert found.nccl_s == pytest.approx(15.22 / 25 + 0.8e-3), "no rank gathers"
     assert found.shards_s == pytest.approx(15.22 / 12.5 * 5 / 3), "3 hosts send to 5"
     changed = 0.012 * 7.61e9
     assert found.delta_bytes == pytest.approx(1.31 * changed)
@@ -98,11 +98,12 @@ def test_a_guest_follows_by_strides(steps: float, stride: int | None) -> None:
     assert Deliveries(0, 0, 0, 0, 0, 0, 0, far_s=30.0 * steps).far_stride(30.0) == stride
 
 
-def test_a_published_broadcast_is_near() -> None:
-    """verl#7060: seconds of a broadcast and of a delta, H100, weights gathered from FSDP2."""
-    for name, gpus, broadcast_s in (("32B", 64, 14.2), ("70B", 64, 28.5)):
-        assert fleet(name, gpus).partitioned
-        assert fleet(name, gpus).deliveries.nccl_s == pytest.approx(broadcast_s, rel=0.1)
+def test_what_others_have_published_is_of_the_same_size() -> None:
+    """verl#7060, H100: seconds of a delta; those of a broadcast are of one whose weights are gathered first."""
+    for name, delta_s, gathered_s in (("7B", 3.9, 5.5), ("32B", 6.2, 14.2), ("70B", 12.0, 28.5)):
+        found = fleet(name, 64).deliveries
+        assert found.delta_s == pytest.approx(delta_s, rel=0.25)
+        assert found.nccl_s < gathered_s / 4
 
 
 def test_failures_by_hand() -> None:

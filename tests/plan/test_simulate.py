@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.plan.prediction import Prediction
 from asyncrl.plan.simulate import simulate
 from asyncrl.plan.workload import TURNS, EngineCost, LearnerCost, Lengths, Setup, SyncCost, Workload, slowdown
+from tests.helpers.cli import asyncrl
 
 
 def same(tokens: int, group_size: int = 1) -> Lengths:
@@ -202,3 +204,14 @@ def test_a_thousand_generators_are_simulated_in_a_minute() -> None:
 def test_impossible_setups_are_refused(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         setup(**changes)
+
+
+def test_the_routing_of_tokens_goes_through_the_queue() -> None:
+    """13 bytes of a token, and those of its routing."""
+    options = ("simulate", "--mean-tokens", "50", "--engine-base-ms", "10", "--learner-token-us", "20", "--steps", "5")
+    rates: list[float] = []
+    for more in ((), ("--routing-bytes", "117")):
+        code, output = asyncrl(*options, *more)
+        assert code == 0 and ("of a token 117 for its routing" in output) == bool(more), output
+        rates.append(float(re.findall(r"replay queue +([\d.]+) MB/s", output)[0]))
+    assert rates[1] == pytest.approx(10 * rates[0], rel=0.01)

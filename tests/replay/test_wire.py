@@ -68,6 +68,7 @@ def test_lease_round_trip() -> None:
         reason="",
         evaluations_left=True,
         progress=3,
+        batches=2,
         pause_s=0.0,
         weights="",
         stored=None,

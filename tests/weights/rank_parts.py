@@ -43,7 +43,7 @@ def make_rank(
 
 
 def slices(version: int, rank: int, ranks: int) -> list[tuple[str, torch.Tensor]]:
-    """What the rank has of the weights of a version."""
+    """Returns the part of a version's weights that the rank has."""
     if ranks == 1:
         return weights(version)
     found: list[tuple[str, torch.Tensor]] = []

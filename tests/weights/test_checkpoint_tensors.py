@@ -1,4 +1,4 @@
-"""Where the tensors of a checkpoint are in the parameters of a model, and who has which part of them."""
+"""The places of a checkpoint's tensors in the parameters of a model, and the part of them that each rank has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory that a transfer of weights takes beside the model, in every process."""
+"""The memory that a transfer of weights takes in addition to the model, in every process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.helpers.sockets import socket_address
 ROOT = Path(__file__).parents[2]
 RANKS = 2
 PYTHON_BYTES = 4 << 20
-"""What threads, sockets and the manifest of a sender take."""
+"""The memory of threads, sockets and the manifest of a sender."""
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 """Without these, memory that was freed before hides what is taken."""
 

@@ -46,6 +46,20 @@ class PagedCache:
         }
         self._free = list(range(num_pages - 1, -1, -1))
 
+    def free(self) -> None:
+        """Gives up the memory; no request may own pages."""
+        for tensor in self._tensors():
+            tensor.untyped_storage().resize_(0)
+
+    def restore(self) -> None:
+        """Takes the memory back."""
+        for tensor in self._tensors():
+            tensor.untyped_storage().resize_(tensor.nbytes)
+            tensor.zero_()
+
+    def _tensors(self) -> list[Tensor]:
+        return [tensor for pair in self.layers.values() for tensor in pair]
+
     @property
     def num_free(self) -> int:
         """Number of pages that no request owns."""

@@ -25,6 +25,7 @@ from asyncrl.generator.transformers_backend.parameters import parameters_of
 from asyncrl.generator.transformers_backend.routing import RoutingRecorder
 from asyncrl.generator.transformers_backend.sizes import cache_pages, step_tokens, window_of
 from asyncrl.generator.transformers_backend.varlen import choose_kernel
+from asyncrl.util.host_memory import HostMemory
 from asyncrl.util.routing import replayed_routers
 
 
@@ -36,6 +37,9 @@ class Decoder:
         self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         self._model, self._output = load_model(config, self.device)
         self._parameters = parameters_of(config, self._model)
+        self._freed: list[tuple[torch.UntypedStorage, int]] = []
+        """The memory that `free` dropped, and its size."""
+        self._host = HostMemory(self.device)
         routers = replayed_routers(
             config.algorithm.routing_replay, config.model.path, trust_remote_code=config.model.trust_remote_code
         )
@@ -67,6 +71,26 @@ class Decoder:
     def load(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         """Loads a version. On a GPU the copies may end after the return, in the order of the thread's stream."""
         self._parameters.load(tensors)
+
+    def free(self, *, keep_weights: bool) -> None:
+        """Gives up the memory of the cache and of the parameters, which move to the host or are dropped."""
+        self.cache.free()
+        if keep_weights:
+            self._host.offload(self._model.parameters())
+        else:
+            memory = [parameter.untyped_storage() for parameter in self._model.parameters()]
+            self._freed = [(one, one.nbytes()) for one in memory if one.resizable() and one.nbytes()]
+            for one, _ in self._freed:
+                one.resize_(0)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def restore_weights(self) -> None:
+        """Takes the memory of the parameters back; if they were dropped, `load` must fill it."""
+        self._host.reload()
+        for one, num_bytes in self._freed:
+            one.resize_(num_bytes)
+        self._freed = []
 
     @torch.inference_mode()
     def logits(self, rows: Sequence[Row]) -> Tensor:

@@ -15,13 +15,14 @@ from torch import Tensor
 from asyncrl.config import Config
 from asyncrl.config.mappings import Sampling as How
 from asyncrl.errors import InvariantError
-from asyncrl.generator.engine import Completion, Sampling, check_request
+from asyncrl.generator.engine import Completion, Sampling, Waking, check_request
 from asyncrl.generator.transformers_backend.decoder import Decoder
 from asyncrl.generator.transformers_backend.sampler import sample
 from asyncrl.generator.transformers_backend.scheduler import Request, Scheduler
 from asyncrl.generator.transformers_backend.stops import StopTexts
 from asyncrl.generator.weight_fit import check_fit
 from asyncrl.types import NO_VERSION
+from asyncrl.util.memory import peak_memory_bytes
 from asyncrl.util.tokenizer import end_tokens
 
 
@@ -182,11 +183,27 @@ class TransformersEngine:
         self._scheduler.recompute(all_requests=self._config.weights.kv_cache == "recompute")
         return (time.perf_counter() - started_s) * 1e3
 
+    def peak_memory_bytes(self) -> int:
+        """Returns the most memory that this process has used."""
+        return peak_memory_bytes()
+
     def use_own_weights(self, version: int) -> None:
         """Uses the weights in `model.path` as `version`, instead of a first `swap`."""
         if self.version != NO_VERSION:
             raise InvariantError(f"engine: version {self.version} is loaded already, over the model's own weights")
         self.version = version
+
+    def sleep(self, level: int) -> None:
+        """Frees the device, as in `Engine.sleep`."""
+        self._scheduler.preempt()
+        self._decoder.free(keep_weights=level == 1)
+
+    def wake(self, what: Waking) -> None:
+        """Takes the device back, as in `Engine.wake`."""
+        if what == "weights":
+            self._decoder.restore_weights()
+        else:
+            self._decoder.cache.restore()
 
     def close(self) -> None:
         """Aborts all requests and frees the memory of model and cache."""

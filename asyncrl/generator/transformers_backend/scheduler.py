@@ -98,6 +98,13 @@ class Scheduler:
             if all_requests or not request.num_generated:
                 request.num_computed = 0
 
+    def preempt(self) -> None:
+        """Takes all pages back. Requests keep their tokens, and wait to be computed again."""
+        for request in self._running:
+            self._release(request)
+            heapq.heappush(self._waiting, request)
+        self._running = []
+
     def schedule(self) -> tuple[list[Request], list[Row]]:
         """Returns the requests of the next step and their rows, in the order of a batch; none if nothing runs."""
         chosen: list[Request] = []

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,14 +16,16 @@ from numpy.typing import NDArray
 
 from asyncrl.config import Config
 from asyncrl.errors import InvariantError
-from asyncrl.generator.engine import Completion, Sampling, check_request
+from asyncrl.generator.engine import Completion, Sampling, Waking, check_request
 from asyncrl.generator.vllm_backend.adapters import adapter_arguments, adapter_request, make_loader
 from asyncrl.generator.vllm_backend.completion import completion_of
 from asyncrl.generator.vllm_backend.sent_weights import SentWeights, Weights
 from asyncrl.generator.vllm_backend.setup import build_engine, sampling_params, uses_adapter
+from asyncrl.generator.vllm_backend.sleeping import sleep, wake
 from asyncrl.generator.vllm_backend.version_labels import VersionLabels, check_first_versions
 from asyncrl.generator.vllm_backend.workers import Workers
 from asyncrl.types import NO_VERSION
+from asyncrl.util.memory import peak_memory_bytes
 from asyncrl.util.tokenizer import end_tokens, load_tokenizer
 
 if TYPE_CHECKING:
@@ -47,6 +50,11 @@ class _Request:
     salt: int | None
     stop: tuple[str, ...]
     priority: int
+
+
+def _peak_of(worker: object) -> int:
+    """Is called in the process of a worker."""
+    return peak_memory_bytes()
 
 
 class VllmEngine:
@@ -258,6 +266,12 @@ class VllmEngine:
             self._restart_untouched()
         return (time.perf_counter() - started) * 1e3
 
+    def peak_memory_bytes(self) -> int:
+        """Returns the sum of the most memory that this process and each worker process has used."""
+        if not len(self._workers):
+            return peak_memory_bytes()
+        return peak_memory_bytes() + sum(self._workers.call(partial(self._engine.collective_rpc, _peak_of)))
+
     def use_own_weights(self, version: int) -> None:
         """Uses the weights in `model.path` as `version`, instead of a first `swap`."""
         if self.version != NO_VERSION:
@@ -274,6 +288,14 @@ class VllmEngine:
         self.abort(untouched)
         for key, request in zip(untouched, requests, strict=True):
             self._start(key, request)
+
+    def sleep(self, level: int) -> None:
+        """Frees the device, as in `Engine.sleep`. vLLM frees nothing on a CPU: there only the caches are dropped."""
+        self._workers.call(lambda: sleep(self._engine, level))
+
+    def wake(self, what: Waking) -> None:
+        """Takes the device back, as in `Engine.wake`."""
+        self._workers.call(lambda: wake(self._engine, what))
 
     def close(self) -> None:
         """Aborts all requests and frees the engine's memory and its process group."""

@@ -46,6 +46,7 @@ def register() -> None:
     from vllm.platforms import current_platform
 
     _remove_queue_names()
+    _remove_rendezvous_names()
     if current_platform.is_cpu():
         import torch
 
@@ -94,6 +95,19 @@ def _remove_queue_names() -> None:
             buffer.is_creator = False  # otherwise it is removed again at the end
 
     MessageQueue.wait_until_ready = wait_and_remove  # type: ignore[method-assign]
+
+
+def _remove_rendezvous_names() -> None:
+    """Makes vLLM's processes find one another by a file without a name, in the memory of the generator. By default each
+    engine leaves one in the folder of temporary files."""
+    from vllm.v1.executor import multiproc_executor, uniproc_executor
+
+    def make_file() -> str:
+        # Open as long as the generator runs: communicators that are made later look into it.
+        return f"file:///proc/{os.getpid()}/fd/{os.memfd_create('asyncrl-rendezvous')}"
+
+    multiproc_executor.get_file_store_init_method = make_file  # pyright: ignore[reportPrivateImportUsage]
+    uniproc_executor.get_file_store_init_method = make_file  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _remove_communicator_names() -> None:

@@ -150,6 +150,7 @@ def _arguments(config: Config, seed: int, *, on_gpu: bool) -> dict[str, Any]:
     }
     if on_gpu:
         arguments["gpu_memory_utilization"] = float(os.environ.get(GPU_FRACTION, generator.gpu_memory_utilization))
+        arguments["enable_sleep_mode"] = config.launch.colocated
     else:
         arguments["enforce_eager"] = True
         arguments["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES // generator.tensor_parallel

@@ -170,7 +170,7 @@ def reward_model(config: Config, should_stop: Callable[[], bool]) -> Iterator[En
     """Serves the config's reward model in a thread of this process; yields its address."""
     from asyncrl.rewards.model_server import run_reward_model
 
-    here = config.launch.model_copy(update={"address": LOOPBACK})
+    here = config.launch.model_copy(update={"address": LOOPBACK, "colocate": "off"})
     here = config.model_copy(update={"launch": here})
     done = threading.Event()
     with run_endpoints(here, reward_model=True) as endpoints, ThreadPoolExecutor(1) as pool:

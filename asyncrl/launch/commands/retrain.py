@@ -95,7 +95,7 @@ log = structlog.get_logger()
 TICK_S = 0.1
 END_GRACE_S = 2.0
 FREE_SECTIONS = ("algorithm", "learner", "observe")
-FREE_KEYS = {"critic.lr", "critic.warmup_steps", "critic.clip", "launch.learners", "steps"}
+FREE_KEYS = {"critic.lr", "critic.warmup_steps", "critic.clip", "launch.learners", "launch.colocate", "steps"}
 FIXED_KEYS = {"learner.zero_stage"}
 SHOWN = ("learner/loss", "learner/grad_norm", "correction/ess", "correction/behavior_kl", "kl/reference")
 """Metrics whose first and last values are shown next to those of the run."""
@@ -215,7 +215,7 @@ def launcher_of(config: Config) -> LocalLauncher:
 
 def on_this_machine(config: Config) -> Config:
     """The config with all addresses on this machine, whatever address the run used."""
-    here = config.launch.model_copy(update={"address": LOOPBACK})
+    here = config.launch.model_copy(update={"address": LOOPBACK, "colocate": "off"})
     return config.model_copy(update={"launch": here})
 
 

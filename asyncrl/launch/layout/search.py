@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from asyncrl.config import Config
-from asyncrl.launch.layout.cells import OFFLOADS, Generation, Training, config_of, engine_sizes, microbatches, trainings
+from asyncrl.launch.layout.cells import (
+    OFFLOADS,
+    Generation,
+    Training,
+    config_of,
+    engine_sizes,
+    microbatches,
+    shared_by,
+    stagings,
+    trainings,
+)
 from asyncrl.launch.layout.speed import generated_per_s, trained_per_s
 from asyncrl.launch.resources.engine_memory import cache_bytes
 from asyncrl.launch.resources.fit import TRAINED_FRACTION, Models, Need, generator_need, learner_need, with_changes
@@ -65,24 +76,52 @@ class Found:
 
 def search(base: Config, models: Models, cards: int, gpu: Gpu) -> Found:
     """Returns the layout with the most tokens per second of those that fit, and what did not fit. Every learner rank
-    and every engine has cards of its own; `cards` are those without critic ranks and reward model. If weights cannot be
-    sent from GPU to GPU, they are sent through host memory."""
-    found = _search(base, models, cards, gpu)
-    if found.layout is None and _by_nccl(base):
-        through_host = _search(with_changes(base, {"weights.transport": "gloo"}), models, cards, gpu)
-        return replace(through_host, refused=[*through_host.refused, *found.refused]) if through_host.layout else found
-    return found
+    and every engine has cards of its own; `cards` are those without critic ranks and reward model.
 
-
-def _search(base: Config, models: Models, cards: int, gpu: Gpu) -> Found:
-    found: list[tuple[tuple[float, ...], Layout]] = []
+    If nothing fits without offload, other values of `weights.staging` are tried, then sequences that ranks share. If
+    weights cannot be sent from GPU to GPU then, they are sent through host memory.
+    """
     refused: list[Tried] = []
-    learners = _learners(base, models, cards - 1, gpu)
+    layout: Layout | None = None
+    for way in (base, with_changes(base, {"weights.transport": "gloo"})) if _by_nccl(base) else (base,):
+        for config, parallel in _ways(way, models.policy):
+            found = _search(config, models, cards, gpu, parallel)
+            refused += found.refused
+            if found.layout is not None and found.layout.config.learner.offload == "none":
+                return Found(found.layout, _nearest(refused))
+            layout = layout or found.layout
+        if layout is not None:
+            break
+    return Found(layout, _nearest(refused))
+
+
+def _ways(base: Config, shape: Shape) -> Iterator[tuple[Config, int]]:
+    """Yields configs with values of `weights.staging`, and numbers of ranks that share sequences."""
+    others = stagings(base) if _by_nccl(base) else []
+    for parallel in (base.learner.sequence_parallel, *shared_by(base, shape)):
+        yield base, parallel
+        for staging in others:
+            yield with_changes(base, {"weights.staging": staging}), parallel
+
+
+def _nearest(refused: list[Tried]) -> list[Tried]:
+    """Returns the nearest of each kind: the nearest first."""
+    refused.sort(key=lambda tried: tried.missing_bytes)
+    nearest = {tried.kind: tried for tried in reversed(refused)}
+    return sorted(nearest.values(), key=lambda tried: tried.missing_bytes)
+
+
+def _search(base: Config, models: Models, cards: int, gpu: Gpu, sequence_parallel: int) -> Found:
+    found: list[tuple[tuple[float, ...], Layout]] = []
+    sizes = engine_sizes(base, models.policy, cards - 1)
+    generators = {parallel: _generator(base, models, gpu, parallel) for parallel in sizes}
+    refused = [generator for generator, _ in generators.values() if generator.missing_bytes]
+    if sequence_parallel > 1 and len(refused) == len(generators):
+        return Found(None, [])
+    learners = _learners(base, models, cards - 1, gpu, sequence_parallel)
     refused += [learner for _, learner in learners if learner.missing_bytes]
-    for parallel in engine_sizes(base, models.policy, cards - 1):
-        generator, sequences = _generator(base, models, gpu, parallel)
+    for parallel, (generator, sequences) in generators.items():
         if generator.missing_bytes:
-            refused.append(generator)
             continue
         groups = max(1, min(base.generator.max_running_groups, sequences // base.generator.group_size))
         for training, learner in learners:
@@ -96,9 +135,6 @@ def _search(base: Config, models: Models, cards: int, gpu: Gpu) -> Found:
                 )
                 layout = Layout(config, models.policy, learner, generator, sequences, *rates)
                 found.append((_preference(layout, training, generation), layout))
-    refused.sort(key=lambda tried: tried.missing_bytes)
-    nearest = {tried.kind: tried for tried in reversed(refused)}
-    refused = sorted(nearest.values(), key=lambda tried: tried.missing_bytes)
     return Found(max(found, key=lambda pair: pair[0])[1] if found else None, refused)
 
 
@@ -113,15 +149,15 @@ def _by_nccl(config: Config) -> bool:
     return config.weights.transport not in ("gloo", "chain", "files")
 
 
-def _learners(base: Config, models: Models, max_ranks: int, gpu: Gpu) -> list[tuple[Training, Tried]]:
+def _learners(base: Config, models: Models, max_ranks: int, gpu: Gpu, parallel: int) -> list[tuple[Training, Tried]]:
     """Returns the learner's sides with what they need. If none fits with a micro-batch, larger ones are left out."""
     found: list[tuple[Training, Tried]] = []
     for checkpointing in (False, True):
         for tokens in microbatches(base):
-            sides = trainings(base, max_ranks, tokens, checkpointing=checkpointing)
+            sides = trainings(base, max_ranks, tokens, checkpointing=checkpointing, parallel=parallel)
             tried = [(training, _learner(base, models, gpu, training)) for training in sides]
             found += tried
-            if all(learner.missing_bytes for _, learner in tried):
+            if all(learner.missing_bytes for _, learner in tried):  # also if there are too few ranks
                 break
     return found
 

@@ -16,7 +16,7 @@ from asyncrl.launch.layout.cells import with_lengths
 from asyncrl.launch.layout.search import Found, Layout, Tried, search
 from asyncrl.launch.resources.engine_memory import engine_host_parts
 from asyncrl.launch.resources.fit import Models
-from asyncrl.launch.resources.memory import GIB, host_parts
+from asyncrl.launch.resources.memory import GIB, host_parts, longest_tokens
 from asyncrl.plan.cards import parse_cards
 from asyncrl.replay.journal.records import FRAME_BYTES
 from asyncrl.util.routing import replayed_routers
@@ -25,9 +25,10 @@ DEFAULT_TOKENS = 8192
 SHOWN = 6
 """Number of options that do not fit in the output."""
 LOWERED_BY = {
-    "activations": "learner.gradient_checkpointing=true or a smaller learner.tokens_per_microbatch",
+    "activations": "learner.gradient_checkpointing=true, a smaller learner.tokens_per_microbatch or a larger "
+    "learner.sequence_parallel",
     "output layer": "a smaller learner.tokens_per_microbatch",
-    "weights to send": "weights.transport=gloo",
+    "weights to send": "weights.staging=buckets, weights.transport=gloo",
     "staged weights": "weights.transport=gloo",
     "gathered weights": "learner.zero_stage=2",
     "gradients": "more launch.learners, or learner.zero_stage from 2 on",
@@ -104,19 +105,28 @@ def _describe(layout: Layout) -> Iterator[str]:
     in_host = sum(engine_host_parts(layout.config, layout.shape).values())
     if in_host:
         yield f"\nhost memory of each generator: {in_host / GIB:.0f} GiB of base weights (learner.lora.load: merged)"
-    model = layout.config.model
-    routers = replayed_routers(
-        layout.config.algorithm.routing_replay, model.path, trust_remote_code=model.trust_remote_code
-    )
-    if routers is not None:
-        yield (
-            f"\nrouting: {routers.token_bytes} bytes a token in messages, queue and journal, beside {FRAME_BYTES} "
-            "(algorithm.routing_replay)"
-        )
+    yield from _queue(layout.config)
     yield (
         f"\ngenerators {layout.generated_per_s:,.0f} tokens/s, learner {layout.trained_per_s:,.0f} tokens/s (roofline, "
         "not measured)"
     )
+
+
+def _queue(config: Config) -> Iterator[str]:
+    model, replay = config.model, config.replay
+    routers = replayed_routers(config.algorithm.routing_replay, model.path, trust_remote_code=model.trust_remote_code)
+    routing = 0 if routers is None else routers.token_bytes
+    trajectories = (replay.staleness_limit + 1) * replay.groups_per_step * config.generator.group_size
+    held = trajectories * longest_tokens(config) * (FRAME_BYTES + routing)
+    yield (
+        f"\nreplay queue: at most {held / GIB:.1f} GiB of groups, with trajectories of the greatest length; "
+        f"{replay.max_bytes / GIB:.1f} GiB are kept (replay.max_bytes)"
+    )
+    if routers is not None:
+        yield (
+            f"\nrouting: {routing} bytes a token in messages, queue and journal, in addition to {FRAME_BYTES} "
+            "(algorithm.routing_replay)"
+        )
 
 
 def _sizes(tried: Tried) -> str:

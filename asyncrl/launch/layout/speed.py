@@ -29,7 +29,8 @@ def generated_per_s(config: Config, shape: Shape, gpu: Gpu, generation: Generati
 
 def trained_per_s(config: Config, shape: Shape, gpu: Gpu, training: Training) -> float:
     """Returns the tokens that all learner ranks train per second. With ZeRO stage 2 ranks exchange the gradients of
-    each micro-batch, and with stage 3 they gather the weights twice; nothing overlaps."""
+    each micro-batch, and with stage 3 they gather the weights twice. Ranks that share sequences exchange queries, keys,
+    values and outputs of their part in each pass; nothing overlaps."""
     model = _model(shape)
     flops = gpu.train_flops if training.checkpointing else gpu.train_flops - RECOMPUTED_FLOPS
     mfu = gpu.moe_mfu if model.is_moe else gpu.dense_mfu
@@ -37,7 +38,11 @@ def trained_per_s(config: Config, shape: Shape, gpu: Gpu, training: Training) ->
     gathered = 2 * item_bytes(config.model.dtype) if training.stage == 3 else 0
     exchanged = gathered + (4 if training.stage >= 2 else 0)
     exchange_s = exchanged * shape.trained / gpu.reduce_bytes_per_s if training.ranks > 1 else 0.0
-    return training.ranks * training.tokens / (compute_s + exchange_s)
+    if training.parallel > 1:
+        passes = 3 if training.checkpointing else 2
+        sent = passes * shape.layers * 2 * (shape.query + shape.key_value) * item_bytes(config.model.dtype)
+        exchange_s += sent * training.tokens / training.parallel / gpu.reduce_bytes_per_s
+    return training.ranks / training.parallel * training.tokens / (compute_s / training.parallel + exchange_s)
 
 
 def _constants(config: Config, gpu: Gpu) -> Constants:

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from asyncrl.config import Config, LearnerConfig
 from asyncrl.errors import ConfigError
+from asyncrl.launch.resources.colocate import ASLEEP_BYTES
 from asyncrl.launch.resources.engine_memory import engine_parts, reward_model_parts, staging_parts
 from asyncrl.launch.resources.memory import GIB, Parts, critic_parts, learner_parts, longest_tokens
 from asyncrl.launch.resources.placement import Placement, RoleResources
@@ -95,16 +96,38 @@ class Card:
     needs: list[Need]
     limit_bytes: int
     """Upper bound of the sum of the needs."""
+    in_turn: bool = False
+    """True if the learner rank and the generator use it in turn (`launch.colocate`). The next version comes through
+    host memory, so that the hand-over needs no more than the generator."""
+
+    @property
+    def needed_bytes(self) -> int:
+        """The most that is needed at a time."""
+        return self._beside("") if not self.in_turn else max(map(self._beside, ("learner-", "generator-")))
+
+    @property
+    def generating_bytes(self) -> int:
+        """What is needed while engines generate."""
+        return self._beside("learner-" if self.in_turn else "")
+
+    def _beside(self, sleeping: str) -> int:
+        """The sum of the needs while the roles with this name sleep."""
+        asleep = [bool(sleeping) and need.name.startswith(sleeping) for need in self.needs]
+        return sum(
+            min(ASLEEP_BYTES, need.num_bytes) if is_asleep else need.num_bytes
+            for need, is_asleep in zip(self.needs, asleep, strict=True)
+        )
 
     @property
     def missing_bytes(self) -> int:
         """Bytes by which the needs exceed the limit; 0 if they fit."""
-        return max(0, sum(need.num_bytes for need in self.needs) - self.limit_bytes)
+        return max(0, self.needed_bytes - self.limit_bytes)
 
     def __str__(self) -> str:
         return (
             f"GPU {self.name} ({self.memory_bytes / GIB:.1f} GiB, of which {self.limit_bytes / GIB:.1f} may be used): "
             + "; ".join(map(str, self.needs))
+            + (f"; in turn {self.needed_bytes / GIB:.1f} GiB" if self.in_turn else "")
         )
 
 
@@ -139,7 +162,8 @@ def make_cards(config: Config, placement: Placement, models: Models) -> list[Car
     for gpu in placement.gpus:
         memory_bytes = gpu.memory_bytes or 0
         fraction = config.generator.gpu_memory_utilization if gpu.name in engines else TRAINED_FRACTION
-        cards.append(Card(gpu.name, memory_bytes, by_gpu[gpu.name], round(fraction * memory_bytes)))
+        limit_bytes, in_turn = round(fraction * memory_bytes), config.launch.colocated and gpu.name in engines
+        cards.append(Card(gpu.name, memory_bytes, by_gpu[gpu.name], limit_bytes, in_turn))
     return [card for card in cards if card.needs]
 
 
@@ -188,7 +212,7 @@ def _with_fractions(config: Config, placement: Placement, models: Models, cards:
         engines = [need for need in card.needs if need.name.startswith("generator-")]
         if not engines:
             continue
-        others = sum(need.num_bytes for need in card.needs if need not in engines)
+        others = card.generating_bytes - sum(need.num_bytes for need in engines)
         engine_bytes = (card.limit_bytes - others) // len(engines) - staged
         if config.generator.kv_cache_bytes is not None:
             engine_bytes = min(engine_bytes, least)  # the engine uses no more, and requires that this much is free

@@ -19,7 +19,7 @@ GIB = 1 << 30
 PROCESS_BYTES = 2 * GIB
 """CUDA context, workspaces of cuBLAS and cuDNN, NCCL's channels, and fragmentation of the allocator."""
 BUCKET_ELEMENTS = 50_000_000
-"""Gradients that the ranks exchange at a time from ZeRO stage 1 on, in float32 (`learner.model.settings`)."""
+"""Gradients that the ranks exchange at a time from ZeRO stage 1 on (`learner.model.settings`)."""
 PLAIN_BUCKET_ELEMENTS = 500_000_000
 """The same without ZeRO: DeepSpeed's default."""
 STEP_ELEMENTS = 1_000_000_000
@@ -89,8 +89,8 @@ def learner_parts(
     on_gpu: bool = True,
 ) -> Parts:
     """Returns the memory of one learner rank. `critic` is the critic trained in this process, if any; `sends` is True
-    if the rank sends its share of the weights from the GPU. With adapters the reference policy is the policy without
-    them."""
+    if the rank sends its share of the weights from the GPU: a copy of it, unless `weights.staging` is buckets. With
+    adapters the reference policy is the policy without them."""
     ranks, size = config.launch.learners, item_bytes(config.model.dtype)
     parts = trained_parts(config, shape, ranks, on_gpu=on_gpu)
     passes = _passes(config, shape, ranks, on_gpu=on_gpu)
@@ -101,7 +101,7 @@ def learner_parts(
     if reference is not None and not shape.adapters:
         count = -(-reference.parameters // ranks) if config.learner.zero_stage == 3 else reference.parameters
         parts["reference"] = size * count
-    if sends:
+    if sends and config.weights.staging != "buckets":
         parts["weights to send"] = size * -(-shape.trained // ranks)
     return parts | passes
 
@@ -120,7 +120,7 @@ def _passes(config: Config, shape: Shape, ranks: int, *, values: bool = False, o
     passes = {
         f"activations of {tokens} tokens": trace.forward_bytes,
         "output layer and backward pass": trace.peak_bytes - trace.forward_bytes,
-        "exchange of gradients": _exchange_bytes(trace.peak_bytes, shape.trained, stage, on_gpu=on_gpu),
+        "exchange of gradients": _exchange_bytes(config, trace, shape.trained, ranks, on_gpu=on_gpu),
     }
     sharded = -(-shape.trained // ranks)
     copies = 4 * (min(sharded, STEP_ELEMENTS) if stage == 3 else sharded) if stage else 0
@@ -135,16 +135,28 @@ def _passes(config: Config, shape: Shape, ranks: int, *, values: bool = False, o
     return passes | {"gathered weights": gathered, "process": PROCESS_BYTES if on_gpu else 0}
 
 
-def _exchange_bytes(passes: int, parameters: int, stage: int, *, on_gpu: bool) -> int:
-    """Returns what the exchange of gradients adds to the peak `passes` of a forward and backward pass. The first
-    exchange is when a bucket is full; a part of the activations is free by then, and with small models all of them."""
-    full = min(BUCKET_ELEMENTS, parameters)
+def _exchange_bytes(config: Config, trace: Trace, parameters: int, ranks: int, *, on_gpu: bool) -> int:
+    """Returns what the exchange of gradients adds to the peak of a forward and backward pass. The first exchange is
+    when a bucket is full: then a part of the activations is free, and with small models all of them."""
+    full, stage, passes = min(BUCKET_ELEMENTS, parameters), _stage(config), trace.peak_bytes
     if stage == 0:
         return max(0, 4 * min(PLAIN_BUCKET_ELEMENTS, parameters) - passes)
-    buckets = _bucket_bytes(parameters, on_gpu=on_gpu)
-    # On a GPU the exchange overlaps with the backward pass, for which stages 1 and 2 have two buckets.
-    copies = 8 * full if stage == 3 else 4 * full + (2 if on_gpu else 1) * buckets
-    return max(0, copies - round(passes * full / parameters))
+    buckets, done = _bucket_bytes(parameters, on_gpu=on_gpu), full / parameters
+    if stage == 3:
+        return max(0, 8 * full - round(passes * done))
+    # On a GPU the exchange overlaps with the backward pass, for which there are two buckets.
+    buckets *= 2 if on_gpu else 1
+    if config.learner.offload != "none":
+        return max(0, 4 * full + buckets - round(passes * done))
+    if stage == 2 and item_bytes(config.model.dtype) == 2:
+        # Buckets in bfloat16, each of which is added to the sum of the gradients after a copy in float32.
+        copies = 4 * full + buckets // 2
+    else:
+        # Memory for all reduced gradients of the rank, in addition to the sum of those of earlier micro-batches.
+        copies = 4 * -(-parameters // ranks) + buckets
+    layer = trace.layers_bytes - trace.forward_bytes
+    left = 0 if done == 1 else round(trace.forward_bytes * (1 - done)) + layer
+    return max(0, copies + left - passes)
 
 
 def trace_micro_batch(config: Config, shape: Shape, tokens: int, *, values: bool, on_gpu: bool) -> Trace:
@@ -159,6 +171,7 @@ def trace_micro_batch(config: Config, shape: Shape, tokens: int, *, values: bool
         values=values,
         on_gpu=on_gpu,
         exchanged=_stage(config) > 0,
+        sequence_parallel=config.learner.sequence_parallel,
     )
 
 
@@ -174,12 +187,19 @@ def _traced(
     values: bool,
     on_gpu: bool,
     exchanged: bool,
+    sequence_parallel: int,
 ) -> Trace:
     from asyncrl.learner.model.memory_trace import trace, typical_micro_batch  # imports torch
 
     model = empty_model_of(folder, trust_remote_code, values=values, dtype=dtype, checkpointing=checkpointing)
-    micro = typical_micro_batch(*tokens)
-    return trace(model, micro, entropy_gradient=entropy_gradient, on_gpu=on_gpu, exchanged=exchanged)
+    return trace(
+        model,
+        typical_micro_batch(*tokens),
+        entropy_gradient=entropy_gradient,
+        on_gpu=on_gpu,
+        exchanged=exchanged,
+        sequence_parallel=sequence_parallel,
+    )
 
 
 def _stage(config: Config) -> int:

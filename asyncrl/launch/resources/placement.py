@@ -7,47 +7,10 @@ from dataclasses import dataclass, replace
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
-from asyncrl.generator.engine import GPU_FRACTION
+from asyncrl.launch.resources.colocate import check_colocate, on_shared_cards
 from asyncrl.launch.resources.gpus import Gpu
 from asyncrl.launch.resources.hosts import Host, Member, deal_roles, num_devices, this_machine
-
-
-@dataclass(frozen=True, slots=True)
-class RoleResources:
-    """The cores, threads and GPUs of one role process."""
-
-    cpus: tuple[int, ...]
-    threads: int
-    gpus: tuple[str, ...] = ()
-    """Its GPUs: entries of CUDA_VISIBLE_DEVICES, with the names in this process's environment."""
-    visible_gpus: tuple[str, ...] = ()
-    """The GPUs that it sees, among them its own; empty for its own alone."""
-    helper_cpus: tuple[int, ...] = ()
-    """Cores of the role's helper processes; empty for the cores of the role itself."""
-    gpu_memory_utilization: float | None = None
-    """Fraction of the GPU's memory for the engine of a generator."""
-    host: str = ""
-    """Name of the host; empty for the launcher's own."""
-
-    @property
-    def devices(self) -> tuple[tuple[str, str], ...]:
-        """Its GPUs, by host and name."""
-        return tuple((self.host, gpu) for gpu in self.gpus)
-
-    def environment(self) -> dict[str, str]:
-        """Returns the variables that must be set before the process imports numpy or torch."""
-        threads = str(self.threads)
-        names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-        environment: dict[str, str] = dict.fromkeys(names, threads)
-        environment["ASYNCRL_HELPER_CPUS"] = ",".join(map(str, self.helper_cpus or self.cpus))
-        visible = self.visible_gpus or self.gpus
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
-        environment["LOCAL_RANK"] = str(visible.index(self.gpus[0])) if self.gpus else "0"
-        if self.gpu_memory_utilization is not None:
-            environment[GPU_FRACTION] = f"{self.gpu_memory_utilization:.4f}"
-        if not self.gpus:
-            environment["DS_ACCELERATOR"] = "cpu"
-        return environment
+from asyncrl.launch.resources.role_resources import RoleResources
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +48,16 @@ def place_roles(config: Config, *, reward_model: bool = False, hosts: Sequence[H
 
     On each host every process has separate GPUs while enough are available, and cores are divided in proportion to the
     numbers of processes. A generator has `generator.tensor_parallel` adjacent GPUs, or at least as many cores. Critics
-    and the reward model use the cores of the learners. Raises ConfigError if there are GPUs, but fewer than learner
+    and the reward model use the cores of the learners. With `launch.colocate` generators and learner ranks share GPUs
+    and cores. Raises ConfigError if there are GPUs, but fewer than learner
     ranks or critic ranks, and if a host has fewer GPUs or cores than one of its generators needs.
     """
     hosts = list(hosts or [this_machine()])
     gpus = tuple(gpu for host in hosts for gpu in host.gpus)
     if gpus:
         _check_ranks(config, gpus)
+    if config.launch.colocated:
+        check_colocate(config, hosts)
     placed: dict[Member, RoleResources] = {}
     parallel, pin = num_devices(config, "generator"), config.launch.pin_cores
     dealt = deal_roles(config, hosts, reward_model=reward_model)
@@ -100,7 +66,10 @@ def place_roles(config: Config, *, reward_model: bool = False, hosts: Sequence[H
             continue
         if _split(members)[0]:
             _check_parallel(host, parallel)
-        own = _on_gpus(host, members, parallel) if host.gpus else _on_cores(host, members, parallel, pin=pin)
+        if config.launch.colocated:
+            own = on_shared_cards(config, host, members)
+        else:
+            own = _on_gpus(host, members, parallel) if host.gpus else _on_cores(host, members, parallel, pin=pin)
         placed |= {member: replace(resources, host=host.name) for member, resources in own.items()}
 
     def of(role: str) -> tuple[RoleResources, ...]:
@@ -108,7 +77,7 @@ def place_roles(config: Config, *, reward_model: bool = False, hosts: Sequence[H
 
     head = hosts[0]
     # The replay queue uses the cores of the learners: nothing else runs on an engine's core.
-    shared = head.cpus if head.gpus else head.cpus[_cut(head, dealt[0], parallel, pin=pin) :]
+    shared = head.cpus if head.gpus or config.launch.colocated else head.cpus[_cut(head, dealt[0], parallel, pin=pin) :]
     replay = RoleResources(shared or head.cpus, threads=1, host=head.name)
     return Placement(of("generator"), of("learner"), replay, of("critic"), next(iter(of("reward_model")), None), gpus)
 

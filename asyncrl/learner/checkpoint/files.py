@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from asyncrl.errors import AsyncrlError, PeerTimeoutError, RunError
-from asyncrl.learner.checkpoint.hf_export import ADAPTER_FOLDER, write_model
+from asyncrl.learner.checkpoint.hf_export import ADAPTER_FOLDER, Export, WeightFile, write_file
 from asyncrl.learner.checkpoint.zero_state import collect_state
 from asyncrl.learner.model.engine import TrainedModel
 from asyncrl.util.files import replace_file
@@ -52,22 +53,32 @@ def bytes_file(data: bytes) -> PartContent:
 
 
 def model_files(trained: TrainedModel, name: str, *, tokenizer: str) -> Files:
-    """Returns the checkpoint files of a model: this rank's part of the training state in the folder `name`, and on rank
-    0 also the model in Hugging Face format with the tokenizer of the model at `tokenizer`, in the folder `model` for
-    the policy and `NAME_model` otherwise, and adapters in peft's format in the folder `adapter`. Tensors are copied to
-    the CPU. All ranks call it."""
+    """Returns the checkpoint files of a model that this rank writes: its part of the training state in the folder
+    `name`; its part of the model in Hugging Face format, in the folder `model` for the policy and `NAME_model`
+    otherwise, on rank 0 with the tokenizer of the model at `tokenizer`; and on rank 0 adapters in peft's format in the
+    folder `adapter`. Tensors are copied to the CPU. All ranks call it."""
     rank = trained.ranks.rank
     files = {f"{name}/rank-{rank}.safetensors": tensors_file(collect_state(trained))}
-    weights = trained.collect_weights()
-    if rank == 0:
-        num_bytes = sum(weight.nbytes for weight in weights.values())
-        write = partial(write_model, model=trained.model, weights=weights, tokenizer=tokenizer)
-        files["model" if name == "policy" else f"{name}_model"] = PartContent(num_bytes, write)
+    folder = "model" if name == "policy" else f"{name}_model"
+    export = Export(trained, writers=trained.ranks.count)
+    copies = (tensor.to("cpu", copy=True) for tensor in export.tensors())
+    for file in export.own:
+        own = list(islice(copies, len(file.tensors)))
+        files[f"{folder}/{file.name}"] = PartContent(file.num_bytes, partial(_write_weights, file=file, own=own))
+    for _ in copies:  # takes part in what the others gather
+        pass
     factors = trained.factors()
-    if rank == 0 and trained.adapters is not None:
+    if rank:
+        return files
+    files |= {f"{folder}/{name}": bytes_file(content) for name, content in export.other_files(tokenizer).items()}
+    if trained.adapters is not None:
         num_bytes = sum(matrix.nbytes for one in factors.values() for matrix in (one.a, one.b))
         files[ADAPTER_FOLDER] = PartContent(num_bytes, partial(trained.adapters.write, factors=factors))
     return files
+
+
+def _write_weights(path: Path, *, file: WeightFile, own: list[Tensor]) -> None:
+    write_file(path, file, iter(own))
 
 
 class PartWriter:

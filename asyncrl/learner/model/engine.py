@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -23,7 +23,7 @@ from asyncrl.learner.model.settings import deepspeed_config
 from asyncrl.weights.adapters import Factors, merged
 from asyncrl.weights.shares import slice_of
 
-GATHER_ELEMENTS = 1 << 26
+GATHER_ELEMENTS = 1 << 24
 """Number of weights gathered at a time from the ranks of ZeRO stage 3."""
 
 
@@ -116,9 +116,9 @@ class TrainedModel:
         if self.engine.was_step_applied():
             raise InvariantError("DeepSpeed applied an update although its gradient is not finite")
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the name and full weight of every parameter, tied ones once, with the names of the model's checkpoint,
-        and adapters merged into them.
+    def weights(self, wanted: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yields the name and full weight of every parameter, tied ones once, and adapters merged into them; with
+        `wanted`, of these parameters only.
 
         All ranks iterate. With ZeRO stage 3 the ranks gather the weights in parts, and a tensor is valid only until the
         next one is requested.
@@ -127,7 +127,8 @@ class TrainedModel:
         for part in self._parts():
             with self._gathered([parameter for _, parameter in part]):
                 for name, parameter in part:
-                    yield name, _with_adapter(factors.get(name), parameter.detach())
+                    if wanted is None or name in wanted:
+                        yield name, _with_adapter(factors.get(name), parameter.detach())
 
     def sent_slices(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the name and this rank's slice (`weights/shares.py`) of every parameter that generators get, a flat

@@ -24,6 +24,7 @@ from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.model.loading import HEADS, UNFIT, hidden_states, switch_dropout_off
 from asyncrl.learner.model.logprob_head import LogprobHead
 from asyncrl.learner.model.packed_attention import PACKED, make_layout
+from asyncrl.learner.model.sequence_parallel import SequenceParallel
 from asyncrl.learner.model.stand_in import is_on_gpu, meta_as_gpu
 
 META = torch.device("meta")
@@ -39,6 +40,8 @@ class Trace:
     """Activations alive when the model has computed its last hidden states."""
     peak_bytes: int
     """The most that is alive at any moment of the pass."""
+    layers_bytes: int
+    """The most that is alive in the backward pass of the layers, after that of the output layer."""
 
 
 class LiveStorages(TorchDispatchMode):
@@ -183,7 +186,15 @@ def typical_micro_batch(tokens: int, longest_tokens: int) -> MicroBatch:
     )
 
 
-def trace(model: PreTrainedModel, micro: MicroBatch, **options: bool) -> Trace:
+class _OneOfRanks(SequenceParallel):
+    """One of the ranks that share sequences. The others are not there, and tensors have no values."""
+
+    def own(self, places: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        own = places[: -(-len(places) // self.size)]
+        return own, own
+
+
+def trace(model: PreTrainedModel, micro: MicroBatch, **options: Any) -> Trace:
     """Returns the memory of the micro-batch with a model of `empty_model`; the options are those of `trace_layers`.
 
     Of equal layers, each of which adds the same bytes, only the first are traced.
@@ -200,11 +211,11 @@ def trace(model: PreTrainedModel, micro: MicroBatch, **options: bool) -> Trace:
     finally:
         set_layers(every)
     step = more.forward_bytes - few.forward_bytes
-    if more.peak_bytes - few.peak_bytes != step:
+    if {more.peak_bytes - few.peak_bytes, more.layers_bytes - few.layers_bytes} != {step}:
         # The peak is when the activations are freed, which may be otherwise with more layers.
         return trace_layers(model, micro, **options)
-    others = len(every) - FEW_LAYERS
-    return Trace(few.forward_bytes + others * step, few.peak_bytes + others * step)
+    others = (len(every) - FEW_LAYERS) * step
+    return Trace(few.forward_bytes + others, few.peak_bytes + others, few.layers_bytes + others)
 
 
 def _equal_layers(model: PreTrainedModel) -> tuple[Callable[[nn.ModuleList], None], nn.ModuleList] | None:
@@ -221,9 +232,16 @@ def _equal_layers(model: PreTrainedModel) -> tuple[Callable[[nn.ModuleList], Non
 
 
 def trace_layers(
-    model: PreTrainedModel, micro: MicroBatch, *, on_gpu: bool, exchanged: bool, entropy_gradient: bool = False
+    model: PreTrainedModel,
+    micro: MicroBatch,
+    *,
+    on_gpu: bool,
+    exchanged: bool,
+    entropy_gradient: bool = False,
+    sequence_parallel: int = 1,
 ) -> Trace:
-    """Returns the memory of the micro-batch with all layers of the model.
+    """Returns the memory of the micro-batch with all layers of the model, in one of `sequence_parallel` ranks that
+    share it.
 
     With `exchanged`, every gradient is copied to float32 for the exchange between ranks and freed at once, as ZeRO does
     from stage 1 on; otherwise it is added to a sum that exists already.
@@ -233,16 +251,18 @@ def trace_layers(
     for parameter in model.parameters():
         parameter.grad = None if exchanged else torch.empty_like(parameter)
     hooks = [p.register_post_accumulate_grad_hook(_exchange) for p in model.parameters() if exchanged]
+    parallel = _OneOfRanks(0, sequence_parallel, None) if sequence_parallel > 1 else None  # pyright: ignore
     live = LiveStorages()
     live.ignore(
         tensor for parameter in model.parameters() for tensor in (parameter, parameter.grad) if tensor is not None
     )
     try:
         with meta_as_gpu(on_gpu), live:
-            states, _ = hidden_states(model, micro)
+            states, own = hidden_states(model, micro, parallel)
             forward_bytes = live.num_bytes
-            outputs = score(states, micro)
-            (outputs * torch.empty_like(outputs)).sum().backward()
+            output_peak, layers_peak = _backward(
+                live, states, score, micro.targets if own is None else micro.targets[own]
+            )
     except (*UNFIT, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"model.path: the memory of a {model.config.model_type} model cannot be traced "
@@ -251,7 +271,20 @@ def trace_layers(
     finally:
         for hook in hooks:
             hook.remove()
-    return Trace(forward_bytes, live.peak_bytes)
+    return Trace(forward_bytes, max(output_peak, layers_peak), layers_peak)
+
+
+def _backward(
+    live: LiveStorages, states: Tensor, score: Callable[[Tensor, Tensor], Tensor], targets: Tensor
+) -> tuple[int, int]:
+    """Returns the most bytes that are alive until the gradient of the hidden states is computed, and after that."""
+    last = states.detach().requires_grad_()
+    outputs = score(last, targets)
+    (outputs * torch.empty_like(outputs)).sum().backward()
+    del outputs
+    until_then, live.peak_bytes = live.peak_bytes, live.num_bytes
+    states.backward(last.grad)
+    return until_then, live.peak_bytes
 
 
 def _exchange(parameter: Tensor) -> None:
@@ -260,10 +293,10 @@ def _exchange(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def _scorer(model: PreTrainedModel, *, entropy_gradient: bool) -> Callable[[Tensor, MicroBatch], Tensor]:
+def _scorer(model: PreTrainedModel, *, entropy_gradient: bool) -> Callable[[Tensor, Tensor], Tensor]:
     output = model.get_output_embeddings()
     if isinstance(output, nn.Linear):
         head = LogprobHead(output, 1.0, entropy_gradient=entropy_gradient)
-        return lambda states, micro: head(states, micro.targets)[0]
+        return lambda states, targets: head(states, targets)[0]
     layer = next(module for name in HEADS if (module := getattr(model, name, None)) is not None)
-    return lambda states, micro: layer(states).float().squeeze(-1)
+    return lambda states, targets: layer(states).float().squeeze(-1)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -101,12 +99,6 @@ class Policy(TrainedModel):
             return self.logprobs(micro)
 
 
-def reference_logprobs(config: Config, ranks: Ranks, policy: Policy) -> Callable[[MicroBatch], Tensor]:
-    """Returns the function that scores micro-batches by the reference policy: with adapters it is the policy without
-    them, otherwise a model of its own."""
-    return Reference(config, ranks).logprobs if policy.adapters is None else policy.base_logprobs
-
-
 class Reference:
     """The frozen reference policy of the KL divergence. With ZeRO stage 3 its weights are sharded, too."""
 
@@ -114,15 +106,15 @@ class Reference:
         path = config.algorithm.reference or config.model.path
         model = load_policy_model(config, path, "algorithm.reference")
         network = PolicyNetwork(config, model).to(ranks.device).eval().requires_grad_(False)
-        self._network: nn.Module = network
+        self.network: nn.Module = network
         if config.learner.zero_stage == 3:
             gather_experts_together(model)
-            self._network, *_ = deepspeed.initialize(model=network, config=deepspeed_config(config, network))
-            self._network.eval()
+            self.network, *_ = deepspeed.initialize(model=network, config=deepspeed_config(config, network))
+            self.network.eval()
         check_packing(model, self.logprobs, ranks.device, name := f"algorithm.reference = {path!r}")
         network.parallel = checked(ranks.parallel, model, name)
 
     @torch.no_grad()
     def logprobs(self, micro: MicroBatch) -> Tensor:
         """Returns log-probs [N] of the action tokens at the sampling temperature, float32 in nats."""
-        return self._network(micro)[0]
+        return self.network(micro)[0]

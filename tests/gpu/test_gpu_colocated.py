@@ -1,0 +1,148 @@
+"""Generator and learner on one GPU in turn: memory that each of them frees, and a complete run."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from generator_model import reference_logprobs, run_all, save_tiny_model, small_config, weights_of
+from transformers import Qwen2ForCausalLM
+from worlds import endpoints, make_config, make_model, make_trainer, train_steps
+
+from asyncrl.generator.engine import ENGINES, make_engine
+from asyncrl.launch.resources.gpus import visible_gpus
+from asyncrl.learner.checkpoint.zero_state import collect_state
+from asyncrl.learner.distributed import Ranks, process_group
+from asyncrl.util.host_memory import HostMemory
+from tests.helpers.demo import make_demo
+from tests.helpers.runs import Launched, check_ledger, start_launch
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+
+STEPS = 40
+TOLERANCE = 0.01
+ROUNDS = 20
+"""Turns over which no memory may be lost."""
+
+
+def skip_without(engine: str) -> None:
+    if engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
+
+
+def used_bytes() -> int:
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_sleeping_engine_frees_its_memory_and_loses_no_token(
+    name: str, gpu: torch.device, tmp_path: Path, figure: Callable[[str, float], None]
+) -> None:
+    skip_without(name)
+    save_tiny_model(tmp_path)
+    policy = Qwen2ForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval().requires_grad_(False)
+    cache_bytes = 4 << 30
+    config = small_config(
+        str(tmp_path), generator__engine=name, launch__colocate="force", generator__kv_cache_bytes=cache_bytes
+    )
+    engine = make_engine(config, seed=1)
+    try:
+        engine.swap(0, weights_of(policy))
+        prompt = [3, 9, 4, 17]
+        engine.add("0", prompt)
+        for _ in range(4):
+            engine.step()
+        asleep: list[int] = []
+        for version in range(1, ROUNDS + 1):
+            awake = used_bytes()
+            engine.sleep(2)
+            asleep.append(used_bytes())
+            assert awake - asleep[-1] > 0.9 * cache_bytes
+            engine.wake("weights")
+            engine.swap(version, weights_of(policy))
+            engine.wake("cache")
+        figure(f"colocated, {name}: GiB freed by sleep", (awake - asleep[-1]) / (1 << 30))
+        assert asleep[-1] - asleep[1] < 64 << 20, "memory is lost in each turn"
+        (done,) = run_all(engine).values()
+        expected = reference_logprobs(policy, prompt, done.tokens, 1.0)
+        assert float(np.abs(done.logprobs - expected).max()) < TOLERANCE
+        assert set(done.versions.tolist()) == {0, ROUNDS}
+    finally:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def one_rank(gpu: torch.device) -> Iterator[Ranks]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with process_group(endpoints(port), 0, 1, start_timeout_s=60, timeout_s=60) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_the_states_of_a_learner_leave_the_card(stage: int, one_rank: Ranks, tmp_path: Path) -> None:
+    sections = {"learner": {"zero_stage": stage}, "model": {"dtype": "bfloat16"}, "steps": 4}
+    config = make_config(make_model(tmp_path / "model"), **sections)
+    plain = make_trainer(config, one_rank)
+    train_steps(plain, (1, 2, 3))
+    expected = {name: tensor.cpu() for name, tensor in collect_state(plain.policy).items()}
+    del plain
+    moved = make_trainer(config, one_rank)
+    memory = HostMemory(one_rank.device)
+    for step in (1, 2, 3):
+        before = torch.cuda.memory_allocated()
+        assert memory.offload(moved.tensors()) > 0.9 * before
+        assert torch.cuda.memory_allocated() < 0.1 * before
+        memory.reload()
+        train_steps(moved, (step,))
+    found = collect_state(moved.policy)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name].cpu(), tensor, rtol=1e-3, atol=1e-5)
+
+
+@pytest.fixture
+def started() -> Iterator[list[Launched]]:
+    runs: list[Launched] = []
+    yield runs
+    for run in runs:
+        run.kill()
+
+
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_the_demo_trains_on_one_gpu_in_turn(
+    engine: str,
+    tmp_path: Path,
+    started: list[Launched],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    figure: Callable[[str, float], None],
+) -> None:
+    skip_without(engine)
+    names = [gpu.name for gpu in visible_gpus()][:1]
+    if not names:
+        pytest.skip("needs a GPU")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", names[0])
+    assert request.config.cache is not None
+    folder = make_demo(tmp_path, request.config.cache)
+    overrides = ["--steps", str(STEPS), "launch.start_timeout_s=400", f"generator.engine={engine}"]
+    run = start_launch(folder, "turns", *overrides, "launch.colocate=force", preloaded=None)
+    started.append(run)
+    code, output = run.end(timeout_s=550)
+    assert code == 0, output
+    summary = json.loads((run.run_dir / "summary.json").read_text())
+    assert summary["policy_version"] == STEPS and summary["reward_last"] > summary["reward_first"]
+    check_ledger(summary)
+    rows = run.rows()
+    for phase in ("wait", "reload", "offload"):
+        figure(
+            f"colocated demo, {engine}: card/{phase}_s, mean", float(np.mean([row[f"card/{phase}_s"] for row in rows]))
+        )

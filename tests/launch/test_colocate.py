@@ -1,0 +1,141 @@
+"""Placement, memory and refusals of `launch.colocate`."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import yaml
+from test_memory import QWEN2_05B, fitted, shape_of
+
+from asyncrl.config import Config, load_config, parse_override
+from asyncrl.errors import ConfigError
+from asyncrl.generator.colocated import cards_of
+from asyncrl.launch.resources import gpus
+from asyncrl.launch.resources.fit import Models, make_cards
+from asyncrl.launch.resources.hosts import Host
+from asyncrl.launch.resources.memory import GIB, PROCESS_BYTES
+from asyncrl.launch.resources.placement import place_roles
+from asyncrl.launch.role_group import Progress
+from tests.helpers.replay import small_config
+
+MIB = 81559
+"""`memory.total` of an H100."""
+
+
+@pytest.fixture(autouse=True)
+def four_cores_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(gpus, "torch_is_cpu_build", lambda: False)
+    monkeypatch.setattr(gpus, "_listed_gpus", lambda: None)
+
+
+def on(**overrides: Any) -> Config:
+    return small_config(**{"launch__colocate": "on", "replay__groups_per_step": 4} | overrides)
+
+
+def show(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    listed = [gpus._Listed(str(index), f"GPU-{index}", MIB << 20, "580.65") for index in range(count)]
+    monkeypatch.setattr(gpus, "_listed_gpus", lambda: listed)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+
+
+def test_on_and_off_are_no_booleans() -> None:
+    config = on()
+    assert config.launch.colocate == "on" and yaml.safe_load(config.to_yaml())["launch"]["colocate"] == "on"
+    key, value = parse_override("launch.colocate=on")
+    values = {"model.path": "none", "data.train": "none.parquet", key: value}
+    assert load_config(None, values).launch.colocated
+    assert not load_config(None, values | {key: False}).launch.colocated
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        ({"launch__learners": 2}, r"colocate = 'on' with launch.learners = 2: .* have 1; use launch.learners=1"),
+        ({"generator__tensor_parallel": 2}, r"learners = 1: .*tensor_parallel = 2 have 2; use launch.learners=2"),
+        ({"critic__ranks": 1}, r"critic.ranks = 1: .*use critic.ranks=0"),
+        ({"weights__staging": "buckets"}, r"weights.staging = 'buckets': .*use weights.staging=whole"),
+    ],
+)
+def test_what_cannot_share_cards_is_refused(overrides: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        on(**overrides)
+
+
+def test_cores_are_divided_into_cards() -> None:
+    placement = place_roles(on())
+    assert placement.generators[0].cpus == placement.learners[0].cpus == (0, 1, 2, 3)
+    assert placement.generators[0].threads == placement.learners[0].threads == 4
+    placement = place_roles(on(launch__generators=2, launch__learners=2))
+    for pair in zip(placement.generators, placement.learners, strict=True):
+        assert pair[0].cpus == pair[1].cpus and pair[0].threads == 2
+    assert [one.cpus for one in placement.learners] == [(0, 1), (2, 3)]
+    placement = place_roles(on(launch__learners=2, generator__tensor_parallel=2))
+    assert placement.generators[0].cpus == (0, 1, 2, 3) and placement.learners[1].cpus == (2, 3)
+    joined = on(launch__generators=1)
+    launch = joined.launch.model_copy(update={"generators": 2})
+    placement = place_roles(joined.model_copy(update={"launch": launch}))
+    assert placement.generators[1].cpus == (0, 1, 2, 3)
+
+
+def test_the_card_of_a_generator_is_that_of_its_ranks(tmp_path: Any) -> None:
+    config = on(launch__generators=2, launch__learners=4, generator__tensor_parallel=2)
+    assert cards_of(config, 1, tmp_path) is not None
+    assert sorted(path.name for path in (tmp_path / "cards").iterdir()) == ["card-2", "card-3"]
+    assert cards_of(config, 2, tmp_path) is None, "one that joined"
+    assert cards_of(small_config(), 0, tmp_path) is None
+
+
+def test_gpus_are_shared_only_by_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    show(monkeypatch, 2)
+    config = on(launch__generators=2, launch__learners=2)
+    with pytest.raises(ConfigError, match=r"on GPUs: .*not proven on a GPU.*launch.colocate=force"):
+        place_roles(config)
+    config = on(launch__generators=2, launch__learners=2, launch__colocate="force")
+    placement = place_roles(config)
+    assert [one.gpus for one in placement.generators] == [one.gpus for one in placement.learners] == [("0",), ("1",)]
+    assert not placement.sends_between_gpus
+    with pytest.raises(ConfigError, match="on 2 hosts"):
+        place_roles(on(), hosts=[Host("a", (0, 1)), Host("b", (0, 1))])
+
+
+def test_a_card_needs_the_larger_of_the_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = Models(shape_of(QWEN2_05B))
+    settings = {"model__dtype": "bfloat16", "generator__max_new_tokens": 64, "learner__gradient_checkpointing": True}
+    config = on(launch__colocate="force", **settings)
+    placement = fitted(monkeypatch, config, 1, MIB, models)
+    (card,) = make_cards(config, placement, models)
+    needs = {need.name: need.num_bytes for need in card.needs}
+    assert card.needed_bytes == max(needs.values()) + PROCESS_BYTES < sum(needs.values()) - GIB
+    assert f"in turn {card.needed_bytes / GIB:.1f} GiB" in str(card)
+    apart = fitted(monkeypatch, small_config(**settings), 1, MIB, models).generators[0].gpu_memory_utilization
+    more = (placement.generators[0].gpu_memory_utilization or 0) - (apart or 0)
+    assert more * card.memory_bytes == pytest.approx(needs["learner-0"] - PROCESS_BYTES), (
+        "the learner's is the engine's"
+    )
+    # A card that either of them fits, and both together do not.
+    mib = round((card.needed_bytes + GIB) / 0.9) >> 20
+    fitted(monkeypatch, config, 1, mib, models)
+    with pytest.raises(ConfigError, match="does not fit its GPUs"):
+        fitted(monkeypatch, small_config(**settings), 1, mib, models)
+    with pytest.raises(ConfigError, match=r"does not fit its GPUs(.|\n)*; in turn"):
+        fitted(monkeypatch, config, 1, round(0.8 * card.needed_bytes) >> 20, models)
+
+
+def test_tokens_are_progress_while_the_learner_waits_for_its_card() -> None:
+    def reason(config: Config) -> str:
+        progress = Progress(config, 0.0)
+        status: dict[str, Any] = {
+            "taken": True, "finished": 0, "leased": 3, "step": 1, "catching_up": None,
+            "eval": {"prompts_done": 0, "running": []},
+        }  # fmt: skip
+        found = ""
+        for now_s in range(0, 3000, 300):
+            status["generators"] = {"0": {"tokens": now_s}}
+            found = found or progress.check(status, learners_started_s=0.0, missing=[], now_s=float(now_s))
+        return found
+
+    assert reason(on()) == "" and "no optimizer step ended" in reason(small_config())

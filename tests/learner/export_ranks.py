@@ -1,0 +1,131 @@
+"""Runs one of two learner ranks that write models in Hugging Face format, and rank 0 also in the library's way."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from worlds import LORA, copy_weights, endpoints, make_config, partitioning
+
+from asyncrl.errors import RunError
+from asyncrl.learner.checkpoint import hf_export
+from asyncrl.learner.checkpoint.files import model_files
+from asyncrl.learner.checkpoint.hf_export import save_model
+from asyncrl.learner.distributed import Ranks, process_group
+from asyncrl.learner.model import policy
+from asyncrl.learner.model.policy import Policy
+from tests.helpers.memory_peak import Peak, anonymous_bytes, keep_freed_memory_away
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    *(("qwen2", {"zero_stage": stage}) for stage in range(4)),
+    ("llama", {"zero_stage": 3}),
+    ("mixtral", {"zero_stage": 2}),
+    ("mixtral", {"zero_stage": 3}),
+    ("qwen3_moe", {"zero_stage": 3}),
+    ("qwen2", {"zero_stage": 2, "lora": LORA}),
+    ("qwen2", {"zero_stage": 3, "lora": LORA}),
+]
+"""Families and settings of the learner; embeddings of qwen2 are tied."""
+CHECKPOINT = 3
+"""The case of which the files of a checkpoint are written, too."""
+
+
+def make_policy(folder: Path, learner: dict[str, Any], ranks: Ranks, **sections: Any) -> Policy:
+    """Returns a policy whose parameters are all partitioned in ZeRO stage 3. Its adapters, if any, change it."""
+    sections |= {"learner": learner}
+    config = make_config(folder, **(partitioning(sections, 8) if learner["zero_stage"] == 3 else sections))
+    with patch.object(policy, "check_packing", lambda *args: None):
+        made = Policy(config, ranks)
+    if made.adapters is not None:
+        with made._gathered(parameters := made.adapters.parameters()), torch.no_grad():
+            for parameter in parameters:
+                parameter.fill_(0.1)
+    return made
+
+
+def write_complete(model: Policy, folder: Path) -> None:
+    """Writes the model as the library does, from rank 0."""
+    weights = model.collect_weights()
+    if model.ranks.rank == 0:
+        model.model.save_pretrained(folder, state_dict=weights)
+
+
+def compare(models: Path, out: Path, ranks: Ranks) -> None:
+    """Writes each case to OUT/INDEX/model, and in the library's way to OUT/INDEX/expected."""
+    hf_export.MIN_SHARE_BYTES = 1
+    for index, (name, learner) in enumerate(CASES):
+        model = make_policy(models / name, learner, ranks)
+        save_model(model, out / str(index) / "model", tokenizer=str(models / "qwen2"))
+        write_complete(model, out / str(index) / "expected")
+        if index == CHECKPOINT:
+            for name, content in model_files(model, "policy", tokenizer=str(models / "qwen2")).items():
+                target = out / "checkpoint" / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                content.write(target)
+
+
+def fail(models: Path, out: Path, ranks: Ranks) -> dict[str, str]:
+    """Returns what is raised when rank 1 cannot write, and the files that rank 0 writes where rank 1 does not see its
+    folder."""
+    model, found = make_policy(models / "qwen2", {"zero_stage": 3}, ranks), dict[str, str]()
+    write_file = hf_export.write_file
+
+    def full(*args: Any) -> None:
+        if ranks.rank:
+            raise OSError("No space left on device")
+        write_file(*args)
+
+    with patch.object(hf_export, "write_file", full):
+        try:
+            save_model(model, out / "full", tokenizer=str(models / "qwen2"))
+        except RunError as error:
+            found["full"] = str(error)
+    hf_export.SEEN_S = 0.2
+    before = copy_weights(model)
+    save_model(model, out / f"host-{ranks.rank}", tokenizer=str(models / "qwen2"))
+    assert all(torch.equal(weight, before[name]) for name, weight in model.weights())
+    return found | {"left": " ".join(sorted(path.name for path in out.glob("full*")))}
+
+
+def measure(models: Path, out: Path, ranks: Ranks) -> dict[str, int]:
+    """Returns the peaks of anonymous memory beyond that before, of both ways to write."""
+    keep_freed_memory_away()
+    settings = {"zero_stage": 3}
+    warm, large = (make_policy(models / name, settings, ranks) for name in ("warm", "large"))
+    ways: dict[str, Any] = {
+        "shares": lambda model, folder: save_model(model, folder, tokenizer=str(models / "warm")),
+        "complete": write_complete,
+    }
+    peak, found = Peak(), dict[str, int]()
+    for name, write in ways.items():
+        write(warm, out / f"warm-{name}")
+        ranks.barrier()
+        before = anonymous_bytes()
+        peak.reset()
+        write(large, out / name)
+        ranks.barrier()
+        found[name] = peak.num_bytes - before
+    return found
+
+
+def main(rank: int, port: int, models: Path, out: Path) -> None:
+    torch.set_num_threads(1)
+    with process_group(endpoints(port), rank, 2, start_timeout_s=120, timeout_s=60) as ranks:
+        result: dict[str, Any] = {}
+        if (models / "large").exists():
+            result = measure(models, out, ranks)
+        else:
+            compare(models, out, ranks)
+            result = fail(models, out, ranks)
+        ranks.barrier()
+    (out / f"{rank}.json").write_text(json.dumps(result))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]))
