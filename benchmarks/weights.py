@@ -2,7 +2,9 @@
 
 A version may take 10 ms and 1.15 times a bare gloo broadcast of its bytes, which is measured in turn with it, and hold
 the learner for a copy of one bucket. Every receiver has a core of its own, as hosts have; numbers of receivers that the
-machine has no cores for are not measured. A version of 1 MB has no limit: its 5 ms are off every critical path.
+machine has no cores for are not measured. A version in buckets (`weights.staging`) to one receiver, until it is loaded,
+is compared with one that is staged, and not loaded yet. A version of 1 MB has no limit: its 5 ms are off every critical
+path.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ SIDES = "benchmarks.weights_sides"
 SIZES = {"1 MB": 10**6, "100 MB": 10**8, "1 GB": 10**9}
 PAIRS = {"1 MB": 20, "100 MB": 8, "1 GB": 3}
 """Number of versions sent in a round, each by asyncrl and by a bare broadcast."""
+BUCKET_PAIRS = 3
+"""The same for versions in buckets."""
 RECEIVERS = (1, 2, 4)
 JUDGED = ("100 MB", "1 GB")
 OWN_S, LINK_FACTOR = 0.01, 1.15
@@ -37,11 +41,11 @@ class Ranks:
         cores = sorted(os.sched_getaffinity(0))
         self._workers = [Worker(SIDES, "rank", rank, cores=[cores[rank]], stack=stack) for rank in range(receivers + 1)]
 
-    def measure(self, receivers: int, num_bytes: int, pairs: int) -> dict[str, float]:
+    def measure(self, receivers: int, num_bytes: int, pairs: int, staging: str = "whole") -> dict[str, float]:
         """Returns the median seconds of a version to the first `receivers` ranks, by what takes them."""
         bare_port = find_port()
         for worker in self._workers[: receivers + 1]:
-            worker.tell([bare_port, f"ipc://{self._sockets}/{bare_port}", receivers, num_bytes, pairs])
+            worker.tell([bare_port, f"ipc://{self._sockets}/{bare_port}", receivers, num_bytes, pairs, staging])
         return self._workers[0].answer()
 
 
@@ -67,7 +71,12 @@ def measure(quick: bool) -> Iterator[Round]:
             ranks = Ranks(stack, max(counts))
             for size in sizes:
                 for receivers in counts:
-                    one |= figures(size, receivers, ranks.measure(receivers, SIZES[size], PAIRS[size]))
+                    whole = ranks.measure(receivers, SIZES[size], PAIRS[size])
+                    one |= figures(size, receivers, whole)
+                    if receivers == 1 and size in JUDGED:
+                        buckets = ranks.measure(receivers, SIZES[size], BUCKET_PAIRS, "buckets")
+                        one[f"into the engine in buckets, of whole, {size}"] = buckets["own"] / whole["own"]
+                        one[f"into the engine in buckets ms, {size}"] = 1e3 * buckets["own"]
         yield one | stall(model, 5 if quick else 20)
 
 

@@ -34,7 +34,7 @@ HOST = "127.0.0.1"
 
 def rank(number: int) -> None:
     """Runs process `number` of the broadcasts; 0 is the learner. Each instruction is one measurement."""
-    for bare_port, address, receivers, num_bytes, pairs in instructions():
+    for bare_port, address, receivers, num_bytes, pairs, staging in instructions():
         on_device = torch.cuda.device_count() > receivers
         device = torch.device("cuda", number) if on_device else torch.device("cpu")
         if on_device:
@@ -43,23 +43,24 @@ def rank(number: int) -> None:
         backend = "nccl" if on_device else "gloo"
         dist.init_process_group(backend, store=store, rank=number, world_size=receivers + 1)
         if number == 0:
-            answer(send(address, receivers, num_bytes, pairs, device))
+            answer(send(address, receivers, num_bytes, pairs, device, copies=staging == "whole"))
         else:
-            receive(address, number, num_bytes, pairs, device)
+            receive(address, number, num_bytes, pairs, device, staging=staging)
         dist.destroy_process_group()
 
 
-def send(address: str, receivers: int, num_bytes: int, pairs: int, device: torch.device) -> dict[str, float]:
+def send(
+    address: str, receivers: int, num_bytes: int, pairs: int, device: torch.device, *, copies: bool
+) -> dict[str, float]:
     """Runs the learner's side. Returns the median seconds from `send` until all receivers have a version (own), in
     `send`, and in `copied` when the next update is due, which hold the trainer (held), of a bare broadcast of the same
     bytes (bare), and of copying as many of them as are in a bucket (bucket)."""
     data = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-    size = num_bytes // TENSORS // 4 * 4
-    weights = [(f"layer-{i}", data[i * size : (i + 1) * size].view(torch.float32)) for i in range(TENSORS)]
+    weights = list(_parameters(data).items())
     sender = WeightSender(
         address, WeightManifest.of((name, tensor.dtype, tensor.shape) for name, tensor in weights),
         expected_generators=receivers, transport="auto", bucket_bytes=BUCKET_BYTES, timeout_s=TIMEOUT_S,
-        device=str(device),
+        device=str(device), copies=copies,
     )  # fmt: skip
     target, waiter = torch.empty_like(data[:BUCKET_BYTES]), ThreadPoolExecutor(1)
     times: dict[str, list[float]] = {"own": [], "held": [], "bare": [], "bucket": []}
@@ -91,7 +92,7 @@ def _received(sender: WeightSender) -> float:
     return time.perf_counter()
 
 
-def receive(address: str, number: int, num_bytes: int, pairs: int, device: torch.device) -> None:
+def receive(address: str, number: int, num_bytes: int, pairs: int, device: torch.device, *, staging: str) -> None:
     """Runs a generator's side. It receives every version and the bare broadcast after it into the same memory, so that
     four receivers of a gigabyte fit a small machine."""
     receiver = WeightReceiver(
@@ -99,19 +100,56 @@ def receive(address: str, number: int, num_bytes: int, pairs: int, device: torch
         device=str(device),
     )  # fmt: skip
     receiver.start()
-    receiver.engine_is_up()
+    model = Model(num_bytes, device) if staging == "buckets" else None
+    receiver.engine_is_up(model)
     for version in range(WARM + pairs):
-        staged = _next(receiver)
-        if staged.version != version or any(
-            int(tensor.view(torch.uint8)[-1]) != version for _, tensor in staged.tensors
-        ):
+        staged = _next(receiver) if model is None else model.load(receiver)
+        tensors = staged.tensors if model is None else list(model.parameters.items())
+        if staged.version != version or any(int(tensor.view(torch.uint8)[-1]) != version for _, tensor in tensors):
             raise SystemExit(f"version {staged.version} has other bytes than were sent as version {version}")
-        data = torch.empty(0, dtype=torch.uint8, device=device).set_(staged.tensors[0][1].untyped_storage())
+        data = torch.empty(0, dtype=torch.uint8, device=device).set_(tensors[0][1].untyped_storage())
         receiver.loaded(staged)
         dist.barrier()
         _broadcast(data[:num_bytes])
     dist.barrier()
     receiver.close()
+
+
+class Model:
+    """Parameters that buckets are copied into, in place of an engine."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.parameters = _parameters(torch.zeros(num_bytes, dtype=torch.uint8, device=device))
+
+    def takes_rows(self, name: str) -> bool:
+        """True, as the engine on transformers."""
+        return True
+
+    def bucket_memory(self, num_bytes: int) -> None:
+        """There is no other process."""
+
+    def load(self, receiver: WeightReceiver) -> StagedWeights:
+        """Takes part in rounds until a version is there."""
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while time.monotonic() < deadline_s:
+            if (current := receiver.round()) is None:
+                time.sleep(0.005)
+                continue
+            current.accept()
+            while not current.is_over:
+                if (parts := current.take(0.005)) is not None:
+                    for part in parts:
+                        target, first = self.parameters[part.name], part.first_row or 0
+                        target[first : first + len(part.tensor)].copy_(part.tensor)
+                    current.give_back()
+                if current.committed is not None:
+                    return current.committed
+        raise SystemExit("no weights were received")
+
+
+def _parameters(data: Tensor) -> dict[str, Tensor]:
+    size = len(data) // TENSORS // 4 * 4
+    return {f"layer-{i}": data[i * size : (i + 1) * size].view(torch.float32) for i in range(TENSORS)}
 
 
 def _next(receiver: WeightReceiver) -> StagedWeights:

@@ -64,6 +64,7 @@ FEATURES = (
         "weights/test_weight_nccl.py",
         ("test_gpu_weights.py::test_a_receiver*nccl*",),
     ),
+    Feature("Versions in buckets into a running engine (`weights.staging`)", "weights/test_weights_into_engine.py"),
     Feature("Every learner rank sends its part", "weights/test_weight_ranks.py"),
     Feature("Learner ranks that share long sequences", "learner/test_sequence_parallel.py"),
     Feature("Mixtures of experts, with replay of the engine's experts", "learner/test_routing_replay.py"),

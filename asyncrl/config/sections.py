@@ -196,11 +196,14 @@ class WeightsConfig(Section):
     gloo."""
     timeout_s: float = Field(default=60.0, gt=0.0)
     """Deadline of each phase of a broadcast."""
-    staging: Literal["whole", "buckets"] = "whole"
-    """Memory that learner ranks send from: a copy of each one's share, so that training continues meanwhile (whole), or
-    the weights themselves, without memory for them (buckets): then the next update waits until the version is
-    delivered, and a generator whose engine keeps a version for an evaluation gets a later one. Generators have a copy
-    either way."""
+    staging: Literal["auto", "whole", "host", "buckets"] = "auto"
+    """Memory for a version on its way, with all transports but files. whole: learner ranks send a copy of their shares,
+    generators receive a complete copy where the transport receives, in parallel to training and decoding. host: the
+    same, but generators have their copy in host memory, once for each engine, as whole does where the transport
+    receives there, as on a CPU, and with `generator.tensor_parallel`. buckets: no copies but two buckets on each side;
+    the next update waits until the version is delivered, engines stand still meanwhile, and one that keeps a version
+    for an evaluation gets a later one. auto: whole if by arithmetic it fits the GPUs, else buckets with nccl and host
+    with others."""
     kv_cache: Literal["keep", "recompute"] = "keep"
     """Keys and values of running completions after a weight swap: the old ones, or computed again."""
     url: LocalPath | None = None

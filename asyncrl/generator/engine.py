@@ -15,7 +15,7 @@ Every token of a `Completion` carries the log-prob and the version of the weight
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, cast
 
@@ -30,6 +30,8 @@ from asyncrl.util.user_code import resolve_function
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from asyncrl.weights.bucket_plan import WeightPart
 
 KEY = "generator.engine"
 ENGINES = {
@@ -134,6 +136,33 @@ class Engine(Protocol):
         model."""
         ...
 
+    @property
+    def torn(self) -> bool:
+        """True if some weights may be of another version than others: from `begin` to `commit`. Then `step` raises
+        InvariantError, while requests in progress stay."""
+        ...
+
+    def takes_rows(self, name: str) -> bool:
+        """True if `load` takes some rows of this parameter at a time."""
+        ...
+
+    def bucket_memory(self, num_bytes: int) -> Tensor | None:
+        """Returns host memory (uint8) from which `load` needs no further copy; None if any is."""
+        ...
+
+    def begin(self, version: int, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Begins an update of weights of these shapes, in place of one that was not committed. Raises RunError, and
+        changes nothing, when they do not match the model."""
+        ...
+
+    def load(self, parts: Sequence[WeightPart]) -> None:
+        """Loads some of the weights. On a GPU the copies may end after the return, in the order of the stream."""
+        ...
+
+    def commit(self, version: int) -> None:
+        """Ends the update, once all weights are loaded; then all is as after `swap`."""
+        ...
+
     def use_own_weights(self, version: int) -> None:
         """Uses the weights in `model.path` as `version`, instead of a first `swap`."""
         ...
@@ -156,6 +185,12 @@ class Engine(Protocol):
     def close(self) -> None:
         """Aborts all requests and frees the engine's memory."""
         ...
+
+
+def check_whole(engine: Engine) -> None:
+    """Raises InvariantError while the engine is torn."""
+    if engine.torn:
+        raise InvariantError("engine: a step between two versions; an update of the weights is not committed")
 
 
 def check_request(

@@ -2,7 +2,8 @@
 
     _await_weights     poll the replay queue until the first weights are staged
     tick, repeated:
-      _swap_staged     a staged version -> engine.swap, unless an evaluation or `deterministic` pins the loaded one
+      _swap_staged     a staged version -> engine.swap, unless an evaluation or `deterministic` pins the loaded one; or
+                       the buckets of a version -> engine.load, until it is complete (`weight_swaps.py`)
       _exchange        a reply of the replay queue -> new leases -> groups.start; ask again when there is capacity
       engine.step      one decoding step of all sequences -> groups.take; a complete group -> reward workers
       groups.poll      what environments say -> engine.add; ended episodes -> their groups
@@ -17,7 +18,8 @@
     rewards, environments,  nothing: polled once per tick              the reward workers', the hosts' and the
     new weights                                                        receiver's own
 
-Only the first row blocks a generator that has work: rewards, environments, weights and leases never hold up decoding.
+Only the first row blocks a generator that has work: rewards, environments, leases, and weights that are staged never
+hold up decoding.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from asyncrl.generator.engine import Engine
 from asyncrl.generator.group_runner import GroupRunner, Member
 from asyncrl.generator.groups import Asked, Running, make_evaluated, make_group
 from asyncrl.generator.scoring import evaluated_rows
+from asyncrl.generator.weight_swaps import WeightSwaps
 from asyncrl.replay.client import GeneratorClient, LeaseReply
 from asyncrl.replay.evaluation.samples import pack_rows
 from asyncrl.types import NO_VERSION
@@ -113,6 +116,9 @@ class GeneratorLoop:
         """The replay queue's count of signs of life of the learners."""
         self._leave_s: float | None = None
         """Deadline for this generator to leave; None unless asked to leave."""
+        self._swaps = WeightSwaps(
+            engine, receiver, timeout_s=config.launch.progress_timeout_s, meanwhile=self._keep_alive
+        )
 
     def run(self) -> None:
         """Waits for the first weights, then generates until the replay queue says done or leave, or `should_stop()`.
@@ -137,6 +143,8 @@ class GeneratorLoop:
         busy = self.engine.num_running > 0 and not self.card.asleep
         self._watch.switch("syncing")
         self._swap_staged()
+        if self.engine.torn:
+            return  # the run is over
         episodes = self.groups.episodes
         in_environments = episodes is not None and episodes.num_live > 0
         self._watch.switch("working" if busy else "environments" if in_environments else "waiting")
@@ -227,16 +235,21 @@ class GeneratorLoop:
             return
         if self.card.asleep and not (self.receiver.has_version and self.card.wake()):
             return
-        staged = self.receiver.staged()
-        if staged is None:
+        stall_ms = self._swaps.swap()
+        if stall_ms is None:
             return
-        stall_ms = self.engine.swap(staged.version, staged.tensors)
-        self.receiver.loaded(staged)
         self.card.woken()
+        version = self.engine.version
         self.stats.stall_ms.append(stall_ms)
         self._next_ask_s = 0.0
-        self._pinned, self._denied = self.config.evaluates(staged.version), False
-        log.info("weights loaded", version=staged.version, stall_ms=round(stall_ms, 2))
+        self._pinned, self._denied = self.config.evaluates(version), False
+        log.info("weights loaded", version=version, stall_ms=round(stall_ms, 2))
+
+    def _keep_alive(self) -> bool:
+        """Keeps the leases while the engine stands still. Returns False when the run is over."""
+        self._exchange(0.0)
+        self._phases.switch(_OTHER)
+        return not (self.done or self._left or self.should_stop())
 
     # --- leases
 
@@ -298,7 +311,8 @@ class GeneratorLoop:
 
     def _free_capacity(self) -> tuple[int, int]:
         """Numbers of groups and of evaluation prompts to ask for."""
-        if self.engine.version == NO_VERSION or self._leave_s is not None or self.card.asleep:
+        no_version = self.engine.version == NO_VERSION or self._swaps.stands_still
+        if no_version or self._leave_s is not None or self.card.asleep:
             return 0, 0
         groups, evaluations = self.groups.free_capacity(evaluates=self._pinned, denied=self._denied)
         return 0 if self.card.enough else groups, evaluations

@@ -74,7 +74,7 @@ def run_generator(
         engine = make_engine(config, seed=engine_seed(config.seed, index, start))
         stack.callback(engine.close)
         card = None if cards is None else SharedCard(config, engine, cards)
-        receiver.engine_is_up()
+        receiver.engine_is_up(engine if config.weights.staging == "buckets" else None)
         if not on_gpu:
             try_batch_scheduling(set_time_slice)
         log.info("engine is up", generator=index)
@@ -135,6 +135,7 @@ def make_receiver(
         keeps=config.evaluates,
         run_id=endpoints.run_id,
         keys=endpoints.keys,
+        on_host=config.weights.staging == "host" or config.generator.tensor_parallel > 1,
     )
 
 

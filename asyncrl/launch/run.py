@@ -32,6 +32,7 @@ from asyncrl.launch.local import LocalLauncher, find_launcher
 from asyncrl.launch.preflight import check_inputs, run_recipes
 from asyncrl.launch.resources.fit import fit_memory
 from asyncrl.launch.resources.placement import Placement, check_run_dir, check_transport, place_roles
+from asyncrl.launch.resources.staging import choose_staging
 from asyncrl.launch.run_dir import RunFolder, check_resume, discard_journal
 from asyncrl.launch.watch import Run
 from asyncrl.launch.worker import RoleSpec
@@ -70,7 +71,10 @@ def _launch(config: Config, console: Console, launcher: Launcher, *, reward_mode
         check_transport(config, placement)
         if config.generator.engine == "vllm" and not placement.gpus:
             check_cpu(config)
+        config, staging = choose_staging(config, placement, reward_model=reward_model)
         placement = fit_memory(config, placement, reward_model=reward_model)
+        if staging:
+            console.print(staging, highlight=False, soft_wrap=True)
         if placement.gpus and config.model.dtype == "float32":
             console.print(
                 "model.dtype = float32 on GPUs is slower and takes twice the memory; model.dtype=bfloat16 is usual",

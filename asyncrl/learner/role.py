@@ -87,7 +87,7 @@ def _make_sender(
         "timeout_s": config.weights.timeout_s,
         "start_timeout_s": config.launch.start_timeout_s,
         "device": str(ranks.device),
-        "copies": config.weights.staging == "whole",
+        "copies": config.weights.staging != "buckets",
     }
     if ranks.rank:
         return RankShareSender(manifest, endpoints, rank=ranks.rank, ranks=ranks.count, **options)

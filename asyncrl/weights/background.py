@@ -26,6 +26,7 @@ from torch import Tensor
 
 from asyncrl.errors import AsyncrlError, PeerTimeoutError, RunError
 from asyncrl.weights import transports
+from asyncrl.weights.bucket_round import BucketRound, TakesBuckets
 from asyncrl.weights.buckets import WeightManifest
 from asyncrl.weights.references import Buffer, WeightReferences
 from asyncrl.weights.staging import StagedWeights, Staging
@@ -265,10 +266,16 @@ class BackgroundReceiver(ABC):
         """Starts the background thread, which receives as soon as the engine is up."""
         self._thread.start()
 
-    def engine_is_up(self) -> None:
-        """Starts receiving versions. Before that, neither a GPU nor memory for weights is used: a starting engine
-        measures free memory, and captures CUDA graphs, which calls from other threads would invalidate."""
+    def engine_is_up(self, loader: TakesBuckets | None = None) -> None:
+        """Starts receiving versions; with a `loader` in rounds that the engine loads bucket by bucket, if they come so.
+        Before that, neither a GPU nor memory for weights is used: a starting engine measures free memory, and captures
+        CUDA graphs, which calls from other threads would invalidate."""
         self._engine_up.set()
+
+    def round(self) -> BucketRound | None:
+        """Returns the round that the engine takes part in now, or None. Raises the background thread's error."""
+        self._check()
+        return None
 
     def locate(self, address: str) -> None:
         """States the ZeroMQ address of the sender, if it is known; else it is empty."""

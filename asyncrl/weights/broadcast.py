@@ -68,7 +68,8 @@ class Delivery:
     stats: WeightSyncStats
     bucket_bytes: int
     urgent: bool
-    """True if the learner waits for each round: a generator that keeps its version does not get the next one."""
+    """True if the learner waits for each round: a generator that keeps its version does not get the next one, and no
+    round begins `timeout_s` after the first one of a version."""
     timeout_s: float
     device: torch.device
     check: Callable[[], None]
@@ -88,7 +89,8 @@ class Delivery:
     finished: int | None = None
     """The last version that the other ranks may replace."""
     gone: int | None = None
-    """The last version that they had replaced when a generator came late: it gets the next one."""
+    """The last version that was given up, or that they had replaced when a generator came late: those that do not have
+    it get the next one."""
     offered: list[Peer] = field(default_factory=list[Peer])
     """The peers of the last round."""
     checksums: dict[int, int] = field(default_factory=dict[int, int])
@@ -108,12 +110,19 @@ class Delivery:
         does not fill the buffer."""
         started = time.monotonic()
         self.failures = 0
+        is_late = False
         while version != self.gone and (behind := self._behind(version)):
+            if is_late:
+                names = ", ".join(peer.name for peer in behind)
+                log.warning("a version of the weights is given up", version=version, generators=names)
+                self.gone = version
+                break
             try:
                 self.others.order(Has(version), self.check)
                 self._round(version, buffer, behind)
             except VersionGoneError:
                 self.gone = version
+            is_late = self.urgent and time.monotonic() - started > self.timeout_s
         if version != self.finished:
             self.others.order(Finish(version), self.check)
             self.finished = version

@@ -256,8 +256,12 @@ class RunningChecksum:
         in the cache. `starts` are the first byte of each in the buffer of all weights."""
         for bucket, start in zip(buckets, starts, strict=False):
             yield bucket
-            self._sum += checksum(bucket, start)
-            self._num_bytes += bucket.numel()
+            self.add(bucket, start)
+
+    def add(self, bucket: Tensor, start: int) -> None:
+        """Adds a bucket, whose first byte in the buffer of all weights is `start`."""
+        self._sum += checksum(bucket, start)
+        self._num_bytes += bucket.numel()
 
     def of(self, num_bytes: int) -> int:
         """Returns the checksum. Raises RunError if these were not `num_bytes` bytes."""

@@ -34,6 +34,7 @@ class ChainLink(Link):
     """The end of the groups with the member before this one and with the one after it."""
 
     def __init__(self, member: Member) -> None:
+        self._reuses_memory = member.reuses_memory
         self._piece_bytes = best_piece_bytes(member.num_bytes, member.size - 1)
         self._pairs: dict[int, GlooLink] = {}
         """The groups by the lower of their two ranks."""
@@ -54,19 +55,35 @@ class ChainLink(Link):
         assert self._after is not None
         self._after.send(version, (piece for bucket in buckets for piece in self._pieces(bucket)))
 
-    def receive(self, version: int, buckets: Sequence[Tensor]) -> Iterator[Tensor]:
+    def receive(self, version: int, buckets: Iterable[Tensor]) -> Iterator[Tensor]:
         """As `Link.receive`; ends when all members after this one have all buckets."""
+        yield from self._each(buckets) if self._reuses_memory else self._overlapping(list(buckets))
+        for pair in (self._after, self._before):  # in this order, the sender hears of the last member
+            if pair is not None:
+                pair.meet()
+
+    def _overlapping(self, buckets: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Receives pieces of the next bucket while those of one before are passed on."""
         assert self._before is not None
         pieces = (piece for bucket in buckets for piece in self._pieces(bucket))
         arrivals = self._before.arrivals(pieces, limit=MOST_UNDER_WAY)
         for bucket in buckets:
-            for piece in islice(arrivals, len(self._pieces(bucket))):
-                if self._after is not None:
-                    self._after.start(piece, limit=MOST_UNDER_WAY)
+            self._pass_on(islice(arrivals, len(self._pieces(bucket))))
             yield bucket
-        for pair in (self._after, self._before):  # in this order, the sender hears of the last member
-            if pair is not None:
-                pair.meet()
+
+    def _each(self, buckets: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Yields a bucket when it is passed on, before the next one is taken."""
+        assert self._before is not None
+        for bucket in buckets:
+            self._pass_on(self._before.arrivals(self._pieces(bucket), limit=MOST_UNDER_WAY))
+            if self._after is not None:
+                self._after.finish()
+            yield bucket
+
+    def _pass_on(self, pieces: Iterable[Tensor]) -> None:
+        for piece in pieces:
+            if self._after is not None:
+                self._after.start(piece, limit=MOST_UNDER_WAY)
 
     def close(self) -> None:
         """As `Link.close`."""

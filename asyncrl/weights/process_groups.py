@@ -13,7 +13,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol, cast
@@ -64,9 +64,9 @@ class GroupLink(Link):
             self.start(bucket)
         self.meet()
 
-    def receive(self, version: int, buckets: Sequence[Tensor]) -> Iterator[Tensor]:
+    def receive(self, version: int, buckets: Iterable[Tensor]) -> Iterator[Tensor]:
         """As `Link.receive`."""
-        yield from self.arrivals(buckets)
+        yield from self.arrivals(buckets, limit=1 if self._member.reuses_memory else math.inf)
         self.meet()
 
     def start(self, bucket: Tensor, *, limit: float = math.inf) -> None:
@@ -78,20 +78,24 @@ class GroupLink(Link):
     def arrivals(self, buckets: Iterable[Tensor], *, limit: float = math.inf) -> Iterator[Tensor]:
         """Yields each of the buckets as soon as it is complete; at most `limit` are under way."""
         begun: deque[Tensor] = deque()
-        for bucket in buckets:
-            if len(begun) >= limit:
-                self._await_next()
-                yield begun.popleft()
-            self.start(bucket)
-            begun.append(bucket)
-        while begun:
+        left = iter(buckets)
+        while True:
+            while len(begun) < limit and (bucket := next(left, None)) is not None:
+                self.start(bucket)
+                begun.append(bucket)
+            if not begun:
+                return
             self._await_next()
             yield begun.popleft()
 
-    def meet(self) -> None:
-        """Returns when what was begun has ended and all members are here. Tells each at once if another one is gone."""
+    def finish(self) -> None:
+        """Returns when what was begun has ended."""
         while self._works:
             self._await_next()
+
+    def meet(self) -> None:
+        """As `finish`, and all members are here. Tells each at once if another one is gone."""
+        self.finish()
         own = torch.zeros(1, device=self._device)
         self._works.append(self._ranks.allgather([[torch.empty_like(own) for _ in range(self._member.size)]], [own]))
         self._await_next()

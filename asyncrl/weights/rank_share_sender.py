@@ -52,7 +52,7 @@ class RankShareSender(BackgroundSender[Buffer]):
         """`layout` describes all weights; `send` takes this rank's slices of them. The other arguments are those of
         rank 0's `WeightSender`."""
         self._bucket_bytes = max(bucket_bytes, MIN_BUCKET_BYTES)
-        self._share = share_of(layout, rank, ranks, self._bucket_bytes)
+        self._share = share_of(layout, rank, ranks, self._bucket_bytes, by_parameter=not copies)
         super().__init__(self._share.layout, timeout_s=timeout_s, device=device, copies=copies)
         self._rank = rank
         self._start_timeout_s = start_timeout_s or timeout_s

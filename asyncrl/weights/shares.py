@@ -51,7 +51,7 @@ def share_of(
     layout: WeightManifest, rank: int, ranks: int, bucket_bytes: int, *, by_parameter: bool = False
 ) -> RankShare:
     """Returns the share of a rank, in buckets of at most `bucket_bytes`, rounded down to complete rows. With several
-    ranks, or `by_parameter`, each is a part of one parameter."""
+    ranks each is a part of one parameter; with `by_parameter` it is a part of one of its `row_ranges`."""
     step = max(bucket_bytes // ROW_BYTES, 1) * ROW_BYTES
     if ranks == 1 and not by_parameter:
         return RankShare(layout, tuple(_cuts(0, 0, layout.num_bytes, step)))
@@ -65,7 +65,10 @@ def share_of(
         own = end + (start - end) % ROW_BYTES
         entries.append(replace(entry, shape=(stop - begin,), offset=own))
         end = own + entries[-1].num_bytes
-        cuts += _cuts(own, start, end - own, step)
+        if by_parameter:
+            cuts += _cuts_by_rows(entry, entries[-1], start, bucket_bytes)
+        else:
+            cuts += _cuts(own, start, end - own, step)
     return RankShare(WeightManifest(tuple(entries)), tuple(cuts))
 
 
@@ -74,6 +77,25 @@ def shares_of_ranks(
 ) -> list[RankShare]:
     """Returns the shares of all ranks."""
     return [share_of(layout, rank, ranks, bucket_bytes, by_parameter=by_parameter) for rank in range(ranks)]
+
+
+def row_ranges(entry: Entry, bucket_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yields ranges of the rows of a tensor, each of at most `bucket_bytes`, or of one row if that is larger. The rows
+    of a matrix are its rows, those of a vector its elements."""
+    count = entry.shape[0] if entry.shape else 1
+    rows = max(1, bucket_bytes * count // max(entry.num_bytes, 1))
+    for first in range(0, count, rows):
+        yield first, min(first + rows, count)
+
+
+def _cuts_by_rows(entry: Entry, slice_: Entry, start: int, bucket_bytes: int) -> Iterator[Cut]:
+    """Yields the parts of a rank's slice of a tensor, which begins at byte `start` of all weights, by `row_ranges`."""
+    row_bytes = entry.num_bytes // (entry.shape[0] if entry.shape else 1) if entry.num_bytes else 0
+    for first, last in row_ranges(entry, bucket_bytes):
+        begin = max(entry.offset + first * row_bytes, start)
+        end = min(entry.offset + last * row_bytes, start + slice_.num_bytes)
+        if begin < end:
+            yield Cut(slice_.offset + begin - start, begin, end - begin)
 
 
 def _cuts(own: int, start: int, num_bytes: int, step: int) -> Iterator[Cut]:

@@ -47,6 +47,9 @@ class Member:
     sender: int = 0
     """Number of the learner rank that sends over this link. Each has a link of its own to the same generators, which
     receive over all of them in turn, a bucket at a time."""
+    reuses_memory: bool = False
+    """True if the memory of a bucket is that of a later one, too, so that `receive` has to yield each bucket before it
+    takes the next one."""
 
 
 class Link(ABC):
@@ -63,9 +66,9 @@ class Link(ABC):
         Their memory is written again after the return."""
 
     @abstractmethod
-    def receive(self, version: int, buckets: Sequence[Tensor]) -> Iterator[Tensor]:
+    def receive(self, version: int, buckets: Iterable[Tensor]) -> Iterator[Tensor]:
         """In the other ranks: fills the buckets, which have the sizes of those sent, and yields each of them, in this
-        order, as soon as it is complete."""
+        order, as soon as it is complete and no longer read."""
 
     def close(self) -> None:
         """Releases what it holds, without waiting for other members."""

@@ -36,7 +36,7 @@ from asyncrl.wire.kinds import (
 from asyncrl.wire.packing import UNREADABLE, make_encoder, problem_of, unpack
 from asyncrl.wire.sockets import MAX_FRAME_BYTES
 
-SCHEMA = 7
+SCHEMA = 8
 MAX_FRAMES = 1 << 16
 """Maximum number of frames in a message, and of arrays in a frame."""
 MAX_HEADER_VALUES = 1 << 20

@@ -14,12 +14,17 @@ from asyncrl.errors import InvariantError, RunError
 from asyncrl.generator.engine import ENGINES, Completion, Engine, Sampling, make_engine
 from asyncrl.types import NO_VERSION
 from asyncrl.util.tokenizer import load_decoder
+from asyncrl.weights.bucket_plan import WeightPart, plan_buckets
+from asyncrl.weights.buckets import WeightManifest
+from asyncrl.weights.shares import shares_of_ranks
 
 TOLERANCE = 5e-5
 """Rounding: most tokens are within 5e-6, unlikely ones within 2.4e-5."""
 DIFFERENT = 1e-2
 TEMPERATURE = 0.7
 MINIMUM = 6
+BUCKET_BYTES = 6_000
+"""Less than the embedding has."""
 
 Policies = list[Qwen2ForCausalLM]
 Maker = Callable[..., Engine]
@@ -253,6 +258,63 @@ def test_weights_of_another_model_are_refused_and_change_nothing(keeping: Engine
     assert keeping.version == version
     (one,) = complete(keeping, {"a": [5, 6, 7]}).values()
     assert worst(one.logprobs, reference_logprobs(policies[0], [5, 6, 7], one.tokens, TEMPERATURE)) < TOLERANCE
+
+
+def test_versions_come_in_buckets_and_nothing_is_sampled_between_two(
+    model_path: str, maker: Maker, policies: Policies
+) -> None:
+    """An update that is not finished is followed by another one; requests wait, and continue under the new version."""
+    engine = maker(weights__staging="buckets", weights__kv_cache="recompute")
+    swap(engine, policies[0])
+    first, requests = engine.version, prompts(8)
+    for key, prompt in requests.items():
+        engine.add(key, prompt)
+    done = {one.key: one for _ in range(5) for one in engine.step()}
+    buckets = in_buckets(engine, policies[1])
+    assert any(part.first_row for bucket in buckets for part in bucket), "some parameter is divided"
+    load(engine, policies[2], buckets=in_buckets(engine, policies[2])[:-2])
+    with pytest.raises(InvariantError, match="a step between two versions"):
+        engine.step()
+    with pytest.raises(RunError, match="is missing"):
+        engine.begin(first + 1, dict(list(shapes_of(policies[1]).items())[1:]))
+    assert engine.torn and engine.version == first and engine.num_running == len(requests) - len(done)
+    load(engine, policies[1], buckets=buckets)
+    engine.commit(first + 1)
+    done |= run_all(engine)
+    assert not engine.torn and done.keys() == requests.keys()
+    assert {int(version) - first for one in done.values() for version in one.versions} == {0, 1}
+    for key, one in done.items():
+        for version in np.unique(one.versions):
+            here = one.versions == version
+            own = reference_logprobs(policies[version - first], requests[key], one.tokens, 1.0)
+            assert worst(one.logprobs[here], own[here]) < TOLERANCE
+
+
+def shapes_of(policy: Qwen2ForCausalLM) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in weights_of(policy)}
+
+
+def in_buckets(engine: Engine, policy: Qwen2ForCausalLM) -> list[list[WeightPart]]:
+    """The weights in small buckets, as a receiver would pass them on from two learner ranks."""
+    weights = weights_of(policy)
+    layout = WeightManifest.of((name, tensor.dtype, tensor.shape) for name, tensor in weights)
+    whole = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    for (_, view), (_, tensor) in zip(layout.views(whole), weights, strict=True):
+        view.copy_(tensor)
+    shares = shares_of_ranks(layout, 2, BUCKET_BYTES, by_parameter=True)
+    found: list[list[WeightPart]] = []
+    for bucket in plan_buckets(layout, shares, BUCKET_BYTES, engine.takes_rows):
+        memory = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
+        for piece in bucket.pieces:
+            memory[piece.at : piece.at + piece.num_bytes] = whole[piece.start : piece.start + piece.num_bytes]
+        found.append(bucket.parts(memory))
+    return found
+
+
+def load(engine: Engine, policy: Qwen2ForCausalLM, *, buckets: list[list[WeightPart]]) -> None:
+    engine.begin(engine.version + 1, shapes_of(policy))
+    for parts in buckets:
+        engine.load(parts)
 
 
 def test_what_cannot_be_started_is_refused(maker: Maker, keeping: Engine, policies: Policies) -> None:

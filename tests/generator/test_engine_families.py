@@ -116,3 +116,11 @@ def test_a_model_whose_weights_the_engine_does_not_take_is_refused_at_the_first_
         engine.swap(1, weights)
     finally:
         engine.close()
+
+
+def test_a_model_that_is_reloaded_layer_by_layer_is_refused_with_buckets(tmp_path: Path) -> None:
+    save_family("mixtral", tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"weights\.staging = 'buckets': .* type mixtral layer by layer, .*staging=whole"
+    ):
+        VllmEngine(small_config(str(tmp_path), weights__staging="buckets"), seed=1)

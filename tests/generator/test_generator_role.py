@@ -59,7 +59,7 @@ def test_the_receiver_joins_before_the_engine_starts_and_receives_when_it_is_up(
             calls.append(device)
 
         start = partialmethod(lambda self: calls.append("joins"))
-        engine_is_up = partialmethod(lambda self: calls.append("receives"))
+        engine_is_up = partialmethod(lambda self, loader: calls.append("receives"))
         close = partialmethod(lambda self: calls.append("leaves"))
 
     class UpError(Exception):

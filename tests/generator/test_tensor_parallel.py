@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -26,15 +26,20 @@ from generator_model import (
 )
 from transformers import Qwen2ForCausalLM
 
-from asyncrl.errors import PeerTimeoutError, RunError
+from asyncrl.errors import InvariantError, PeerTimeoutError, RunError
 from asyncrl.generator.engine import Completion
 from asyncrl.generator.vllm_backend import shared_weights
 from asyncrl.generator.vllm_backend.engine import VllmEngine
+from asyncrl.weights.bucket_plan import WeightPart, plan_buckets
+from asyncrl.weights.buckets import WeightManifest
+from asyncrl.weights.shares import shares_of_ranks
 
 TOLERANCE = 1e-4
 DIFFERENT = 1e-2
 BUCKET_BYTES = 40_000
 """Less than half of the model's weights, more than its largest tensor."""
+ROWS_BYTES = 4_000
+"""Less than the embedding has."""
 PROMPTS = {str(i): [3 + (7 * i + 5 * j) % 60 for j in range(4 + i)] for i in range(8)}
 END_S = 10.0
 SILENT_S = 10.0
@@ -100,6 +105,40 @@ def test_keep_continues_on_the_keys_and_values_of_both_workers(divided: VllmEngi
     for key, completion in swap_in_flight(divided, policies, PROMPTS).items():
         expected = kept_cache_logprobs(policies, PROMPTS[key], completion, 1.0)
         assert max_difference(completion.logprobs, expected) < TOLERANCE
+
+
+def test_buckets_in_shared_memory_are_loaded_by_both_workers(divided: VllmEngine, policies: Policies) -> None:
+    divided.swap(0, weights_of(policies[0]))
+    divided._loader._by_rows = frozenset(["model.embed_tokens.weight"])
+    try:
+        load_from_shared_memory(divided, 1, policies[1])
+    finally:
+        divided._loader._by_rows = frozenset()
+    for key, completion in complete(divided).items():
+        expected = reference_logprobs(policies[1], PROMPTS[key], completion.tokens, 1.0)
+        assert max_difference(completion.logprobs, expected) < TOLERANCE
+        assert np.all(completion.versions == 1)
+
+
+def load_from_shared_memory(engine: VllmEngine, version: int, policy: Qwen2ForCausalLM) -> None:
+    """As a receiver does: into two buckets in turn, whose memory all processes have mapped."""
+    weights = weights_of(policy)
+    layout = WeightManifest.of((name, tensor.dtype, tensor.shape) for name, tensor in weights)
+    shares = shares_of_ranks(layout, 1, ROWS_BYTES, by_parameter=True)
+    plan = plan_buckets(layout, shares, ROWS_BYTES, engine.takes_rows)
+    assert sum(row is not None for bucket in plan for _, row in bucket.entries) > 2
+    memory = engine.bucket_memory(2 * max(bucket.num_bytes for bucket in plan))
+    assert memory is not None
+    engine.begin(version, {name: tuple(tensor.shape) for name, tensor in weights})
+    for number, bucket in enumerate(plan):
+        parts = bucket.parts(memory.chunk(2)[number % 2])
+        for part in parts:
+            tensor = dict(weights)[part.name]
+            first = part.first_row or 0
+            part.tensor.copy_(tensor[first : first + len(part.tensor)])
+        engine.load(parts)
+    engine.commit(version)
+    assert len({file for file in shared_files(os.getpid()) if "asyncrl-weights" in file}) == 1, "no second memory"
 
 
 def test_weights_that_do_not_fit_change_nothing(divided: VllmEngine, policies: Policies) -> None:
@@ -178,6 +217,30 @@ def test_the_end_of_a_worker_ends_the_engine_at_once(model_path: str, policies: 
     finally:
         engine.close()
     await_end(pids)
+
+
+@pytest.mark.slow
+def test_a_worker_that_ends_between_two_buckets_ends_the_engine(model_path: str, policies: Policies) -> None:
+    config = small_config(model_path, generator__tensor_parallel=2, weights__staging="buckets")
+    engine = VllmEngine(config, seed=1)
+    try:
+        assert engine.takes_rows("model.embed_tokens.weight")
+        load_from_shared_memory(engine, 0, policies[0])
+        engine.add("a", PROMPTS["0"])
+        load = engine.load
+
+        def load_and_kill(parts: Sequence[WeightPart]) -> None:
+            load(parts)
+            os.kill(pids_of(engine)[0], signal.SIGKILL)
+
+        engine.load = load_and_kill  # type: ignore[method-assign]
+        with pytest.raises(PeerTimeoutError, match=r"worker 0 of the engine .* was killed by signal SIGKILL"):
+            load_from_shared_memory(engine, 1, policies[1])
+        assert engine.torn
+        with pytest.raises(InvariantError, match="a step between two versions"):
+            engine.step()
+    finally:
+        engine.close()
 
 
 @pytest.mark.slow

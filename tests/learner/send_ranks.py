@@ -33,7 +33,7 @@ TIMEOUT_S = 60.0
 def make_sender(config: Config, trainer: Trainer, ranks: Ranks, places: Endpoints) -> BackgroundSender:
     manifest = WeightManifest.of(trainer.policy.sent_shapes())
     options: dict[str, Any] = {"bucket_bytes": BUCKET_BYTES, "timeout_s": TIMEOUT_S}
-    options["copies"] = config.weights.staging == "whole"
+    options["copies"] = config.weights.staging != "buckets"
     if ranks.rank:
         return RankShareSender(manifest, places, rank=ranks.rank, ranks=ranks.count, **options)
     return WeightSender(

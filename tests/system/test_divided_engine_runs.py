@@ -22,9 +22,12 @@ def workers(run: Launched) -> list[list[int]]:
     return [event["pids"] for event in run.events("generator-0") if event["event"].startswith("worker processes")]
 
 
-def test_the_demo_learns_on_two_workers_of_which_one_is_killed(launch: Callable[..., Launched]) -> None:
+def test_the_demo_learns_on_two_workers_that_load_buckets_and_of_which_one_is_killed(
+    launch: Callable[..., Launched],
+) -> None:
     names = set(os.listdir("/dev/shm"))
-    run = launch("--config", "demo", "--steps", str(STEPS), "generator.tensor_parallel=2")
+    buckets = "weights.staging=buckets"
+    run = launch("--config", "demo", "--steps", str(STEPS), "generator.tensor_parallel=2", buckets)
     run.wait_for_step(8)
     (pids,) = workers(run)
     assert len(pids) == 2

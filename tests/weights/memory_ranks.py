@@ -2,8 +2,9 @@
 
     python memory_ranks.py RANK RANKS ADDRESS MODEL OUT STAGING
 
-RANK is that of a learner rank, or RANKS for the generator's receiver. Each writes the peak of its anonymous memory
-above that before the first version, in bytes, to OUT/RANK.json.
+RANK is that of a learner rank, or RANKS for the generator: with whole a receiver, with buckets also an engine of two
+worker processes. Each writes the peak of the memory of its processes above that before the first version, in bytes, to
+OUT/RANK.json.
 """
 
 from __future__ import annotations
@@ -32,30 +33,33 @@ VERSIONS = 2
 LOOK_S = 0.001
 
 
-def anonymous_bytes() -> int:
-    found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) << 10
+def own_bytes(pid: int | str) -> int:
+    """Anonymous and shared memory of a process."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return sum(int(number) << 10 for number in re.findall(r"Rss(?:Anon|Shmem):\s+(\d+) kB", status))
 
 
 class Peak:
-    """The highest anonymous memory since it was made, above that at first."""
+    """The highest memory of some processes since it was made, above that at first."""
 
-    def __init__(self) -> None:
-        self.before_bytes = self.most_bytes = anonymous_bytes()
+    def __init__(self, *pids: int | str) -> None:
+        self._pids = pids or ("self",)
+        self._before_bytes = [own_bytes(pid) for pid in self._pids]
+        self._most_bytes = list(self._before_bytes)
         self._thread = threading.Thread(target=self._look, daemon=True)
         self._stop = False
         self._thread.start()
 
     def _look(self) -> None:
         while not self._stop:
-            self.most_bytes = max(self.most_bytes, anonymous_bytes())
+            for number, pid in enumerate(self._pids):
+                self._most_bytes[number] = max(self._most_bytes[number], own_bytes(pid))
             time.sleep(LOOK_S)
 
-    def end(self) -> int:
+    def end(self) -> list[int]:
         self._stop = True
         self._thread.join()
-        return self.most_bytes - self.before_bytes
+        return [most - before for most, before in zip(self._most_bytes, self._before_bytes, strict=True)]
 
 
 def learn(rank: int, ranks: int, places: Endpoints, model: str, out: Path, *, copies: bool) -> None:
@@ -94,29 +98,66 @@ def learn(rank: int, ranks: int, places: Endpoints, model: str, out: Path, *, co
         sender.close()
 
 
-def generate(rank: int, places: Endpoints, out: Path) -> None:
-    receiver = WeightReceiver(
+def make_receiver(places: Endpoints) -> WeightReceiver:
+    return WeightReceiver(
         places.weights, rank=1, transport="gloo", timeout_s=TIMEOUT_S, max_bytes=1 << 30, run_id=places.run_id
     )
+
+
+def receive(rank: int, places: Endpoints, out: Path) -> None:
+    receiver = make_receiver(places)
     peak = Peak()
     receiver.start()
     receiver.engine_is_up()
-    for version in range(VERSIONS):
-        while (staged := receiver.staged()) is None:
-            time.sleep(0.005)
-        assert staged.version == version
-        receiver.loaded(staged)
+    version = -1
+    while version != VERSIONS - 1:
+        if (staged := receiver.staged()) is not None:
+            version = staged.version
+            receiver.loaded(staged)
+        time.sleep(0.005)
     (out / f"{rank}.json").write_text(json.dumps({"extra_bytes": peak.end()}))
     time.sleep(1.0)
     receiver.close()
+
+
+def generate(rank: int, places: Endpoints, model: str, out: Path) -> None:
+    from asyncrl.generator.vllm_backend.engine import VllmEngine
+    from asyncrl.generator.weight_swaps import WeightSwaps
+
+    config = Config.model_validate(
+        {
+            "model": {"path": model},
+            "data": {"train": "none.parquet"},
+            "generator": {"tensor_parallel": 2, "group_size": 2, "max_new_tokens": 8, "kv_cache_bytes": 16 << 20},
+            "weights": {"staging": "buckets"},
+            "steps": 1,
+        }
+    )
+    engine = VllmEngine(config, seed=0)
+    receiver = make_receiver(places)
+    swaps = WeightSwaps(engine, receiver, timeout_s=TIMEOUT_S, meanwhile=lambda: True)
+    peak = Peak("self", *(pid for pid in engine._workers.pids if pid is not None))
+    receiver.start()
+    receiver.engine_is_up(engine)
+    while engine.version != VERSIONS - 1:
+        swaps.swap()
+        time.sleep(0.001)
+    (out / f"{rank}.json").write_text(json.dumps({"extra_bytes": peak.end()}))
+    engine.add("a", [5, 6, 7])
+    while engine.num_running:
+        engine.step()
+    receiver.close()
+    engine.close()
 
 
 def main() -> None:
     rank, ranks, address, out = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[5])
     torch.set_num_threads(1)
     places = Endpoints("test", "", f"{address}-weights", f"{address}-learners")
-    if rank == ranks:
-        generate(rank, places, out)
+    if rank == ranks and sys.argv[6] == "buckets":
+        generate(rank, places, sys.argv[4], out)
+    elif rank == ranks:
+        receive(rank, places, out)
     else:
         learn(rank, ranks, places, sys.argv[4], out, copies=sys.argv[6] == "whole")
 

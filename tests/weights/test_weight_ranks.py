@@ -19,6 +19,7 @@ from weight_parts import (
     load_next,
     make_receiver,
     receiver_process,
+    staging_of,
 )
 
 from asyncrl.errors import PeerTimeoutError
@@ -150,7 +151,7 @@ def test_wrong_bytes_of_one_rank_are_sent_again(address: str, cleanup: list, mon
     def damaging(self: RunningChecksum, parts: object, starts: object) -> object:
         nonlocal damaged
         for part in over(self, parts, starts):  # type: ignore[arg-type]
-            if part.untyped_storage().data_ptr() == receiver._buffer.untyped_storage().data_ptr() and not damaged:
+            if part.untyped_storage().data_ptr() == staging_of(receiver).untyped_storage().data_ptr() and not damaged:
                 damaged = True
                 part[0] ^= 1
             yield part

@@ -9,12 +9,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 from nccl_like import await_true
-from weight_parts import joined, load_next, make_receiver, make_sender, weights
+from weight_parts import joined, load_next, make_receiver, make_sender, staging_of, weights
 
 from asyncrl.errors import AsyncrlError
 from asyncrl.weights import broadcast as delivery
-from asyncrl.weights import receiver as receiver_module
-from asyncrl.weights import transports
+from asyncrl.weights import into_staging, transports
 from asyncrl.weights.receiver import WeightReceiver
 
 
@@ -30,7 +29,7 @@ def test_a_receiver_joins_and_neither_answers_nor_allocates_before_its_engine_is
         sender.send(version, weights(version))
         sender.wait()  # nobody waits for an engine that starts
         load_next(others[0], version)
-    assert (starting.staged(), starting._buffer.numel()) == (None, 0)
+    assert (starting.staged(), staging_of(starting).numel()) == (None, 0)
     assert len(streams) == 2, "of the sender, and of the receiver whose engine is up"
     starting.engine_is_up()
     load_next(starting, 1)
@@ -40,7 +39,7 @@ def test_a_receiver_joins_and_neither_answers_nor_allocates_before_its_engine_is
 def test_an_error_that_nobody_foresaw_is_no_run_error_and_the_others_get_their_weights(
     address: str, cleanup: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    allocate, failures = receiver_module.empty_buffer, []
+    allocate, failures = into_staging.empty_buffer, []
 
     def fail_once(*args: object, **options: bool) -> torch.Tensor:
         if not failures:
@@ -48,7 +47,7 @@ def test_an_error_that_nobody_foresaw_is_no_run_error_and_the_others_get_their_w
             raise torch.OutOfMemoryError("CUDA out of memory")
         return allocate(*args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(receiver_module, "empty_buffer", fail_once)
+    monkeypatch.setattr(into_staging, "empty_buffer", fail_once)
     receivers = [make_receiver(address, cleanup, rank=rank) for rank in (1, 2)]
     sender = joined(make_sender(address, cleanup), 2)
     sender.send(0, weights(0))

@@ -24,6 +24,7 @@ from weight_parts import (
     make_sender,
     next_staged,
     receiver_process,
+    staging_of,
     weights,
 )
 
@@ -228,7 +229,7 @@ def test_weights_that_cannot_be_those_of_the_model_are_refused_before_memory_is_
         while time.monotonic() < deadline:
             receiver.staged()
             time.sleep(0.01)
-    assert receiver._buffer.numel() == 0
+    assert staging_of(receiver).numel() == 0
 
 
 def test_a_receiver_outlives_its_sender_and_finds_the_next_one(address: str, cleanup: list) -> None:

@@ -18,6 +18,7 @@ import torch
 
 from asyncrl.weights.background import BackgroundReceiver
 from asyncrl.weights.buckets import WeightManifest
+from asyncrl.weights.into_staging import IntoStaging
 from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.sender import WeightSender
 from asyncrl.weights.staging import StagedWeights
@@ -119,6 +120,12 @@ def joined(sender: WeightSender, count: int, *, up: bool = False) -> WeightSende
     if up:
         membership._await(lambda: all(peer.up for peer in membership.present()), 60.0)
     return sender
+
+
+def staging_of(receiver: WeightReceiver) -> torch.Tensor:
+    """The memory in which it stages versions."""
+    assert isinstance(receiver._into, IntoStaging)
+    return receiver._into._buffer
 
 
 def next_staged(receiver: BackgroundReceiver) -> StagedWeights:

@@ -27,6 +27,7 @@ from asyncrl.generator.transformers_backend.sizes import cache_pages, step_token
 from asyncrl.generator.transformers_backend.varlen import choose_kernel
 from asyncrl.util.host_memory import HostMemory
 from asyncrl.util.routing import replayed_routers
+from asyncrl.weights.bucket_plan import WeightPart
 
 
 class Decoder:
@@ -68,9 +69,9 @@ class Decoder:
         """Names and shapes of the tensors of a version."""
         return self._parameters.shapes
 
-    def load(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """Loads a version. On a GPU the copies may end after the return, in the order of the thread's stream."""
-        self._parameters.load(tensors)
+    def load(self, parts: Sequence[WeightPart]) -> None:
+        """Loads weights. On a GPU the copies may end after the return, in the order of the thread's stream."""
+        self._parameters.load(parts)
 
     def free(self, *, keep_weights: bool) -> None:
         """Gives up the memory of the cache and of the parameters, which move to the host or are dropped."""

@@ -15,15 +15,16 @@ from torch import Tensor
 from asyncrl.config import Config
 from asyncrl.config.mappings import Sampling as How
 from asyncrl.errors import InvariantError
-from asyncrl.generator.engine import Completion, Sampling, Waking, check_request
+from asyncrl.generator.engine import Completion, Sampling, Waking, check_request, check_whole
 from asyncrl.generator.transformers_backend.decoder import Decoder
 from asyncrl.generator.transformers_backend.sampler import sample
 from asyncrl.generator.transformers_backend.scheduler import Request, Scheduler
 from asyncrl.generator.transformers_backend.stops import StopTexts
-from asyncrl.generator.weight_fit import check_fit
+from asyncrl.generator.weight_fit import Shapes, check_fit
 from asyncrl.types import NO_VERSION
 from asyncrl.util.memory import peak_memory_bytes
 from asyncrl.util.tokenizer import end_tokens
+from asyncrl.weights.bucket_plan import WeightPart
 
 
 class TransformersEngine:
@@ -36,6 +37,7 @@ class TransformersEngine:
 
     def __init__(self, config: Config, *, seed: int) -> None:
         self.version = NO_VERSION
+        self.torn = False
         self._config = config
         self._decoder = Decoder(config)
         self._device = self._decoder.device
@@ -105,7 +107,9 @@ class TransformersEngine:
         self._scheduler.add(request)
 
     def step(self) -> list[Completion]:
-        """Runs one decoding step of all requests and returns the completions that ended in it."""
+        """Runs one decoding step of all requests and returns the completions that ended in it. Raises InvariantError
+        while the engine is torn."""
+        check_whole(self)
         requests, rows = self._scheduler.schedule()
         if not rows:
             return []
@@ -175,13 +179,33 @@ class TransformersEngine:
         """Copies weights into the model between two steps, as in `Engine.swap`. On a GPU the copies may end after the
         return, in the order of the calling thread's stream."""
         started_s = time.perf_counter()
-        given = {name: tuple(tensor.shape) for name, tensor in tensors}
-        check_fit(version, given, self._decoder.shapes, self._config.model.path)
-        self._decoder.load(tensors)
-        self.version = version
+        self.begin(version, {name: tuple(tensor.shape) for name, tensor in tensors})
+        self.load([WeightPart(name, tensor) for name, tensor in tensors])
+        self.commit(version)
+        return (time.perf_counter() - started_s) * 1e3
+
+    def takes_rows(self, name: str) -> bool:
+        """True: all parameters are overwritten in place."""
+        return True
+
+    def bucket_memory(self, num_bytes: int) -> Tensor | None:
+        """None: there is no other process."""
+        return None
+
+    def begin(self, version: int, shapes: Shapes) -> None:
+        """As `Engine.begin`."""
+        check_fit(version, shapes, self._decoder.shapes, self._config.model.path)
+        self.torn = True
+
+    def load(self, parts: Sequence[WeightPart]) -> None:
+        """As `Engine.load`."""
+        self._decoder.load(parts)
+
+    def commit(self, version: int) -> None:
+        """As `Engine.commit`."""
+        self.version, self.torn = version, False
         # A prompt is of one version, also if it is computed in several steps.
         self._scheduler.recompute(all_requests=self._config.weights.kv_cache == "recompute")
-        return (time.perf_counter() - started_s) * 1e3
 
     def peak_memory_bytes(self) -> int:
         """Returns the most memory that this process has used."""

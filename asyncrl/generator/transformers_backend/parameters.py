@@ -18,6 +18,7 @@ from asyncrl.weights.adapters import (
     matrices_of,
     peft_settings,
 )
+from asyncrl.weights.bucket_plan import WeightPart
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -31,10 +32,11 @@ class Parameters:
         """Names and shapes of the tensors of a version."""
 
     @torch.no_grad()
-    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def load(self, parts: Iterable[WeightPart]) -> None:
         """Overwrites parameters. On a GPU the copies may end after the return, in the order of the thread's stream."""
-        for name, tensor in tensors:
-            self._parameters[name].copy_(tensor)
+        for part in parts:
+            parameter, first = self._parameters[part.name], part.first_row
+            (parameter if first is None else parameter[first : first + len(part.tensor)]).copy_(part.tensor)
 
 
 class MergedAdapters(Parameters):
@@ -48,9 +50,11 @@ class MergedAdapters(Parameters):
         self._scale, self._device = settings.scale, model.device
         self.shapes = adapter_shapes(model, settings)
 
-    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Overwrites the weights by the original ones with the adapters added."""
-        super().load(MergedWeights(self._base, tensors, self._scale, device=self._device).items())
+    def load(self, parts: Iterable[WeightPart]) -> None:
+        """Overwrites the weights by the original ones with the adapters added, which come at once."""
+        sent = [(part.name, part.tensor) for part in parts]
+        weights = MergedWeights(self._base, sent, self._scale, device=self._device).items()
+        super().load(WeightPart(name, weight) for name, weight in weights)
 
 
 def parameters_of(config: Config, model: PreTrainedModel) -> Parameters:

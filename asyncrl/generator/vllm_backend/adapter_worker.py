@@ -23,18 +23,17 @@ class AdapterWorker:
     model_runner: Any
     _adapter_parts: dict[str, Tensor]
 
-    def share_adapter(self, settings: Mapping[str, Any], bucket: Mapping[str, Any]) -> None:
-        """Takes a bucket of matrices from memory that the generator shares; with the last one, replaces the adapter."""
+    def share_adapter(self, bucket: Mapping[str, Any]) -> None:
+        """Takes a bucket of matrices from memory that the generator shares."""
         part = Bucket(**bucket)
         memory = map_file(part.path, part.num_bytes)
         parts: dict[str, Tensor] = getattr(self, "_adapter_parts", {})
         self._adapter_parts = parts | {entry[0]: view_of(memory, entry).clone() for entry in part.entries}
-        if part.is_last:
-            given, self._adapter_parts = self._adapter_parts, {}
-            self.replace_adapter(settings, list(given.items()))
 
-    def replace_adapter(self, settings: Mapping[str, Any], tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """Replaces the adapter. Raises ValueError if vLLM has no place for a matrix."""
+    def replace_adapter(self, settings: Mapping[str, Any], tensors: Sequence[tuple[str, Tensor]] | None) -> None:
+        """Replaces the adapter, by default by what was shared. Raises ValueError if vLLM has no place for a matrix."""
+        if tensors is None:
+            tensors, self._adapter_parts = list(self._adapter_parts.items()), {}
         manager = self.model_runner.lora_manager
         adapters, helper = manager._adapter_manager, PEFTHelper.from_dict(dict(settings))
         helper.validate_legal(manager.lora_config)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from asyncrl.config import Config
 from asyncrl.errors import AsyncrlError, ConfigError
-from asyncrl.generator.vllm_backend.sent_weights import SentWeights, Weights
+from asyncrl.generator.vllm_backend.sent_weights import SentWeights
 from asyncrl.generator.vllm_backend.setup import LORA_RANKS, WITHOUT_ADAPTERS, uses_adapter
 from asyncrl.generator.vllm_backend.shared_weights import SharedWeights
 from asyncrl.generator.vllm_backend.weight_loader import WeightLoader
 from asyncrl.generator.vllm_backend.workers import Workers
-from asyncrl.generator.weight_fit import check_fit
+from asyncrl.generator.weight_fit import Shapes, check_fit
 from asyncrl.weights.adapters import MergedWeights, adapted_layers, adapter_shapes
+from asyncrl.weights.bucket_plan import WeightPart
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -54,31 +57,51 @@ def adapter_request() -> LoRARequest:
 class AdapterLoader:
     """Replaces the adapter in all processes that compute a part of the model."""
 
+    torn = False
+    """Always: the adapter is replaced when it is complete."""
+
     def __init__(self, config: Config, engine: LLMEngine, sent: SentWeights, workers: Workers) -> None:
         self._config, self._engine, self._workers = config, engine, workers
         settings = config.learner.lora
         self._shapes = adapter_shapes(sent.model, settings)
         self._settings = {"r": settings.rank, "lora_alpha": settings.alpha, "target_modules": []}
         self._shared = SharedWeights()
+        self._parts: list[tuple[str, Tensor]] = []
 
-    def load(self, version: int, tensors: Weights, *, is_first: bool) -> None:
-        """Loads the adapter. Raises RunError, and loads nothing, when it does not match the model, and ConfigError when
-        vLLM cannot load the first one."""
-        path = self._config.model.path
-        check_fit(version, {name: tuple(tensor.shape) for name, tensor in tensors}, self._shapes, path)
+    def begin(self, version: int, shapes: Shapes) -> None:
+        """As `WeightLoader.begin`, with the shapes of the adapters."""
+        check_fit(version, shapes, self._shapes, self._config.model.path)
+        self._parts = []
+
+    def load(self, parts: Sequence[WeightPart], *, is_first: bool) -> None:
+        """Takes matrices, which stay until `finish`."""
+        self._parts += [(part.name, part.tensor) for part in parts]
+
+    def finish(self, *, is_first: bool) -> None:
+        """Replaces the adapter. Raises ConfigError when vLLM cannot load the first one."""
         try:
             if self._workers:
-                for bucket in self._shared.buckets(tensors):
-                    self._call("share_adapter", self._settings, asdict(bucket))
+                for bucket in self._shared.buckets(self._parts):
+                    self._call("share_adapter", asdict(bucket))
+                self._call("replace_adapter", self._settings, None)
             else:
-                self._call("replace_adapter", self._settings, tensors)
+                self._call("replace_adapter", self._settings, self._parts)
         except FAULTS as error:
             if isinstance(error, AsyncrlError) or not is_first:
                 raise
             raise ConfigError(
-                f"model.path = {path!r}: vLLM cannot load the adapter ({type(error).__name__}: {error}); "
-                f"{WITHOUT_ADAPTERS}"
+                f"model.path = {self._config.model.path!r}: vLLM cannot load the adapter ({type(error).__name__}: "
+                f"{error}); {WITHOUT_ADAPTERS}"
             ) from error
+        self._parts = []
+
+    def takes_rows(self, name: str) -> bool:
+        """False: matrices come at once."""
+        return False
+
+    def bucket_memory(self, num_bytes: int) -> Tensor | None:
+        """None: adapters come at once."""
+        return None
 
     def close(self) -> None:
         """Frees the memory that is shared with worker processes."""
@@ -97,13 +120,21 @@ class MergedLoader(WeightLoader):
         self._adapter_shapes = adapter_shapes(sent.model, config.learner.lora)
         self._device = torch.device("cuda", 0) if torch.cuda.is_available() and not workers else torch.device("cpu")
 
-    def load(self, version: int, tensors: Weights, *, is_first: bool) -> None:
-        """Loads the base with the adapter, as `WeightLoader.load`."""
-        given = {name: tuple(tensor.shape) for name, tensor in tensors}
-        check_fit(version, given, self._adapter_shapes, self._config.model.path)
-        base, scale = self._sent.base, self._config.learner.lora.scale
-        merged = MergedWeights(base, tensors, scale, device=self._device)
-        self.load_checkpoint(self._sent.to_checkpoint(merged), is_first=is_first)
+    def begin(self, version: int, shapes: Shapes) -> None:
+        """As `WeightLoader.begin`, with the shapes of the adapters."""
+        check_fit(version, shapes, self._adapter_shapes, self._config.model.path)
+        super().begin(version, self._sent.shapes)
+
+    def load(self, parts: Sequence[WeightPart], *, is_first: bool) -> None:
+        """Loads the base with the adapter, which comes at once: a weight at a time, or all if the library computes
+        tensors from several."""
+        sent = [(part.name, part.tensor) for part in parts]
+        merged = MergedWeights(self._sent.base, sent, self._config.learner.lora.scale, device=self._device)
+        if self._sent.is_computed:
+            super().load([WeightPart(name, weight) for name, weight in merged.items()], is_first=is_first)
+            return
+        for name, weight in merged.items():
+            super().load([WeightPart(name, weight)], is_first=is_first)
 
 
 def make_loader(config: Config, engine: LLMEngine, sent: SentWeights, workers: Workers) -> WeightLoader | AdapterLoader:

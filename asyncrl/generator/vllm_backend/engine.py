@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from asyncrl.config import Config
 from asyncrl.errors import InvariantError
-from asyncrl.generator.engine import Completion, Sampling, Waking, check_request
+from asyncrl.generator.engine import Completion, Sampling, Waking, check_request, check_whole
 from asyncrl.generator.vllm_backend.adapters import adapter_arguments, adapter_request, make_loader
 from asyncrl.generator.vllm_backend.completion import completion_of
 from asyncrl.generator.vllm_backend.sent_weights import SentWeights, Weights
@@ -24,11 +24,14 @@ from asyncrl.generator.vllm_backend.setup import build_engine, sampling_params, 
 from asyncrl.generator.vllm_backend.sleeping import sleep, wake
 from asyncrl.generator.vllm_backend.version_labels import VersionLabels, check_first_versions
 from asyncrl.generator.vllm_backend.workers import Workers
+from asyncrl.generator.weight_fit import Shapes
 from asyncrl.types import NO_VERSION
 from asyncrl.util.memory import peak_memory_bytes
 from asyncrl.util.tokenizer import end_tokens, load_tokenizer
+from asyncrl.weights.bucket_plan import WeightPart
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine import EngineCoreRequest
@@ -226,7 +229,9 @@ class VllmEngine:
             )
 
     def step(self) -> list[Completion]:
-        """Runs one decoding step of all requests and returns the completions that ended in it."""
+        """Runs one decoding step of all requests and returns the completions that ended in it. Raises InvariantError
+        while the engine is torn."""
+        check_whole(self)
         completions: list[Completion] = []
         for output in self._workers.call(self._engine.step):
             del self._requests[output.request_id]
@@ -256,7 +261,35 @@ class VllmEngine:
         when the first weights cannot be loaded.
         """
         started = time.perf_counter()
-        self._loader.load(version, tensors, is_first=self.version == NO_VERSION)
+        self.begin(version, {name: tuple(tensor.shape) for name, tensor in tensors})
+        self.load([WeightPart(name, tensor) for name, tensor in tensors])
+        self.commit(version)
+        return (time.perf_counter() - started) * 1e3
+
+    @property
+    def torn(self) -> bool:
+        """True from `begin` to `commit`."""
+        return self._loader.torn
+
+    def takes_rows(self, name: str) -> bool:
+        """True if some rows of this parameter can be loaded at a time."""
+        return self._loader.takes_rows(name)
+
+    def bucket_memory(self, num_bytes: int) -> Tensor | None:
+        """Returns host memory that all processes of the engine have; None if it has no other process."""
+        return self._loader.bucket_memory(num_bytes)
+
+    def begin(self, version: int, shapes: Shapes) -> None:
+        """As `Engine.begin`."""
+        self._loader.begin(version, shapes)
+
+    def load(self, parts: Sequence[WeightPart]) -> None:
+        """As `Engine.load`."""
+        self._loader.load(parts, is_first=self.version == NO_VERSION)
+
+    def commit(self, version: int) -> None:
+        """As `Engine.commit`."""
+        self._loader.finish(is_first=self.version == NO_VERSION)
         if self._adapter is None and uses_adapter(self._config):
             self._adapter = adapter_request()
         self._set_version(version)
@@ -264,7 +297,6 @@ class VllmEngine:
             self._engine.reset_prefix_cache(reset_running_requests=True)
         elif self.prefix_caching:
             self._restart_untouched()
-        return (time.perf_counter() - started) * 1e3
 
     def peak_memory_bytes(self) -> int:
         """Returns the sum of the most memory that this process and each worker process has used."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 import torch
@@ -32,18 +32,23 @@ class SentWeights:
         """Shapes of the tensors that a learner sends; tied weights once."""
         self._tensors = checkpoint_tensors(self.model)
 
-    def to_checkpoint(self, tensors: Weights | Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    @property
+    def is_computed(self) -> bool:
+        """True if the library computes tensors of the checkpoint from several parameters of a layer."""
+        return self._tensors is None
+
+    def to_checkpoint(self, tensors: Weights) -> Iterator[tuple[str, Tensor]]:
         """The weights in the names and shapes of a checkpoint, which engines load, in the order of the checkpoint.
         Mixture-of-experts models have one tensor for all experts of a layer, their checkpoints one for each: views.
-        What the library computes is copied, one layer at a time."""
+        What the library computes is copied, one layer at a time; otherwise some of the weights are enough."""
         if self._tensors is None:
-            pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
-            for _, layer in groupby(pairs, key=lambda named: _layer(named[0])):
+            for _, layer in groupby(tensors, key=lambda named: _layer(named[0])):
                 yield from revert_weight_conversion(self.model, dict(layer)).items()
             return
-        parameters = tensors if isinstance(tensors, Mapping) else dict(tensors)
+        parameters = dict(tensors)
         for one in self._tensors:
-            yield one.name, one.of(parameters[one.parameter])
+            if one.parameter in parameters:
+                yield one.name, one.of(parameters[one.parameter])
 
 
 def _weights_of(config: Config) -> dict[str, Tensor]:

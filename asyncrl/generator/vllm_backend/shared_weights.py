@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -29,18 +30,40 @@ class Bucket:
     num_bytes: int
     """Size of the file."""
     entries: list[Entry]
-    is_last: bool = False
 
 
 class SharedWeights:
-    """The generator's side: copies tensors into the memory."""
+    """The generator's side: copies tensors into the memory, unless they are there already."""
 
     def __init__(self) -> None:
         self._file = -1
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def buckets(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Bucket]:
-        """Copies the tensors, as many at a time as fit, and yields where they are."""
+        """Copies the tensors, as many at a time as fit, and yields where they are; those that are in `memory` are
+        not copied."""
+        tensors = iter(tensors)
+        first = next(tensors, None)
+        if first is None:
+            return
+        if self._has(first[1]):
+            yield self._bucket([self._entry(name, tensor) for name, tensor in (first, *tensors)])
+            return
+        yield from self._copied(chain([first], tensors))
+
+    def memory(self, num_bytes: int) -> torch.Tensor:
+        """Returns memory of this size."""
+        self._allocate(num_bytes)
+        return self._memory
+
+    def _has(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() == self._memory.untyped_storage().data_ptr() != 0
+
+    def _entry(self, name: str, tensor: torch.Tensor) -> Entry:
+        offset = tensor.data_ptr() - self._memory.data_ptr()
+        return name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset
+
+    def _copied(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Bucket]:
         entries: list[Entry] = []
         used = 0
         for name, tensor in tensors:
@@ -54,7 +77,7 @@ class SharedWeights:
             entries.append(entry)
             used += -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         if entries:
-            yield self._bucket(entries, is_last=True)
+            yield self._bucket(entries)
 
     def close(self) -> None:
         """Frees the memory."""
@@ -62,8 +85,8 @@ class SharedWeights:
             os.close(self._file)
         self._file, self._memory = -1, torch.empty(0, dtype=torch.uint8)
 
-    def _bucket(self, entries: list[Entry], *, is_last: bool = False) -> Bucket:
-        return Bucket(self._path, self._memory.numel(), entries, is_last)
+    def _bucket(self, entries: list[Entry]) -> Bucket:
+        return Bucket(self._path, self._memory.numel(), entries)
 
     @property
     def _path(self) -> str:

@@ -53,8 +53,8 @@ class StagedUpdateInfo(WeightTransferUpdateInfo):
     num_bytes: int = 0
     entries: Sequence[Entry] = field(default_factory=list)
     """The file of the shared memory, its size, and where in it the tensors are."""
-    is_last: bool = True
-    """True for the last part of an update."""
+    first_row: int | None = None
+    """Row of the vocabulary at which the only tensor begins; None for whole tensors."""
 
 
 class StagedTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpdateInfo]):
@@ -112,15 +112,20 @@ class StagedTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpdateInfo
 
     @torch.no_grad()
     def receive_weights(self, update_info: StagedUpdateInfo) -> None:
-        """Loads the weights of an update, or of a part of it. Raises ValueError when the first update leaves a
-        parameter of the model unset."""
-        model: Any = self.model
-        loaded: set[str] | None = model.load_weights(self._weights(update_info))
-        if self._checked:
-            return
-        self._loaded = None if loaded is None or self._loaded is None else self._loaded | loaded
-        if update_info.is_last:
-            self._check_complete()
+        """Loads the weights of an update, or of a part of it."""
+        if update_info.first_row is None:
+            model: Any = self.model
+            loaded: set[str] | None = model.load_weights(self._weights(update_info))
+        else:
+            ((name, rows),) = self._weights(update_info)
+            load_rows(self._vocabulary[name], rows, update_info.first_row)
+            loaded = {name}
+        if not self._checked:
+            self._loaded = None if loaded is None or self._loaded is None else self._loaded | loaded
+
+    @cached_property
+    def _vocabulary(self) -> dict[str, VocabParallelEmbedding]:
+        return dict(vocabulary_of(self.model))
 
     def _weights(self, info: StagedUpdateInfo) -> Iterator[tuple[str, Tensor]]:
         if info.key:
@@ -134,7 +139,10 @@ class StagedTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpdateInfo
             yield entry[0], tensor if self._in_place else tensor.clone()
 
     def finish_weight_update(self) -> None:
-        """Packs the new weights again where the model computes with packed copies."""
+        """Packs the new weights again where the model computes with packed copies. Raises ValueError when the first
+        update leaves a parameter of the model unset."""
+        if not self._checked:
+            self._check_complete()
         if self._in_place:
             self._pack(self._packed)
         else:
@@ -156,10 +164,34 @@ class StagedTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpdateInfo
 
     def _pack(self, layers: list[Any]) -> None:
         for layer in layers:
+            layer.cpu_linear = None  # frees the old copy before there is a new one
             layer.quant_method.process_weights_after_loading(layer)
 
     def shutdown(self) -> None:
         """Does nothing: no resource is held."""
+
+
+def vocabulary_of(model: torch.nn.Module) -> Iterator[tuple[str, VocabParallelEmbedding]]:
+    """Yields the embedding and the head, by the names of their weights, if these can be loaded in parts."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, VocabParallelEmbedding) and type(layer.quant_method) in PLAIN:
+            yield f"{name}.weight", layer
+
+
+def load_rows(layer: VocabParallelEmbedding, rows: Tensor, first_row: int) -> None:
+    """Copies those rows that the process has; vLLM's own loader wants all of them at once."""
+    own_first, own_end = layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index
+    begin, end = max(first_row, own_first), min(first_row + len(rows), own_end)
+    if begin < end:
+        weight: Tensor = layer.weight  # type: ignore[assignment]
+        weight.data[begin - own_first : end - own_first].copy_(rows[begin - first_row : end - first_row])
+
+
+def loading_of(worker: Any) -> tuple[bool, list[str]]:
+    """Returns whether new weights are copied into the parameters of a worker's model, and which can be loaded in
+    parts."""
+    model = worker.get_model()
+    return keeps_its_parameters(model), [name for name, _ in vocabulary_of(model)]
 
 
 def keeps_its_parameters(model: torch.nn.Module) -> bool:

@@ -22,6 +22,11 @@ STAGING_MARGIN_BYTES = GIB
 """NCCL's channels between learner and generators, and the allocator's rounding."""
 
 
+STAGING_BUCKET_BYTES = 64 << 20
+"""Size of the buckets in which weights are sent (`weights.buckets.BUCKET_BYTES`); a larger matrix has one of its own,
+except for those of the vocabulary."""
+
+
 def engine_parts(config: Config, shape: Shape, *, on_gpu: bool = True) -> Parts:
     """Returns the memory of an engine on each of its devices, with the smallest key-value cache that it can start
     with. On a CPU vLLM has a second copy of all matrices, packed for its products."""
@@ -61,13 +66,19 @@ def cache_bytes(config: Config, shape: Shape, tokens: int) -> int:
 
 
 def staging_parts(config: Config, shape: Shape, *, on_gpu: bool) -> Parts:
-    """Returns the GPU memory of a generator in addition to its engine: the complete next version of what the learner
-    sends with NCCL, and otherwise, or where adapters are merged, one tensor at a time from host memory."""
-    size, lora = item_bytes(config.model.dtype), config.learner.lora
-    one = size * shape.vocabulary * shape.hidden
-    staging = size * shape.trained if on_gpu else one
+    """Returns the GPU memory of a generator in addition to its engine: with NCCL the complete next version of the
+    weights, or two buckets of them, otherwise, and where adapters are merged, one tensor at a time from host memory.
+    Adapters are staged alone."""
+    size, weights, lora = item_bytes(config.model.dtype), config.weights, config.learner.lora
     if lora.rank:
+        one = size * shape.vocabulary * shape.hidden
         staging = size * shape.adapters + (one if lora.load == "merged" else 0)
+    elif not on_gpu:
+        staging = size * shape.vocabulary * shape.hidden
+    elif weights.staging in ("host", "buckets") or config.generator.tensor_parallel > 1:
+        staging = 2 * max(STAGING_BUCKET_BYTES, size * shape.intermediate * shape.hidden)
+    else:
+        staging = size * shape.parameters
     return {"staged weights": staging, "process": STAGING_MARGIN_BYTES}
 
 

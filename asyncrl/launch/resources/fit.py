@@ -168,7 +168,7 @@ def make_cards(config: Config, placement: Placement, models: Models) -> list[Car
 
 
 def _needs(config: Config, placement: Placement, models: Models) -> Iterator[tuple[str, Need]]:
-    by_nccl = _by_nccl(config, placement)
+    by_nccl = sends_by_nccl(config, placement)
     for rank, resources in enumerate(placement.learners):
         yield resources.gpus[0], learner_need(config, models, rank, by_nccl=by_nccl)
     for rank, resources in enumerate(placement.critics):
@@ -186,7 +186,8 @@ def _needs(config: Config, placement: Placement, models: Models) -> Iterator[tup
 def learner_need(config: Config, models: Models, rank: int, *, by_nccl: bool) -> Need:
     """Returns the need of a learner rank; with `by_nccl` weights are sent from GPU to GPU."""
     inside = models.critic if not config.critic.ranks else None
-    parts = learner_parts(config, models.policy, reference=models.reference, critic=inside, sends=by_nccl)
+    copies = by_nccl and config.weights.staging != "buckets"
+    parts = learner_parts(config, models.policy, reference=models.reference, critic=inside, sends=copies)
     return Need(f"learner-{rank}", parts)
 
 
@@ -199,13 +200,14 @@ def generator_need(config: Config, models: Models, index: int, gpu: int, *, by_n
     return Need(f"generator-{index}", parts)
 
 
-def _by_nccl(config: Config, placement: Placement) -> bool:
+def sends_by_nccl(config: Config, placement: Placement) -> bool:
+    """True if weights are sent from GPU to GPU."""
     return placement.sends_between_gpus and config.weights.transport not in ("gloo", "chain", "files")
 
 
 def _with_fractions(config: Config, placement: Placement, models: Models, cards: list[Card]) -> Placement:
     """Divides the memory that the other roles of a GPU leave among its engines, minus their staged weights."""
-    staged = sum(staging_parts(config, models.policy, on_gpu=_by_nccl(config, placement)).values())
+    staged = sum(staging_parts(config, models.policy, on_gpu=sends_by_nccl(config, placement)).values())
     least = sum(engine_parts(config, models.policy).values())
     fractions: dict[str, float] = {}
     for card in cards:
@@ -276,7 +278,7 @@ def _candidates(config: Config, placement: Placement) -> Iterator[tuple[str, Any
         yield "learner.gradient_checkpointing", True
     for stage in range(config.learner.zero_stage + 1, 4 if config.launch.learners > 1 else 0):
         yield "learner.zero_stage", stage
-    if _by_nccl(config, placement):
+    if sends_by_nccl(config, placement):
         yield "weights.transport", "gloo"
     if config.learner.optimizer == "adamw" and config.learner.offload == "none":
         if config.learner.zero_stage == 0:
