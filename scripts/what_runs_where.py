@@ -68,7 +68,7 @@ FEATURES = (
     Feature("Every learner rank sends its part", "weights/test_weight_ranks.py"),
     Feature("Learner ranks that share long sequences", "learner/test_sequence_parallel.py"),
     Feature("Mixtures of experts, with replay of the engine's experts", "learner/test_routing_replay.py"),
-    Feature("LoRA: trained, sent merged, resumed, exported", "system/test_lora_runs.py"),
+    Feature("LoRA: trained, sent alone, resumed, exported", "system/test_lora_runs.py"),
     Feature(
         "Engine on transformers: log-probs, versions, swaps",
         "generator/test_engine_contract.py",

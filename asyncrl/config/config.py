@@ -242,8 +242,8 @@ class Config(Section):
             )
         if learner.lora.rank and self.weights.staging == "buckets":
             raise ValueError(
-                f"weights.staging = 'buckets' with learner.lora.rank = {learner.lora.rank}: merged weights are a copy; "
-                "use weights.staging=whole"
+                f"weights.staging = 'buckets' with learner.lora.rank = {learner.lora.rank}: adapters are small, and "
+                "generators take them at once; use weights.staging=whole"
             )
         if learner.lora.rank and reference not in (None, self.model.path):
             raise ValueError(

@@ -146,9 +146,20 @@ class Lora(MappingValue):
     """Names of the layers that have adapters, such as [q_proj, v_proj]; null: all linear layers but the output
     layer."""
 
+    load: Literal["adapter", "merged"] = "adapter"
+    """What generators do with the adapters, which alone are sent to them. adapter: the engine computes with the base
+    and the adapter, as the learner does. merged: it adds the adapter to a copy of the base that it keeps in host
+    memory, and computes with the sum, rounded to `model.dtype`, at the speed of the base; also for models whose
+    adapters vLLM cannot load."""
+
+    @property
+    def scale(self) -> float:
+        """The factor of B A."""
+        return self.alpha / self.rank
+
     @model_validator(mode="after")
     def _check_rank(self) -> Self:
-        if not self.rank and (self.alpha, self.targets) != (LORA_ALPHA, None):
+        if not self.rank and (self.alpha, self.targets, self.load) != (LORA_ALPHA, None, "adapter"):
             raise ValueError(f"rank = {self.rank} with other options: there are no adapters; set rank, such as 16")
         return self
 

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.config import Config
+from asyncrl.config.mappings import Lora
 from asyncrl.errors import ConfigError, InvariantError, RunError
 from asyncrl.types import NO_VERSION, Status
 from asyncrl.util.user_code import resolve_function
@@ -129,9 +130,9 @@ class Engine(Protocol):
         ...
 
     def swap(self, version: int, tensors: Sequence[tuple[str, Tensor]]) -> float:
-        """Loads weights, named as in `TrainedModel.weights`, between two steps; returns the time it took in ms. Tokens
-        that are sampled afterwards carry `version`. Requests in progress continue, with their keys and values kept or
-        recomputed (`weights.kv_cache`). Raises RunError, and changes nothing, when the weights do not match the
+        """Loads weights, named as in `TrainedModel.sent_weights`, between two steps; returns the time it took in ms.
+        Tokens that are sampled afterwards carry `version`. Requests in progress continue, with their keys and values
+        kept or recomputed (`weights.kv_cache`). Raises RunError, and changes nothing, when the weights do not match the
         model."""
         ...
 
@@ -220,3 +221,11 @@ def make_engine(config: Config, *, seed: int) -> Engine:
     """Returns the engine of `generator.engine`. Raises ConfigError if it cannot be imported."""
     check_installed(config)
     return cast(Engine, resolve_function(KEY, config.generator.engine, ENGINES)(config, seed=seed))
+
+
+def make_own_engine(config: Config) -> Engine:
+    """Returns an engine with the weights in `model.path` as version 0, which never gets others."""
+    learner = config.learner.model_copy(update={"lora": Lora()})  # adapters come from a learner
+    engine = make_engine(config.model_copy(update={"learner": learner}), seed=config.seed)
+    engine.use_own_weights(0)
+    return engine

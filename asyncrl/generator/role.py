@@ -30,6 +30,8 @@ _BYTES_PER_ELEMENT = 4
 _MARGIN = 1.25
 """Allowance for padding, and for tied heads that files hold once and a learner may send twice."""
 _LEAST_BYTES = 1 << 20
+_TENSORS = 3
+"""Query, key and value of a layer may be one tensor."""
 
 
 def run_generator(
@@ -103,18 +105,22 @@ def make_receiver(
     config: Config, index: int, endpoints: Endpoints, run_dir: Path, *, device: str
 ) -> BackgroundReceiver:
     """The receiver of the run's weights: from the learner, or from a store."""
+    from asyncrl.weights.base import fingerprint_of
     from asyncrl.weights.files.receiver import FileReceiver
     from asyncrl.weights.files.sender import StoreOptions
     from asyncrl.weights.receiver import WeightReceiver
     from asyncrl.weights.transports import goes_by_files
 
-    timeout_s, max_bytes = config.weights.timeout_s, max_weight_bytes(config.model.path)
+    timeout_s, rank = config.weights.timeout_s, config.learner.lora.rank
+    max_bytes = max_weight_bytes(config.model.path, adapter_rank=rank)
+    base = fingerprint_of(config.model.path) if rank else ""
     if goes_by_files(config):
         return FileReceiver(
             StoreOptions.of(config, run_dir).url,
             run_id=endpoints.run_id,
             timeout_s=timeout_s,
             max_bytes=max_bytes,
+            base=base,
             device=device,
             keeps=config.evaluates,
         )
@@ -124,6 +130,7 @@ def make_receiver(
         transport=config.weights.transport,
         timeout_s=timeout_s,
         max_bytes=max_bytes,
+        base=base,
         device=device,
         keeps=config.evaluates,
         run_id=endpoints.run_id,
@@ -137,11 +144,12 @@ def engine_seed(seed: int, index: int, start: int) -> int:
     return int(np.random.SeedSequence([seed, index, start]).generate_state(1)[0])
 
 
-def max_weight_bytes(model_path: str) -> int:
-    """Returns an upper bound of the bytes of the model's weights in transfer, at any precision: the most a learner may
-    announce. Raises ConfigError when the model's safetensors files cannot be read."""
+def max_weight_bytes(model_path: str, *, adapter_rank: int = 0) -> int:
+    """Returns an upper bound of the bytes of the model's weights in transfer, at any precision, or of adapters of this
+    rank if it is not 0: the most a learner may announce. Raises ConfigError when the model's safetensors
+    files cannot be read."""
     files = sorted(Path(model_path).glob("*.safetensors"))
-    elements = sum(_num_elements(file) for file in files)
+    elements = sum(_num_elements(file, adapter_rank) for file in files)
     if not elements:
         raise ConfigError(
             f"model.path = {model_path!r}: no weights in *.safetensors files; save the model in that format"
@@ -157,10 +165,12 @@ def try_batch_scheduling(how: Callable[[], None]) -> None:
         log.warning("no batch scheduling: generators on one core switch often and are slower", reason=str(error))
 
 
-def _num_elements(file: Path) -> int:
-    """The number of elements of all tensors in a safetensors file."""
+def _num_elements(file: Path, adapter_rank: int) -> int:
+    """The number of elements of all tensors in a safetensors file, or of adapters that each of them could have. The
+    model may have a tensor of the file in two or three, with an adapter each."""
     try:
-        return sum(math.prod(tensor["shape"]) for tensor in read_tensor_descriptions(file).values())
+        shapes = [tensor["shape"] for tensor in read_tensor_descriptions(file).values()]
+        return sum(_TENSORS * adapter_rank * sum(shape) if adapter_rank else math.prod(shape) for shape in shapes)
     except (KeyError, TypeError) as error:
         raise ConfigError(
             f"{file}: not a complete safetensors file ({type(error).__name__}: {error}); save or download the model "

@@ -171,7 +171,7 @@ FREE_KEYS = {
     "generator.engine_options",
     "replay.max_bytes", "replay.max_refunds_in_a_row",
     "learner.tokens_per_microbatch", "learner.gradient_checkpointing", "learner.deepspeed_options",
-    "learner.offload", "learner.sequence_parallel",
+    "learner.offload", "learner.sequence_parallel", "learner.lora.load",
     "learner.lr", "critic.lr", "learner.max_grad_norm", "learner.max_skipped_updates",
 }  # fmt: skip
 """Settings that may change when a run is resumed. The objective and the data must stay. The size of an update may

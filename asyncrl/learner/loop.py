@@ -251,11 +251,11 @@ class Learner:
         self.watch.switch("syncing")
         policy = self.trainer.policy
         if self.sender is None:
-            policy.join_gathering()
+            policy.join_sending()
         elif self.sender.takes_slices:
-            self.sender.send(version, policy.slices(), copy_later=True)
+            self.sender.send(version, policy.sent_slices(), copy_later=True)
         else:
-            self.sender.send(version, policy.weights(), copy_later=not policy.partitioned)
+            self.sender.send(version, policy.sent_weights(), copy_later=not policy.partitioned)
 
     def _await_copy(self) -> None:
         """Waits until the weights that were sent may change."""
@@ -268,10 +268,10 @@ class Learner:
         if self.ranks.rank:
             return Committed({}, b"", False, False, 0)
         if self.sender is not None:
-            metrics["weights/broadcasts"] = float(self.sender.stats.count)
-            metrics["weights/broadcast_s"] = self.sender.stats.broadcast_s
-            metrics["weights/wait_s"] = self.sender.stats.wait_s
-            metrics["weights/dropped"] = float(self.sender.stats.dropped)
+            stats = self.sender.stats
+            metrics |= {"weights/broadcasts": float(stats.count), "weights/bytes": float(stats.bytes)}
+            metrics |= {"weights/broadcast_s": stats.broadcast_s, "weights/wait_s": stats.wait_s}
+            metrics["weights/dropped"] = float(stats.dropped)
         kept: list[int] = []
         if self.checkpoints is not None:
             metrics |= self.checkpoints.metrics()

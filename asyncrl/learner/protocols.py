@@ -31,6 +31,7 @@ class SyncStats(Protocol):
     broadcast_s: float
     wait_s: float
     dropped: int
+    bytes: int
 
 
 class Sender(Protocol):

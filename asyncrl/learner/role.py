@@ -78,7 +78,8 @@ def _make_sender(
     from asyncrl.weights.sender import WeightSender
     from asyncrl.weights.transports import goes_by_files, transport_of
 
-    manifest = WeightManifest.of(trainer.policy.shapes())
+    policy = trainer.policy
+    manifest = WeightManifest.of(policy.sent_shapes(), base="" if policy.adapters is None else policy.adapters.base)
     if goes_by_files(config):
         return _make_file_sender(config, trainer.ranks, manifest, endpoints, run_dir, parts)
     ranks = trainer.ranks

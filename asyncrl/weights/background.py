@@ -52,7 +52,7 @@ class BackgroundSender(ABC, Generic[B]):
     """
 
     takes_slices = False
-    """True if `send` takes a rank's slices of the weights (`TrainedModel.slices`), else complete weights."""
+    """True if `send` takes a rank's slices of the weights (`TrainedModel.sent_slices`), else complete weights."""
 
     def __init__(
         self,

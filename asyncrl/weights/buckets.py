@@ -52,9 +52,11 @@ class WeightManifest:
     """Names, shapes and dtypes of all weights in the order of the buffer."""
 
     entries: tuple[Entry, ...]
+    base: str = ""
+    """The fingerprint (`base.py`) of the weights that these, of adapters, change; empty for complete weights."""
 
     @classmethod
-    def of(cls, weights: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> WeightManifest:
+    def of(cls, weights: Iterable[tuple[str, torch.dtype, Sequence[int]]], *, base: str = "") -> WeightManifest:
         """Lays out the weights (name, dtype, shape) in this order."""
         entries: list[Entry] = []
         offset = 0
@@ -62,7 +64,7 @@ class WeightManifest:
             entry = Entry(name, dtype, tuple(shape), offset)
             entries.append(entry)
             offset = _round_up(offset + entry.num_bytes, ALIGN_BYTES)
-        return cls(tuple(entries))
+        return cls(tuple(entries), base)
 
     @property
     def num_bytes(self) -> int:
@@ -78,6 +80,15 @@ class WeightManifest:
                 f"most {max_bytes}; learner and generators must have the same model.path"
             )
 
+    def check_base(self, base: str) -> None:
+        """Raises ProtocolError unless these weights belong to the fingerprint `base`, of this generator's model."""
+        if self.base != base:
+            raise ProtocolError(
+                f"manifest of the weights: adapters of the base {self.base[:12] or 'none'}, but model.path of this "
+                f"generator has {base[:12] or 'none'}; learner and generators must have the same files in model.path, "
+                "and the same learner.lora.rank"
+            )
+
     def views(self, buffer: Tensor) -> list[tuple[str, Tensor]]:
         """The weights as tensors that share memory with `buffer` (uint8, [num_bytes])."""
         return [(e.name, buffer[e.offset : e.offset + e.num_bytes].view(e.dtype).view(e.shape)) for e in self.entries]
@@ -85,7 +96,7 @@ class WeightManifest:
     def to_json(self) -> str:
         """The manifest as JSON, for `from_json`."""
         rows = [[e.name, str(e.dtype).removeprefix("torch."), list(e.shape)] for e in self.entries]
-        return json.dumps({"weights": rows, "bytes": self.num_bytes})
+        return json.dumps({"weights": rows, "bytes": self.num_bytes, "base": self.base})
 
     @classmethod
     def from_json(cls, text: str | bytes) -> WeightManifest:
@@ -95,14 +106,14 @@ class WeightManifest:
         try:
             message = json.loads(text)
             rows = [(str(name), _DTYPES[dtype], [int(n) for n in shape]) for name, dtype, shape in message["weights"]]
-            promised = int(message["bytes"])
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+            promised, base = int(message["bytes"]), str(message.get("base", ""))
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ProtocolError(f"manifest of the weights: not readable ({type(error).__name__}: {error})") from None
         if not rows or any(n < 0 for _, _, shape in rows for n in shape):
             raise ProtocolError("manifest of the weights: no tensors, or a negative size")
         if len({name for name, _, _ in rows}) != len(rows):
             raise ProtocolError("manifest of the weights: a name appears twice")
-        manifest = cls.of(rows)
+        manifest = cls.of(rows, base=base)
         if manifest.num_bytes != promised:
             raise ProtocolError(f"manifest of the weights: {promised} bytes promised, {manifest.num_bytes} described")
         return manifest

@@ -70,6 +70,7 @@ class WeightReceiver(BackgroundReceiver):
         transport: str,
         timeout_s: float,
         max_bytes: int,
+        base: str = "",
         device: str = "cpu",
         keeps: Callable[[int], bool] = lambda version: False,
         run_id: str = "",
@@ -77,13 +78,14 @@ class WeightReceiver(BackgroundReceiver):
         on_host: bool = False,
     ) -> None:
         """The address is that of the sender; empty if `locate` will tell it. Weights of more than `max_bytes` are
-        refused before memory is allocated for them. A version for which `keeps` is true is not overwritten by a newer
-        one before it is loaded, unless nothing has been loaded yet. `keys` are the run's CURVE keys, if the sender
-        requires them. With `on_host` versions are staged in host memory whatever the transport."""
+        refused before memory is allocated for them, and so are adapters of another `base` (`base.py`) and, if there is
+        one, complete weights. A version for which `keeps` is true is not overwritten by a newer one before it is
+        loaded, unless nothing has been loaded yet. `keys` are the run's CURVE keys, if the sender requires them.
+        With `on_host` versions are staged in host memory whatever the transport."""
         if rank < 1:
             raise RunError(f"weight receiver: rank {rank} is not at least 1 (generator index + 1)")
         super().__init__(device=device, keeps=keeps)
-        self._max_bytes = max_bytes
+        self._max_bytes, self._base = max_bytes, base
         self._address, self._rank = address, rank
         self._transport = transport
         self._timeout_s = timeout_s
@@ -244,6 +246,7 @@ class WeightReceiver(BackgroundReceiver):
         if self._manifest is None:
             manifest = WeightManifest.from_json(session.manifest)
             manifest.check_size(self._max_bytes)
+            manifest.check_base(self._base)
             self._way = find_transport(name)
             device = self._device if self._way.on_device else torch.device("cpu")
             pinned = self._device.type == "cuda"

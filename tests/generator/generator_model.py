@@ -140,11 +140,16 @@ def deterministic_engine(model_path: str) -> Iterator[VllmEngine]:
 
 
 def swap_in_flight(
-    engine: Engine, policies: Sequence[Qwen2ForCausalLM], requests: dict[str, list[int]], dropped: int = 0
+    engine: Engine,
+    policies: Sequence[Qwen2ForCausalLM],
+    requests: dict[str, list[int]],
+    dropped: int = 0,
+    weights: Sequence[list[tuple[str, torch.Tensor]]] | None = None,
 ) -> dict[str, Completion]:
     """Version 0 for 5 tokens, version 1 for 6, version 2 for the rest. `dropped` tokens less where a swap drops those
-    that are in flight."""
-    engine.swap(0, weights_of(policies[0]))
+    that are in flight. `weights` are what is sent, by default all of the policies'."""
+    weights = weights or [weights_of(policy) for policy in policies]
+    engine.swap(0, weights[0])
     for key, prompt in requests.items():
         engine.add(key, prompt)
     done: dict[str, Completion] = {}
@@ -152,7 +157,7 @@ def swap_in_flight(
         done |= {completion.key: completion for completion in engine.step()}
         if step in (5, 11):
             version = engine.version + 1
-            assert engine.swap(version, weights_of(policies[version])) > 0
+            assert engine.swap(version, weights[version]) > 0
         if not engine.num_running:
             break
     for completion in done.values():

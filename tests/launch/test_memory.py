@@ -17,9 +17,9 @@ import pytest
 from asyncrl.config import Config, load_config, parse_override
 from asyncrl.errors import ConfigError
 from asyncrl.launch.resources import gpus
-from asyncrl.launch.resources.engine_memory import engine_parts
+from asyncrl.launch.resources.engine_memory import engine_host_parts, engine_parts, staging_parts
 from asyncrl.launch.resources.fit import Models, find_changes, fit_memory, make_cards
-from asyncrl.launch.resources.memory import GIB, item_bytes, longest_tokens, trained_parts
+from asyncrl.launch.resources.memory import GIB, item_bytes, learner_parts, longest_tokens, trained_parts
 from asyncrl.launch.resources.placement import Placement, place_roles
 from asyncrl.launch.resources.shape import Shape
 from asyncrl.launch.resources.staging import choose_staging
@@ -350,3 +350,30 @@ def test_shapes_are_read_from_the_config_of_other_families() -> None:
     assert (shape.intermediate, shape.query, shape.key_value) == (200, 2048, 512)
     assert shape.parameters - shape.active == 2 * 3 * 128 * 100, "two of four experts"
     assert Shape.of({"vocab_size": 3}, "", {}, 0) is None
+
+
+@pytest.mark.parametrize(("engine", "room"), [("transformers", 1), ("vllm", 1 + 16 / 12)])
+def test_adapters_need_memory_in_place_of_weights_to_send(engine: str, room: float) -> None:
+    small, settings = (
+        shape_of(DEMO | {"num_key_value_heads": 4}),
+        SETTINGS | {"generator.engine": engine, "launch.learners": 4},
+    )
+    plain = load_config(None, settings)
+    adapter, merged = (load_config(None, settings | {"learner.lora": {"rank": 12, "load": load}})
+                       for load in ("adapter", "merged"))  # fmt: skip
+    shape = Shape.read(small.folder, lora=adapter.learner.lora)
+    assert shape is not None and 0 < shape.adapters < shape.parameters / 2
+    sent = [
+        learner_parts(config, one, reference=None, critic=None, sends=True)["weights to send"]
+        for config, one in ((plain, small), (adapter, shape), (merged, shape))
+    ]
+    assert sent == [2 * small.parameters // 4, 2 * -(-shape.adapters // 4), 2 * -(-shape.adapters // 4)]
+    assert engine_parts(adapter, shape)["adapter"] == pytest.approx(2 * room * shape.adapters, abs=2)
+    assert not engine_parts(merged, shape)["adapter"] and not engine_parts(plain, small)["adapter"]
+    one = 2 * small.vocabulary * small.hidden
+    for on_gpu, whole in ((True, 2 * small.parameters), (False, one)):
+        assert staging_parts(plain, small, on_gpu=on_gpu)["staged weights"] == whole
+        assert staging_parts(adapter, shape, on_gpu=on_gpu)["staged weights"] == 2 * shape.adapters
+        assert staging_parts(merged, shape, on_gpu=on_gpu)["staged weights"] == 2 * shape.adapters + one
+    assert engine_host_parts(merged, shape) == {"base weights": 2 * small.parameters}
+    assert not engine_host_parts(adapter, shape) and not engine_host_parts(plain, small)

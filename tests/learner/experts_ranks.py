@@ -48,13 +48,13 @@ def train(folder: Path, ranks: Ranks, port: int) -> dict[str, Any]:
         receiver.engine_is_up()
     first, expected, compared = dict[str, Tensor](), dict[str, Tensor](), 0
     for version in range(STEPS + 1):
-        sender.send(version, trainer.policy.slices(), copy_later=True)
+        sender.send(version, trainer.policy.sent_slices(), copy_later=True)
         sender.copied()
         expected = copy_weights(trainer.policy)
         first = first or expected
         if receiver is not None and engine is not None:
             engine.swap(version, list(next_tensors(receiver, version).items()))
-            loaded = engine._decoder._parameters
+            loaded = engine._decoder._parameters._parameters
             assert loaded.keys() == expected.keys()
             assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items()), version
             compared += 1

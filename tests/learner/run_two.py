@@ -72,7 +72,7 @@ class Sender:
         self.expected = share_of(manifest, rank, 2, 1 << 20).layout.entries
         self.shapes = {entry.name: list(entry.shape) for entry in manifest.entries}
         self.sent: dict[str, Tensor] = {}
-        self.stats = SimpleNamespace(count=0, broadcast_s=0.0, wait_s=0.0, dropped=0)
+        self.stats = SimpleNamespace(count=0, broadcast_s=0.0, wait_s=0.0, dropped=0, bytes=0)
 
     def send(self, version: int, weights: Iterable[tuple[str, Tensor]], *, copy_later: bool = False) -> None:
         assert copy_later, "nothing has to be gathered"

@@ -1,7 +1,8 @@
 """Runs one of several learner ranks that send their slices of the weights to a generator's receiver in rank 0.
 
 `cases.json` in the folder has the number of ranks and the sections of each case's config. A version is sent before and
-after a step. Rank 0 compares what arrives with the gathered weights, byte by byte, and writes what it has compared.
+after a step. Rank 0 compares what arrives with the gathered weights, or with the adapters alone, byte by byte, and
+writes what it has compared.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from worlds import copy_weights, endpoints, make_config, make_groups, make_trainer, pack_groups
+from worlds import endpoints, make_config, make_groups, make_trainer, pack_groups
 
 from asyncrl.config import Config
 from asyncrl.learner.distributed import Ranks, process_group
@@ -30,7 +31,7 @@ TIMEOUT_S = 60.0
 
 
 def make_sender(config: Config, trainer: Trainer, ranks: Ranks, places: Endpoints) -> BackgroundSender:
-    manifest = WeightManifest.of(trainer.policy.shapes())
+    manifest = WeightManifest.of(trainer.policy.sent_shapes())
     options: dict[str, Any] = {"bucket_bytes": BUCKET_BYTES, "timeout_s": TIMEOUT_S}
     options["copies"] = config.weights.staging != "buckets"
     if ranks.rank:
@@ -65,8 +66,8 @@ def check(config: Config, ranks: Ranks, places: Endpoints) -> int:
         receiver.engine_is_up()
     compared, before = 0, dict[str, torch.Tensor]()
     for version in (0, 1):
-        sender.send(version, trainer.policy.slices(), copy_later=True)
-        expected = copy_weights(trainer.policy)
+        sender.send(version, trainer.policy.sent_slices(), copy_later=True)
+        expected = {name: weight.clone() for name, weight in trainer.policy.sent_weights()}
         if receiver is not None:
             found = next_tensors(receiver, version)
             assert found.keys() == expected.keys()

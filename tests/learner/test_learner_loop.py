@@ -71,7 +71,7 @@ class Sender:
         self.sent: list[tuple[int, dict[str, Tensor]]] = []
         self.uncopied: list[tuple[str, Tensor]] = []
         self.lost = lost
-        self.stats = SimpleNamespace(count=0, broadcast_s=0.0, wait_s=0.0, dropped=0)
+        self.stats = SimpleNamespace(count=0, broadcast_s=0.0, wait_s=0.0, dropped=0, bytes=0)
         self.waited = 0
 
     def send(self, version: int, weights: Iterable[tuple[str, Tensor]], *, copy_later: bool = False) -> None:

@@ -96,7 +96,7 @@ class Sender:
 
     def __init__(self) -> None:
         self.sent: dict[int, dict[str, Tensor]] = {}
-        self.stats = SimpleNamespace(count=0, broadcast_s=0.0, wait_s=0.0, dropped=0)
+        self.stats = SimpleNamespace(count=0, broadcast_s=0.0, wait_s=0.0, dropped=0, bytes=0)
 
     def copied(self) -> None: ...
 

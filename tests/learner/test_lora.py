@@ -3,29 +3,33 @@ test_learner_ranks.py, test_learner_slices.py and test_learner_state.py."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from worlds import LORA, copy_weights, make_config, make_groups, make_trainer, pack_groups, train_steps
 
-from asyncrl.config import parse_override
-from asyncrl.errors import ConfigError
+from asyncrl.config import Config, parse_override
+from asyncrl.errors import ConfigError, ProtocolError, RunError
 from asyncrl.launch.resources.memory import learner_parts
 from asyncrl.launch.resources.shape import Shape
 from asyncrl.learner.checkpoint.hf_export import save_model
-from asyncrl.learner.checkpoint.zero_state import SKIPPED, collect_state, restore_state
+from asyncrl.learner.checkpoint.zero_state import BASE, SKIPPED, collect_state, restore_state
 from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.model import lora
-from asyncrl.learner.model.lora import Factors, merged
 from asyncrl.learner.model.optimizers import STEP
 from asyncrl.learner.model.policy import Reference
 from asyncrl.learner.trainer import Trainer
+from asyncrl.weights import adapters
+from asyncrl.weights.adapters import Factors, MergedWeights, adapter_shapes, merged
+from asyncrl.weights.base import fingerprint_of
+from asyncrl.weights.buckets import WeightManifest
+from asyncrl.weights.checkpoint import meta_model
 from benchmarks.families import save_family
 
 
@@ -46,11 +50,8 @@ def test_a_merged_weight_is_rounded_once(dtype: torch.dtype, monkeypatch: pytest
     assert whole.dtype is dtype and (whole.double() - exact).abs().max() <= exact.abs().max() * torch.finfo(dtype).eps
     if dtype is torch.bfloat16:
         assert (whole != exact.to(dtype)).sum() <= 1, "at most a tie that float32 rounds to"
-    monkeypatch.setattr(lora, "MERGED_ELEMENTS", 5 * 24)
+    monkeypatch.setattr(adapters, "MERGED_ELEMENTS", 5 * 24)
     torch.testing.assert_close(merged(weight, factors), whole, rtol=1e-6, atol=1e-6)
-    for first, last in ((0, 888), (0, 13), (13, 500), (500, 888), (24, 48), (7, 7)):
-        part = merged(weight.view(-1)[first:last], factors, first)
-        torch.testing.assert_close(part, whole.view(-1)[first:last], rtol=1e-6, atol=1e-6)
 
 
 def test_only_adapters_are_trained(one_rank: Ranks, tiny_model: Path) -> None:
@@ -59,13 +60,58 @@ def test_only_adapters_are_trained(one_rank: Ranks, tiny_model: Path) -> None:
     assert policy.adapters is not None
     base = dict(policy.adapters.frozen(policy.model.named_parameters()))
     assert base.keys() == before.keys() and all(torch.equal(base[name], before[name]) for name in base)
-    sent = {name: weight.clone() for name, weight in policy.slices()}
-    changed = {name for name in sent if not torch.equal(sent[name], before[name])}
+    whole = copy_weights(policy)
+    changed = {name for name in whole if not torch.equal(whole[name], before[name])}
     assert changed == set(policy.factors()) and len(changed) == 14
     again = copy_weights(policy)
-    assert all(torch.equal(sent[name], again[name]) for name in sent), "merging does not accumulate"
-    keys = set(collect_state(policy)) - {STEP, SKIPPED}
+    assert all(torch.equal(whole[name], again[name]) for name in whole), "merging does not accumulate"
+    keys = set(collect_state(policy)) - {STEP, SKIPPED, BASE}
     assert len(keys) == 3 * 2 * 14 and all(".lora_" in key for key in keys)
+
+
+def test_adapters_alone_are_sent(one_rank: Ranks, tiny_model: Path) -> None:
+    policy = trained(tiny_model, one_rank).policy
+    assert policy.adapters is not None
+    base = {name: weight.clone() for name, weight in policy.adapters.frozen(policy.model.named_parameters())}
+    sent = {name: weight.clone() for name, weight in policy.sent_slices()}
+    assert list(sent) == [name for name, *_ in policy.sent_shapes()] and len(sent) == 28
+    known = adapter_shapes(meta_model(str(tiny_model), trust_remote_code=False), policy_config(tiny_model).learner.lora)
+    assert {name: tuple(weight.shape) for name, weight in sent.items()} == known
+    whole = copy_weights(policy)
+    scale = policy_config(tiny_model).learner.lora.scale
+    merged_weights = MergedWeights(base, sent.items(), scale, device=torch.device("cpu"))
+    assert list(merged_weights) == list(whole)
+    assert all(torch.equal(merged_weights[name], weight) for name, weight in whole.items())
+    complete = WeightManifest.of(policy.shapes()).num_bytes
+    assert WeightManifest.of(policy.sent_shapes()).num_bytes < complete / 2, "a model of width 32"
+
+
+def policy_config(model: Path) -> Config:
+    return make_config(model, learner={"lora": LORA})
+
+
+def test_adapters_belong_to_their_base(one_rank: Ranks, tiny_model: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(tiny_model, other)
+    assert fingerprint_of(str(other)) == fingerprint_of(str(tiny_model))
+    (file,) = other.glob("*.safetensors")
+    weights = load_file(file)
+    name = max(weights, key=lambda one: weights[one].nbytes)
+    weights[name][-1] += 1
+    save_file(weights, file, {"format": "pt"})
+    assert fingerprint_of(str(other)) != fingerprint_of(str(tiny_model))
+    half = trained(tiny_model, one_rank).policy
+    save_file(collect_state(half), tmp_path / "rank-0.safetensors")
+    with pytest.raises(RunError, match="its adapters belong to other weights"):
+        restore_state(trained(other, one_rank, steps=0).policy, tmp_path)
+    assert half.adapters is not None
+    manifest = WeightManifest.from_json(WeightManifest.of(half.sent_shapes(), base=half.adapters.base).to_json())
+    manifest.check_base(fingerprint_of(str(tiny_model)))
+    for base in ("", fingerprint_of(str(other))):
+        with pytest.raises(ProtocolError, match="must have the same files"):
+            manifest.check_base(base)
+    with pytest.raises(ProtocolError, match="adapters of the base none, but"):
+        WeightManifest.of(half.shapes()).check_base(fingerprint_of(str(tiny_model)))
 
 
 def test_a_new_policy_is_the_model(one_rank: Ranks, tiny_model: Path) -> None:
@@ -84,7 +130,7 @@ def test_the_reference_is_the_model_without_adapters(one_rank: Ranks, tiny_model
     alone = policy.base_logprobs(micro)
     torch.testing.assert_close(alone, reference.logprobs(micro), rtol=0, atol=0)
     assert (policy.logprobs(micro) - alone).abs().max() > 1e-2
-    assert trainer._reference == policy.base_logprobs, "no second model was loaded"
+    assert trainer._reference is None, "no second model was loaded"
 
 
 def test_folders_of_model_and_adapter(one_rank: Ranks, tiny_model: Path, tmp_path: Path) -> None:
@@ -135,7 +181,7 @@ def test_the_memory_is_that_of_adapters(one_rank: Ranks, tiny_model: Path) -> No
     ("sections", "error"),
     [
         ({"learner": {"lora": LORA, "optimizer": "muon"}}, "lora.rank = 4 with learner.optimizer = 'muon'"),
-        ({"learner": {"lora": LORA}, "weights": {"staging": "buckets"}}, "merged weights are a copy"),
+        ({"learner": {"lora": LORA}, "weights": {"staging": "buckets"}}, "adapters are small"),
         ({"learner": {"lora": {"targets": ["q_proj"]}}}, "there are no adapters; set rank"),
         (
             {"learner": {"lora": LORA}, "algorithm": {"reference": "elsewhere", "kl_loss_coef": 0.1}},

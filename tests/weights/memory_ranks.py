@@ -74,7 +74,7 @@ def learn(rank: int, ranks: int, places: Endpoints, model: str, out: Path, *, co
     )
     with process_group(places, rank, ranks, start_timeout_s=TIMEOUT_S, timeout_s=TIMEOUT_S) as group:
         policy = Policy(config, group)
-        manifest = WeightManifest.of(policy.shapes())
+        manifest = WeightManifest.of(policy.sent_shapes())
         if rank == 0:
             sender = WeightSender(
                 places.weights, manifest, ranks=ranks, expected_generators=1, transport="gloo",
@@ -88,7 +88,7 @@ def learn(rank: int, ranks: int, places: Endpoints, model: str, out: Path, *, co
         group.barrier()
         peak = Peak()
         for version in range(VERSIONS):
-            sender.send(version, policy.slices(), copy_later=True)
+            sender.send(version, policy.sent_slices(), copy_later=True)
             sender.copied()
             sender.wait()
         (out / f"{rank}.json").write_text(

@@ -179,7 +179,7 @@ def test_a_generator_that_cannot_reach_the_learner_gets_versions(
     options = StoreOptions.of(config, tmp_path / "run")
     announcer, learner = Announcer(endpoints, timeout_s=30.0), LearnerClient(endpoints, 0)
     sender = FileSender(manifest_of(weights(0)), options, announcer.announce, run_id=endpoints.run_id, timeout_s=20.0)
-    monkeypatch.setattr(role, "max_weight_bytes", lambda path: 1 << 20)
+    monkeypatch.setattr(role, "max_weight_bytes", lambda path, **_: 1 << 20)
     receiver = role.make_receiver(config, 0, endpoints, tmp_path / "run", device="cpu")
     client = GeneratorClient(endpoints, 0)
     generator = Generator(receiver, client)

@@ -21,6 +21,7 @@ from asyncrl.generator.transformers_backend.loading import (
     own_logits,
     sequences,
 )
+from asyncrl.generator.transformers_backend.parameters import parameters_of
 from asyncrl.generator.transformers_backend.routing import RoutingRecorder
 from asyncrl.generator.transformers_backend.sizes import cache_pages, step_tokens, window_of
 from asyncrl.generator.transformers_backend.varlen import choose_kernel
@@ -36,7 +37,7 @@ class Decoder:
         """Raises ConfigError if the model cannot be decoded, or the memory is too small."""
         self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         self._model, self._output = load_model(config, self.device)
-        self._parameters = dict(self._model.named_parameters())
+        self._parameters = parameters_of(config, self._model)
         self._freed: list[tuple[torch.UntypedStorage, int]] = []
         """The memory that `free` dropped, and its size."""
         self._host = HostMemory(self.device)
@@ -65,15 +66,12 @@ class Decoder:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the parameters, tied ones once."""
-        return {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
+        """Names and shapes of the tensors of a version."""
+        return self._parameters.shapes
 
-    @torch.no_grad()
     def load(self, parts: Sequence[WeightPart]) -> None:
-        """Overwrites parameters. On a GPU the copies may end after the return, in the order of the thread's stream."""
-        for part in parts:
-            parameter, first = self._parameters[part.name], part.first_row
-            (parameter if first is None else parameter[first : first + len(part.tensor)]).copy_(part.tensor)
+        """Loads weights. On a GPU the copies may end after the return, in the order of the thread's stream."""
+        self._parameters.load(parts)
 
     def free(self, *, keep_weights: bool) -> None:
         """Gives up the memory of the cache and of the parameters, which move to the host or are dropped."""

@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from asyncrl.config import Config
 from asyncrl.errors import InvariantError
 from asyncrl.generator.engine import Completion, Sampling, Waking, check_request, check_whole
+from asyncrl.generator.vllm_backend.adapters import adapter_arguments, adapter_request, make_loader
 from asyncrl.generator.vllm_backend.completion import completion_of
 from asyncrl.generator.vllm_backend.sent_weights import SentWeights, Weights
-from asyncrl.generator.vllm_backend.setup import build_engine, sampling_params
+from asyncrl.generator.vllm_backend.setup import build_engine, sampling_params, uses_adapter
 from asyncrl.generator.vllm_backend.sleeping import sleep, wake
 from asyncrl.generator.vllm_backend.version_labels import VersionLabels, check_first_versions
-from asyncrl.generator.vllm_backend.weight_loader import WeightLoader
 from asyncrl.generator.vllm_backend.workers import Workers
 from asyncrl.generator.weight_fit import Shapes
 from asyncrl.types import NO_VERSION
@@ -33,6 +33,7 @@ from asyncrl.weights.bucket_plan import WeightPart
 if TYPE_CHECKING:
     from torch import Tensor
     from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
     from vllm.v1.engine import EngineCoreRequest
 
 log = structlog.get_logger()
@@ -75,9 +76,11 @@ class VllmEngine:
         """The last prompt, kind, limit, salt and texts, with the request prepared from them."""
         self._sent = sent or SentWeights(config)  # first: vLLM changes classes of transformers that it runs itself
         self._labels = VersionLabels()
-        self._engine = build_engine(config, seed, self._labels)
+        self._engine = build_engine(config, seed, self._labels, adapter_arguments(config, self._sent))
         self._workers = Workers(self._engine, timeout_s=config.launch.heartbeat_timeout_s)
-        self._loader = WeightLoader(config, self._engine, self._sent, self._workers)
+        self._loader = make_loader(config, self._engine, self._sent, self._workers)
+        self._adapter: LoRARequest | None = None
+        """Marks requests as those of the policy, from its first version on, where the engine has its adapter."""
         self._has_tokenizer = False
         if config.generator.stop_texts:
             self._load_tokenizer()
@@ -176,6 +179,7 @@ class VllmEngine:
             "",
             tokens_input(prompt, cache_salt=cache_salt),
             self._sampling_params(kind, seed, max_tokens, stop),
+            lora_request=self._adapter,
             supported_tasks=engine.get_supported_tasks(),
         )
         self._last = (*wanted, copy(request)) if seed is None else None
@@ -248,7 +252,7 @@ class VllmEngine:
             del self._requests[key]
 
     def swap(self, version: int, tensors: Weights) -> float:
-        """Loads weights, named as in `TrainedModel.weights`, between two steps; returns the time it took in ms.
+        """Loads weights, named as in `TrainedModel.sent_weights`, between two steps; returns the time it took in ms.
 
         Tokens of batches that are scheduled afterwards carry `version`, those of a batch in flight the one before.
         Requests in progress continue, with their KV cache kept or recomputed (`weights.kv_cache`), which drops what is
@@ -286,6 +290,8 @@ class VllmEngine:
     def commit(self, version: int) -> None:
         """As `Engine.commit`."""
         self._loader.finish(is_first=self.version == NO_VERSION)
+        if self._adapter is None and uses_adapter(self._config):
+            self._adapter = adapter_request()
         self._set_version(version)
         if self._config.weights.kv_cache == "recompute":
             self._engine.reset_prefix_cache(reset_running_requests=True)

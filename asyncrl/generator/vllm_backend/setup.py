@@ -49,13 +49,19 @@ ENVIRONMENT = {
 DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size")
 """Sizes in a model's `config.json` that vLLM divides among devices."""
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names of the number of experts in a model's `config.json`."""
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The sizes that vLLM makes room for."""
+WITHOUT_ADAPTERS = "use learner.lora.load=merged"
+
 CPU_KV_CACHE_BYTES = 1 << 30
 """Key-value cache on a CPU when `generator.kv_cache_bytes` is not set."""
 
 
-def build_engine(config: Config, seed: int, labels: VersionLabels) -> LLMEngine:
-    """Builds the vLLM engine for `model.path`, as configured in sections `model` and `generator`. `labels` then labels
-    its tokens."""
+def build_engine(config: Config, seed: int, labels: VersionLabels, more: Mapping[str, Any] = {}) -> LLMEngine:
+    """Builds the vLLM engine for `model.path`, as configured in sections `model` and `generator`, with `more` arguments
+    of `vllm.EngineArgs`. `labels` then labels its tokens."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     os.environ["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"] = str(math.ceil(config.launch.heartbeat_timeout_s))
@@ -66,7 +72,7 @@ def build_engine(config: Config, seed: int, labels: VersionLabels) -> LLMEngine:
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
     if not on_gpu:
         check_cpu(config)
-    arguments = _arguments(config, seed, on_gpu=on_gpu)
+    arguments = {**_arguments(config, seed, on_gpu=on_gpu), **more}
     with _environment_of_workers(config.generator.tensor_parallel):
         return _build(config, arguments, labels)
 
@@ -110,7 +116,14 @@ def _build(config: Config, arguments: dict[str, Any], labels: VersionLabels) -> 
     # vLLM warns that schedulers of other projects may not fit; `Engine` checks what this one does.
     logging.getLogger("vllm.config.scheduler").setLevel(logging.ERROR)
     scheduler.scheduler_cls = labels.scheduler(cast("type[Scheduler]", scheduler.get_scheduler_cls()))
-    engine = LLMEngine.from_vllm_config(vllm_config, usage_context=context, disable_log_stats=True)
+    try:
+        engine = LLMEngine.from_vllm_config(vllm_config, usage_context=context, disable_log_stats=True)
+    except (AssertionError, NotImplementedError, ValueError) as error:
+        if vllm_config.lora_config is None or "lora" not in str(error).lower():
+            raise
+        raise ConfigError(
+            f"model.path = {config.model.path!r}: vLLM has no adapters for this model ({error}); {WITHOUT_ADAPTERS}"
+        ) from error
     labels.set_weight_version = engine.set_weight_version
     # vLLM warns at every swap about layers without own weights; `Engine.swap` checks that nothing is missing.
     logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
@@ -201,6 +214,20 @@ def check_tensor_parallel(config: Config) -> None:
             )
 
 
+def uses_adapter(config: Config) -> bool:
+    """True if the engine computes with the adapter beside the base."""
+    return bool(config.learner.lora.rank) and config.learner.lora.load == "adapter"
+
+
+def check_adapters(config: Config) -> None:
+    """Raises ConfigError if vLLM has no room for adapters of this rank."""
+    rank = config.learner.lora.rank
+    if uses_adapter(config) and rank > LORA_RANKS[-1]:
+        raise ConfigError(
+            f"learner.lora.rank = {rank}: vLLM takes adapters of at most {LORA_RANKS[-1]}; {WITHOUT_ADAPTERS}"
+        )
+
+
 def engine_option_names() -> list[str]:
     """Returns the options that the installed vLLM has, from the source of `vllm.EngineArgs`: importing vLLM takes
     seconds."""
@@ -230,7 +257,15 @@ def bfloat16_fault() -> str:
 
 
 def check_cpu(config: Config) -> None:
-    """Raises ConfigError when an engine with `model.dtype` would crash on this machine's CPU."""
+    """Raises ConfigError when an engine with `model.dtype`, or with adapters, would crash on this machine's CPU."""
+    if uses_adapter(config):
+        settings = read_json(Path(config.model.path) / "config.json", "model.path")
+        settings = settings.get("text_config") or settings
+        if any(settings.get(name) for name in EXPERTS):
+            raise ConfigError(
+                f"learner.lora.load = 'adapter': vLLM computes a mixture of experts with adapters on GPUs only, and "
+                f"{config.model.path} is one; {WITHOUT_ADAPTERS}"
+            )
     if config.model.dtype == "bfloat16" and (fault := bfloat16_fault()):
         raise ConfigError(
             f"model.dtype = 'bfloat16': {fault}; use model.dtype=float32, or a kernel (Linux 5.16 or newer) and "

@@ -141,7 +141,7 @@ def evaluate_prompts(
     """Completes and scores all prompts, and returns the results; the ticket is the index of the prompt. There are fewer
     results after `should_stop()`."""
     from asyncrl.environments.pool import EnvironmentPool
-    from asyncrl.generator.engine import make_engine
+    from asyncrl.generator.engine import make_own_engine
     from asyncrl.generator.evaluator import Evaluator
     from asyncrl.rewards.workers import RewardPool
 
@@ -151,9 +151,8 @@ def evaluate_prompts(
             endpoints = parts.enter_context(reward_model(config, should_stop)) if uses_reward_model(config) else None
             rewards = RewardPool(config, tokenizer_path=config.model.path, endpoints=endpoints)
             parts.callback(rewards.close)
-        engine = make_engine(config, seed=config.seed)
+        engine = make_own_engine(config)
         parts.callback(engine.close)
-        engine.use_own_weights(0)
         if config.environment.name is not None:
             alone = Endpoints(run_id=uuid.uuid4().hex, replay="", weights="", learners="")
             environments = EnvironmentPool(config, window_tokens=engine.window_tokens, endpoints=alone)

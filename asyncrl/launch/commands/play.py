@@ -182,11 +182,10 @@ def _speaker(
     if say:
         texts = iter(say * config.environment.max_turns)
         return lambda _, limit: _of_text(dialogue, next(texts), ends, limit), lambda: None
-    from asyncrl.generator.engine import make_engine
+    from asyncrl.generator.engine import make_own_engine
 
     quiet_logs()
-    engine = make_engine(config, seed=config.seed)
-    engine.use_own_weights(0)
+    engine = make_own_engine(config)
     return lambda tokens, limit: _sampled(engine, tokens, limit), engine.close
 
 

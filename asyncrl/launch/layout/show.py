@@ -14,6 +14,7 @@ from asyncrl.config import Config, load_config, read_config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.layout.cells import with_lengths
 from asyncrl.launch.layout.search import Found, Layout, Tried, search
+from asyncrl.launch.resources.engine_memory import engine_host_parts
 from asyncrl.launch.resources.fit import Models
 from asyncrl.launch.resources.memory import GIB, host_parts, longest_tokens
 from asyncrl.plan.cards import parse_cards
@@ -101,6 +102,9 @@ def _describe(layout: Layout) -> Iterator[str]:
     in_host = launch.learners * sum(host_parts(layout.config, layout.shape, launch.learners).values())
     if in_host:
         yield f"\nhost memory of all learner ranks: {in_host / GIB:.0f} GiB (learner.offload)"
+    in_host = sum(engine_host_parts(layout.config, layout.shape).values())
+    if in_host:
+        yield f"\nhost memory of each generator: {in_host / GIB:.0f} GiB of base weights (learner.lora.load: merged)"
     yield from _queue(layout.config)
     yield (
         f"\ngenerators {layout.generated_per_s:,.0f} tokens/s, learner {layout.trained_per_s:,.0f} tokens/s (roofline, "

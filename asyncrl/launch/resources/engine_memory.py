@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from asyncrl.config import Config
 from asyncrl.generator.transformers_backend.setup import STEP_TOKENS
+from asyncrl.generator.vllm_backend.setup import LORA_RANKS, uses_adapter
 from asyncrl.launch.resources.memory import GIB, PROCESS_BYTES, Parts, item_bytes, longest_tokens
 from asyncrl.launch.resources.shape import Shape
 
@@ -50,6 +51,7 @@ def engine_parts(config: Config, shape: Shape, *, on_gpu: bool = True) -> Parts:
         "packed weights": 0 if on_gpu or is_eager else size * matrices // parallel,
         f"a step of {step_tokens} tokens": step_tokens * size * step,
         f"logits of {sequences} sequences": sequences * (5 if is_eager else 3) * 4 * shape.vocabulary,
+        "adapter": _adapter_bytes(config, shape),
         "CUDA graphs": GRAPH_BYTES if on_gpu and not is_eager else 0,
         of: cache,
     }
@@ -65,15 +67,38 @@ def cache_bytes(config: Config, shape: Shape, tokens: int) -> int:
 
 def staging_parts(config: Config, shape: Shape, *, on_gpu: bool) -> Parts:
     """Returns the GPU memory of a generator in addition to its engine: with NCCL the complete next version of the
-    weights, or two buckets of them, otherwise one tensor at a time from host memory."""
-    size, weights = item_bytes(config.model.dtype), config.weights
-    if not on_gpu:
+    weights, or two buckets of them, otherwise, and where adapters are merged, one tensor at a time from host memory.
+    Adapters are staged alone."""
+    size, weights, lora = item_bytes(config.model.dtype), config.weights, config.learner.lora
+    if lora.rank:
+        one = size * shape.vocabulary * shape.hidden
+        staging = size * shape.adapters + (one if lora.load == "merged" else 0)
+    elif not on_gpu:
         staging = size * shape.vocabulary * shape.hidden
     elif weights.staging in ("host", "buckets") or config.generator.tensor_parallel > 1:
         staging = 2 * max(STAGING_BUCKET_BYTES, size * shape.intermediate * shape.hidden)
     else:
         staging = size * shape.parameters
     return {"staged weights": staging, "process": STAGING_MARGIN_BYTES}
+
+
+def engine_host_parts(config: Config, shape: Shape) -> Parts:
+    """Returns what a generator keeps in host memory: the base weights that adapters are merged into."""
+    lora = config.learner.lora
+    is_merged = lora.rank and lora.load == "merged"
+    return {"base weights": item_bytes(config.model.dtype) * shape.parameters} if is_merged else {}
+
+
+def _adapter_bytes(config: Config, shape: Shape) -> int:
+    """Returns the memory of an adapter that is not merged; vLLM makes room for the next larger of its ranks, and keeps
+    the matrices as they came."""
+    lora, size = config.learner.lora, item_bytes(config.model.dtype)
+    if not uses_adapter(config):
+        return 0
+    if config.generator.engine == "transformers":
+        return size * shape.adapters
+    room = next((rank for rank in LORA_RANKS if rank >= lora.rank), lora.rank)
+    return size * (shape.adapters + shape.adapters * room // lora.rank)
 
 
 def reward_model_parts(shape: Shape, *, dtype: str, tokens: int) -> Parts:

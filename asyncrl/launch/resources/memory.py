@@ -102,7 +102,7 @@ def learner_parts(
         count = -(-reference.parameters // ranks) if config.learner.zero_stage == 3 else reference.parameters
         parts["reference"] = size * count
     if sends and config.weights.staging != "buckets":
-        parts["weights to send"] = size * -(-shape.parameters // ranks)
+        parts["weights to send"] = size * -(-shape.trained // ranks)
     return parts | passes
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -108,9 +109,9 @@ class Shape:
         shape = cls.of(settings, folder, sizes, largest_layer(model))
         if shape is None or lora is None or not lora.rank:
             return shape
-        from asyncrl.learner.model.lora import adapter_parameters
+        from asyncrl.weights.adapters import adapter_shapes
 
-        return replace(shape, adapters=adapter_parameters(model, lora))
+        return replace(shape, adapters=sum(math.prod(sizes) for sizes in adapter_shapes(model, lora).values()))
 
 
 def empty_model_of(folder: str, trust_remote_code: bool, *, values: bool, **options: Any) -> Any:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from asyncrl.errors import RunError
 from asyncrl.learner.model.engine import TrainedModel
-from asyncrl.learner.model.lora import trained_parameters
+from asyncrl.learner.model.lora import Adapters, trained_parameters
 from asyncrl.learner.model.optimizers import STEP, first_state
 from asyncrl.learner.model.partitioned_loading import read_range
 
@@ -32,6 +32,8 @@ the names in the optimizer's state. The number of updates has the key `STEP`, in
 WAY_OUT = "resume with the model.path, critic.path, learner.lora and learner.optimizer that the run began with"
 SKIPPED = "skipped"
 """Key of the number of consecutive skipped updates, int64; in every file, except those of older checkpoints."""
+BASE = "base"
+"""Key of the fingerprint of the weights that adapters change, uint8; in every file of adapters."""
 
 
 @torch.no_grad()
@@ -42,6 +44,8 @@ def collect_state(trained: TrainedModel) -> dict[str, Tensor]:
     states = [trained.optimizer.state[flat] for flat in flats]
     updates = max(int(state[STEP]) for state in states if STEP in state)
     share = {STEP: torch.tensor(updates), SKIPPED: torch.tensor(trained.skipped)}
+    if trained.adapters is not None:
+        share[BASE] = _base_of(trained.adapters)
     for index, (name, parameter) in enumerate(trained_parameters(trained.model)):
         owner = index % ranks.count
         for kind in _kinds(trained, parameter):
@@ -63,7 +67,12 @@ def restore_state(trained: TrainedModel, folder: Path) -> None:
         where = {key: file for file in files for key in file.keys()}  # noqa: SIM118 (it is no dict)
         parameters = dict(trained_parameters(trained.model))
         kinds = {name: _kinds(trained, parameter) for name, parameter in parameters.items()}
-        _check_names(folder, set(where) - {STEP, SKIPPED}, kinds)
+        _check_names(folder, set(where) - {STEP, SKIPPED, BASE}, kinds)
+        if trained.adapters is not None and not torch.equal(where[BASE].get_tensor(BASE), _base_of(trained.adapters)):
+            raise RunError(
+                f"the checkpoint {folder.parent}: its adapters belong to other weights than those that are in "
+                f"model.path now; {WAY_OUT}"
+            )
         for name, parameter in parameters.items():
             for kind in kinds[name]:
                 file, key = where[f"{kind}/{name}"], f"{kind}/{name}"
@@ -76,6 +85,10 @@ def restore_state(trained: TrainedModel, folder: Path) -> None:
         if STEP in (state := trained.optimizer.state[flat]):
             state[STEP].fill_(int(updates))
     _refresh(trained)
+
+
+def _base_of(adapters: Adapters) -> Tensor:
+    return torch.tensor(list(bytes.fromhex(adapters.base)), dtype=torch.uint8)
 
 
 def random_state() -> dict[str, Tensor]:

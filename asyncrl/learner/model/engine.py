@@ -17,9 +17,10 @@ from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.model.deepspeed_import import BF16_Optimizer, ZeROOptimizer, deepspeed
 from asyncrl.learner.model.experts import gather_experts_together
-from asyncrl.learner.model.lora import Adapters, Factors, merged
+from asyncrl.learner.model.lora import Adapters
 from asyncrl.learner.model.optimizers import make_optimizer
 from asyncrl.learner.model.settings import deepspeed_config
+from asyncrl.weights.adapters import Factors, merged
 from asyncrl.weights.shares import slice_of
 
 GATHER_ELEMENTS = 1 << 24
@@ -129,16 +130,13 @@ class TrainedModel:
                     if wanted is None or name in wanted:
                         yield name, _with_adapter(factors.get(name), parameter.detach())
 
-    def slices(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the name and this rank's slice (`weights/shares.py`) of every parameter, in the order of `weights`, a
-        flat one; with one rank the full weight. Only adapters are gathered, at the call, for which all ranks call it.
-        Otherwise no other rank takes part, and nothing is copied but a merged weight at a time. Raises InvariantError
-        if DeepSpeed shards the weights in another way."""
-        return self._slices(self.factors())
-
-    def _slices(self, factors: dict[str, Factors]) -> Iterator[tuple[str, Tensor]]:
+    def sent_slices(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the name and this rank's slice (`weights/shares.py`) of every parameter that generators get, a flat
+        one; with one rank the full weight. With adapters these are their matrices alone, otherwise all parameters, as
+        in `weights`. No other rank takes part, and nothing is copied. Raises InvariantError if DeepSpeed shards the
+        weights in another way."""
         rank, ranks = self.ranks.rank, self.ranks.count
-        for name, parameter in self._named():
+        for name, parameter in self._sent():
             sizes: Any = parameter
             count, shape = (sizes.ds_numel, sizes.ds_shape) if self.partitioned else (sizes.numel(), sizes.shape)
             first, last = slice_of(count, rank, ranks)
@@ -149,15 +147,25 @@ class TrainedModel:
                 flat = own.detach()[: last - first]
             else:
                 flat = parameter.detach().reshape(-1)[first:last]
-            flat = _with_adapter(factors.get(name), flat, first)
             yield name, flat if ranks > 1 else flat.view(shape)
+
+    def sent_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the name and full weight of every parameter that generators get, in the order of `sent_slices`. All
+        ranks iterate, as in `weights`."""
+        if self.adapters is None:
+            yield from self.weights()
+            return
+        with self._gathered(self.adapters.parameters()):
+            for name, parameter in self._sent():
+                yield name, parameter.detach()
 
     def shapes(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         """Returns the name, dtype and full shape of all weights in the order of `weights`, without gathering them."""
-        return [
-            (name, parameter.dtype, tuple(getattr(parameter, "ds_shape", parameter.shape)))
-            for name, parameter in self._named()
-        ]
+        return _described(self._named())
+
+    def sent_shapes(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        """Returns the same of what generators get, in the order of `sent_slices`."""
+        return _described(self._sent())
 
     def factors(self) -> dict[str, Factors]:
         """Returns copies of the adapters' matrices, by the name of the weight that they change; empty without adapters.
@@ -174,6 +182,14 @@ class TrainedModel:
         self.join_gathering()
         return {}
 
+    def join_sending(self) -> None:
+        """Takes part in gathering while other ranks iterate over `sent_weights`."""
+        if self.adapters is None:
+            self.join_gathering()
+            return
+        with self._gathered(self.adapters.parameters()):
+            pass
+
     def join_gathering(self) -> None:
         """Takes part in gathering while rank 0 iterates over `weights`. All other ranks call it."""
         if self.partitioned:
@@ -186,6 +202,10 @@ class TrainedModel:
         """Yields the parameters of the model without adapters."""
         named = self.model.named_parameters()
         return named if self.adapters is None else self.adapters.frozen(named)
+
+    def _sent(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the parameters that generators get."""
+        return self.model.named_parameters() if self.adapters is None else self.adapters.named()
 
     def _parts(self) -> Iterator[list[tuple[str, nn.Parameter]]]:
         part: list[tuple[str, nn.Parameter]] = []
@@ -227,5 +247,9 @@ class TrainedModel:
         return [p.grad for p in self.network.parameters() if p.grad is not None]
 
 
-def _with_adapter(factors: Factors | None, weight: Tensor, first: int = 0) -> Tensor:
-    return weight if factors is None else merged(weight, factors, first)
+def _described(named: Iterator[tuple[str, nn.Parameter]]) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+    return [(name, one.dtype, tuple(getattr(one, "ds_shape", one.shape))) for name, one in named]
+
+
+def _with_adapter(factors: Factors | None, weight: Tensor) -> Tensor:
+    return weight if factors is None else merged(weight, factors)

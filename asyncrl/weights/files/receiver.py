@@ -56,15 +56,17 @@ class FileReceiver(BackgroundReceiver):
         run_id: str,
         timeout_s: float,
         max_bytes: int,
+        base: str = "",
         device: str = "cpu",
         keeps: Callable[[int], bool] = lambda version: False,
     ) -> None:
-        """Weights of more than `max_bytes` are refused before memory is allocated for them. A version for which `keeps`
-        is true is not skipped, unless nothing has been fetched yet."""
+        """Weights of more than `max_bytes` are refused before memory is allocated for them, and so are adapters of
+        another `base` (`base.py`) and, if there is one, complete weights. A version for which `keeps` is true is not
+        skipped, unless nothing has been fetched yet."""
         super().__init__(device=device, keeps=keeps)
         self._folder = Folder(url, check=self._raise_if_closed)
         self._key = manifest_key(run_id)
-        self._timeout_s, self._max_bytes = timeout_s, max_bytes
+        self._timeout_s, self._max_bytes, self._base = timeout_s, max_bytes, base
         self._layout: WeightManifest | None = None
         self._buffer = torch.empty(0)
         self._reader: Reader | None = None
@@ -185,6 +187,7 @@ class FileReceiver(BackgroundReceiver):
             manifest = read_manifest(self._folder, f"{announced.folder}/{MANIFEST}", announced.sha256, self._key)
             self._layout = WeightManifest.from_json(manifest.layout)
             self._layout.check_size(self._max_bytes)
+            self._layout.check_base(self._base)
             pinned = self._device.type == "cuda"
             self._buffer = empty_buffer(self._layout.num_bytes, torch.device("cpu"), pinned=pinned)
             self._reader = Reader(self._folder, self._layout, self._buffer.numpy(), key=self._key)
