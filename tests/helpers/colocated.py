@@ -28,6 +28,7 @@ from asyncrl.types import NO_VERSION, Group, Lease, Prompt, Shard
 from asyncrl.util.card_lock import Cards
 from asyncrl.util.host_memory import HostMemory
 from asyncrl.weights.staging import StagedWeights
+from asyncrl.weights.stats import WeightSyncStats
 from asyncrl.wire.learner_messages import Committed
 
 TOKENS = 4
@@ -238,6 +239,9 @@ class Receiver:
     def has_version(self) -> bool:
         return self._queue.sent is not None and self._queue.sent is not self._seen
 
+    def round(self) -> None:
+        """Versions come complete."""
+
     def staged(self) -> StagedWeights | None:
         sent = self._queue.sent
         if sent is None or sent is self._seen:
@@ -265,6 +269,7 @@ class CountingEngine:
         self._card = card
         self.version = NO_VERSION
         self.window_tokens = 64
+        self.torn = False
         self.versions: dict[str, list[int]] = {}
         self._awake = {"weights": True, "cache": True}
         card.allocate("generator", 2 * BYTES)
@@ -312,6 +317,9 @@ class CountingEngine:
         self._awake[what] = True
         self._card.allocate("generator", BYTES * sum(self._awake.values()))
         self._card.note("generator", f"wake {what}")
+
+    def peak_memory_bytes(self) -> int:
+        return 2 * BYTES
 
 
 class Rewards:
@@ -364,7 +372,7 @@ class Sender:
     """Gives a copy of the weights to the receiver."""
 
     takes_slices = True
-    stats = SimpleNamespace(count=0, broadcast_s=0.0, wait_s=0.0, dropped=0)
+    stats = WeightSyncStats()
 
     def __init__(self, queue: Queue, card: FakeCard) -> None:
         self._queue, self._card = queue, card
@@ -394,7 +402,7 @@ class FakeTrainer:
         self.phases = SimpleNamespace(metrics=dict)
         self.critic = None
         self.weight = torch.zeros(BYTES // 4)
-        self.policy = SimpleNamespace(excluded=None, replay=None, slices=lambda: [("w", self.weight)])
+        self.policy = SimpleNamespace(excluded=None, replay=None, sent_slices=lambda: [("w", self.weight)])
         self.staleness: list[int] = []
         card.allocate("learner", 2 * BYTES)
 

@@ -197,7 +197,7 @@ def test_a_token_that_is_computed_again_keeps_the_routing_that_sampled_its_succe
     torch.set_num_threads(1)
     config = config_of(save_family("qwen3_moe", tmp_path / "model"), weights={"kv_cache": "recompute"})
     engine = TransformersEngine(config, seed=1)
-    own = [(name, parameter.clone()) for name, parameter in engine._decoder._parameters.items()]
+    own = [(name, parameter.clone()) for name, parameter in engine._decoder._model.named_parameters()]
     other = copy.deepcopy(own)
     for name, tensor in other:
         if name.endswith("gate.weight"):
