@@ -1,7 +1,7 @@
 """`python -m tests` runs every test that is not slow; `python -m tests all` runs the slow ones, and the property tests
 with random inputs.
 
-Each part is a process of pytest, the longest first, and AT_A_TIME run at the same time: each waits often, for a process
+Each part is a process of pytest, the longest first, and some run at the same time: each waits often, for a process
 or for a deadline. tests/generator needs a process of its own, since vLLM and DeepSpeed each take torch's process group.
 The slow tests of the system, which have deadlines, run alone. A part that fails does not keep the others from running.
 """
@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from typing import IO
 
 PASSED, NOTHING_SELECTED, INTERRUPTED = 0, 5, 130
-AT_A_TIME = 3
+AT_A_TIME, SLOW_AT_A_TIME = 4, 3
 GENERATOR = ("tests/generator",)
 LEARNER = ("tests/learner",)
 WEIGHTS = ("tests/weights",)
@@ -112,9 +112,14 @@ def run(*, slow: bool) -> list[Part]:
         left[4:] = reversed(left[4:])
     parts: list[Part] = []
 
+    def at_a_time() -> int:
+        if not slow:
+            return AT_A_TIME
+        return 1 if len(left) == 1 else SLOW_AT_A_TIME
+
     def start() -> None:
         """Starts as many as may run now."""
-        while left and sum(not part.has_ended for part in parts) < (1 if slow and len(left) == 1 else AT_A_TIME):
+        while left and sum(not part.has_ended for part in parts) < at_a_time():
             parts.append(Part(*left.pop(0)))
 
     with ended(parts):

@@ -85,6 +85,7 @@ def test_a_run_with_failing_environments_loses_nothing(
     assert len(json.loads(out.read_text())["prompts"]) == 20
 
 
+@pytest.mark.slow
 def test_rewards_and_environments_by_data_source_are_added(
     launch: Callable[..., Launched], asyncrl: Callable[..., str], settings: list[str], tmp_path: Path
 ) -> None:

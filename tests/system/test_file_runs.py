@@ -52,6 +52,7 @@ def test_weights_through_a_folder_with_a_generator_and_a_learner_killed(launch: 
     assert left[-1].startswith(f"v{steps - 1:06d}-") and 2 <= len(left) <= 3, "float32 weights are always full"
 
 
+@pytest.mark.slow
 @pytest.mark.bfloat16
 def test_deltas_of_bfloat16_weights(launch: Start, capsys: pytest.CaptureFixture[str]) -> None:
     steps = 6

@@ -83,12 +83,13 @@ def run(folder: Path, *arguments: str, may_skip: bool = True) -> tuple[int, str,
     return process.returncode, output, [part for part in PARTS if (folder / part).exists()]
 
 
-def test_three_parts_run_at_a_time_and_the_next_starts_when_one_has_ended(tmp_path: Path) -> None:
+def test_four_parts_run_at_a_time_and_the_next_starts_when_one_has_ended(tmp_path: Path) -> None:
     write_tests(
         tmp_path,
         others="await_file('generator.pid')",
         processes="await_file('generator.pid')",
-        learner="await_file('others.pid'); await_file('processes.pid')",
+        learner="await_file('generator.pid')",
+        weights="await_file('others.pid'); await_file('processes.pid'); await_file('learner.pid')",
         system="assert Path('weights').exists()",
         generator="assert Path('system').exists()",
     )
