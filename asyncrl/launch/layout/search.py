@@ -78,8 +78,9 @@ def search(base: Config, models: Models, cards: int, gpu: Gpu) -> Found:
     """Returns the layout with the most tokens per second of those that fit, and what did not fit. Every learner rank
     and every engine has cards of its own; `cards` are those without critic ranks and reward model.
 
-    If nothing fits without offload, other values of `weights.staging` are tried, then sequences that ranks share. If
-    weights cannot be sent from GPU to GPU then, they are sent through host memory.
+    If nothing fits without offload, other values of `weights.staging` are tried, then sequences that ranks share; the
+    first of those with the least offload is chosen. If weights cannot be sent from GPU to GPU then, they are sent
+    through host memory.
     """
     refused: list[Tried] = []
     layout: Layout | None = None
@@ -89,10 +90,15 @@ def search(base: Config, models: Models, cards: int, gpu: Gpu) -> Found:
             refused += found.refused
             if found.layout is not None and found.layout.config.learner.offload == "none":
                 return Found(found.layout, _nearest(refused))
-            layout = layout or found.layout
+            if layout is None or (found.layout is not None and _offload(found.layout) < _offload(layout)):
+                layout = found.layout
         if layout is not None:
             break
     return Found(layout, _nearest(refused))
+
+
+def _offload(layout: Layout) -> int:
+    return OFFLOADS.index(layout.config.learner.offload)
 
 
 def _ways(base: Config, shape: Shape) -> Iterator[tuple[Config, int]]:
