@@ -6,11 +6,11 @@ import os
 
 RANDOM = os.environ.get("ASYNCRL_HYPOTHESIS") == "all"
 """Random inputs instead of the same ones in every run, and many more of them (`make test-all`)."""
-FEW, MANY = 25, 1000
+FEW, MANY = 25, 500
 """Inputs of a test that does not set its own number."""
 
 
 def examples(few: int, many: int | None = None) -> int:
-    """Number of inputs for `settings(max_examples=...)`: `few` in `make test`, `many` (default: 20 times as many) in
+    """Number of inputs for `settings(max_examples=...)`: `few` in `make test`, `many` (default: 10 times as many) in
     `make test-all`."""
-    return (20 * few if many is None else many) if RANDOM else few
+    return (10 * few if many is None else many) if RANDOM else few
