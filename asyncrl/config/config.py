@@ -289,11 +289,13 @@ class Config(Section):
         return Path(self.runs_dir) / self.run
 
     def with_choices_of(self, saved: Config) -> Config:
-        """The config with what a run's saved config has in place of `rewards: auto`, `eval.rewards: auto` and
-        `epochs`."""
+        """The config with what a run's saved config has in place of `rewards: auto`, `eval.rewards: auto`,
+        `weights.staging: auto` and `epochs`."""
         chosen: dict[str, Any] = {"rewards": saved.rewards} if self.rewards == AUTO else {}
         if self.eval.rewards == AUTO:
             chosen["eval"] = self.eval.model_copy(update={"rewards": saved.eval.rewards})
+        if self.weights.staging == AUTO:
+            chosen["weights"] = self.weights.model_copy(update={"staging": saved.weights.staging})
         if self.epochs is not None:
             chosen |= {"epochs": None, "steps": saved.steps}
         return self.model_copy(update=chosen)

@@ -392,6 +392,15 @@ def test_an_address_is_a_host_and_perhaps_a_port(address: str, host: str, port: 
     assert (launch.host, launch.port) == (host, port)
 
 
+def test_what_a_launcher_chose_is_no_other_setting() -> None:
+    asked = {"model.path": "m", "data.train": "d", "rewards": "auto", "weights.staging": "auto", "epochs": 2.0}
+    chosen = {"rewards": "gsm8k", "weights.staging": "buckets", "epochs": None, "steps": 7}
+    saved = load_config(None, asked | chosen)
+    assert load_config(None, asked).with_choices_of(saved) == saved
+    other = load_config(None, asked | {"weights.staging": "host"}).with_choices_of(saved)
+    assert other.weights.staging == "host"
+
+
 def test_missing_file_names_what_is_shipped() -> None:
     with pytest.raises(ConfigError, match=r"--config demoo: no such file; did you mean demo\?; shipped: .*demo"):
         load_config("demoo")
