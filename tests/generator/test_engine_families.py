@@ -55,7 +55,7 @@ def test_families_that_the_engine_runs_by_classes_of_transformers_agree(tmp_path
     assert found.start < 1e-4 and found.swapped < 1e-4
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("name", [pytest.param("mixtral", marks=pytest.mark.slow), "qwen3_moe"])
 def test_the_engine_has_the_experts_of_every_step_of_a_training(name: str, tmp_path: Path) -> None:
     """Every version is compared by the log-probs of tokens that the engine sampled with it."""
     config = family_config(save_family(name, tmp_path), "float32")

@@ -76,6 +76,7 @@ def test_what_it_writes_fits_by_the_launchers_arithmetic(
     assert f"{sums[0]:.1f} of" in output, "the output has the sum of learner rank 0"
 
 
+@pytest.mark.slow
 def test_it_prefers_speed_among_what_needs_no_offload() -> None:
     models = Models(shape_of(QWEN2_15B))
     base = load_config(None, {"model.path": "m", "data.train": "d", "model.dtype": "bfloat16",

@@ -151,6 +151,7 @@ def mean_tokens_per_s(workload: Workload, chosen: Setup, failing: MachineFailure
     return float(np.mean(found))
 
 
+@pytest.mark.slow
 def test_more_failures_never_train_more() -> None:
     lengths = Lengths.log_normal(mean_tokens=64, sigma=1.0, max_tokens=256, group_size=8)
     workload = Workload(lengths, ENGINE, LearnerCost(0.0, 2e-4), SyncCost(0.5))

@@ -134,6 +134,7 @@ def verdict(found: Prediction, workload: Workload) -> str:
     ).sentence  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_verdict_names_the_limit_that_fills_engines_which_wait_for_environments() -> None:
     workload = job(played(1.0))
     needed = 32 * (1 + 0.2 / (6 * ENGINE.step_s(256)))

@@ -34,6 +34,7 @@ def check_complete(run: Launched, summary: dict[str, Any], steps: int) -> None:
     assert not (run.run_dir / "endpoints.json").exists()
 
 
+@pytest.mark.slow
 def test_a_run_is_hit_by_everything(launch: Start, asyncrl: Asyncrl) -> None:
     """One run through three launches: the first is killed, in the second each role dies once, generators join and
     leave, and it is interrupted; the third trains to the end."""
