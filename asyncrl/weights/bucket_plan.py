@@ -6,14 +6,13 @@ their parts meet. Only parameters that an engine takes by rows are divided among
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from asyncrl.weights.buckets import ALIGN_BYTES, Entry, WeightManifest
-from asyncrl.weights.shares import RankShare, row_ranges
+from asyncrl.weights.shares import RankShare, in_byte_order, row_ranges
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +75,7 @@ def plan_buckets(
     """Returns the buckets for the shares, which are cut `by_parameter`. None has more than `bucket_bytes`, except for
     a larger parameter or row. All receivers take the pieces in the same order, that of their bytes, however their
     engines divide them: no two of them wait for each other."""
-    cuts = [[(cut.start, sender, cut.num_bytes) for cut in share.cuts] for sender, share in enumerate(shares)]
-    pieces = list(heapq.merge(*cuts))
+    pieces = list(in_byte_order(shares))
     buckets: list[PlannedBucket] = []
     taken = 0
     for units in _grouped(_units(layout, bucket_bytes, comes_in_rows), bucket_bytes):

@@ -3,7 +3,6 @@ or always in host memory."""
 
 from __future__ import annotations
 
-import heapq
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -14,7 +13,7 @@ from asyncrl.weights import transports
 from asyncrl.weights.bucket_round import BucketMemory, BucketRound
 from asyncrl.weights.buckets import RunningChecksum, WeightManifest, empty_buffer
 from asyncrl.weights.piece_streams import PieceStreams
-from asyncrl.weights.shares import RankShare, in_turn
+from asyncrl.weights.shares import RankShare, in_byte_order, in_turn
 from asyncrl.weights.staging import StagedWeights, Staging
 from asyncrl.weights.transports import Link
 from asyncrl.weights.waits import POLL_S
@@ -116,8 +115,7 @@ class IntoHostMemory(IntoStaging):
         if memory is None:
             return super().fill(links, version, check, told)
         streams = PieceStreams(links, version)
-        cuts = [[(cut.start, sender, cut.num_bytes) for cut in share.cuts] for sender, share in enumerate(self._shares)]
-        for number, (start, sender, num_bytes) in enumerate(heapq.merge(*cuts)):
+        for number, (start, sender, num_bytes) in enumerate(in_byte_order(self._shares)):
             slot = number % 2
             while memory.is_read(slot):
                 check()

@@ -6,6 +6,7 @@ copies what others send, and learner and generators need not tell each other who
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -101,6 +102,12 @@ def _cuts_by_rows(entry: Entry, slice_: Entry, start: int, bucket_bytes: int) ->
 def _cuts(own: int, start: int, num_bytes: int, step: int) -> Iterator[Cut]:
     for at in range(0, num_bytes, step):
         yield Cut(own + at, start + at, min(step, num_bytes - at))
+
+
+def in_byte_order(shares: Sequence[RankShare]) -> Iterator[tuple[int, int, int]]:
+    """Returns the cuts of all shares as (first byte of all weights, sender, bytes), in the order of their bytes."""
+    cuts = [[(cut.start, sender, cut.num_bytes) for cut in share.cuts] for sender, share in enumerate(shares)]
+    return heapq.merge(*cuts)
 
 
 def in_turn(streams: Sequence[Iterator[Tensor]]) -> Iterator[Tensor]:
