@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.gpu_check import report
+from tests.helpers.runs import Launched
 
 for area in ("learner", "weights", "generator"):
     sys.path.append(str(Path(__file__).parents[1] / area))
@@ -21,6 +22,15 @@ def gpu() -> torch.device:
     if not torch.cuda.is_available():
         pytest.skip("torch finds no GPU")
     return torch.device("cuda", 0)
+
+
+@pytest.fixture
+def started() -> Iterator[list[Launched]]:
+    """Runs that are ended with the test."""
+    runs: list[Launched] = []
+    yield runs
+    for run in runs:
+        run.kill()
 
 
 @pytest.fixture

@@ -109,14 +109,6 @@ def test_the_states_of_a_learner_leave_the_card(stage: int, one_rank: Ranks, tmp
         torch.testing.assert_close(found[name].cpu(), tensor, rtol=1e-3, atol=1e-5)
 
 
-@pytest.fixture
-def started() -> Iterator[list[Launched]]:
-    runs: list[Launched] = []
-    yield runs
-    for run in runs:
-        run.kill()
-
-
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
 def test_the_demo_trains_on_one_gpu_in_turn(
     engine: str,

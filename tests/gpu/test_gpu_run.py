@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,14 +16,6 @@ from tests.helpers.runs import Launched, check_ledger, start_launch
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
 STEPS = 60
-
-
-@pytest.fixture
-def started() -> Iterator[list[Launched]]:
-    runs: list[Launched] = []
-    yield runs
-    for run in runs:
-        run.kill()
 
 
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
