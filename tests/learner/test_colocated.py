@@ -140,13 +140,16 @@ QUICK = [
 
 
 @pytest.mark.parametrize(
-    "dies",
-    [one if one in QUICK else pytest.param(one, marks=pytest.mark.slow) for one in HANDING_DEATHS],
-    ids=lambda dies: f"{dies[0]}-{dies[1].replace(' ', '-')}-{dies[2]}",
+    ("staleness", "dies"),
+    [
+        *((0, one) for one in QUICK),
+        *(pytest.param(0, one, marks=pytest.mark.slow) for one in HANDING_DEATHS if one not in QUICK),
+        *(pytest.param(2, one, marks=pytest.mark.slow) for one in QUICK),
+    ],
+    ids=lambda one: str(one) if isinstance(one, int) else f"{one[0]}-{one[1].replace(' ', '-')}-{one[2]}",
 )
-@pytest.mark.parametrize("staleness", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_whoever_dies_in_a_hand_over_gets_its_turn_again(
-    dies: tuple[str, str, int], staleness: int, tmp_path: Path
+    staleness: int, dies: tuple[str, str, int], tmp_path: Path
 ) -> None:
     data = {"train": "none.parquet", "eval": "none.parquet"}
     evaluation = {"every_steps": 3, "samples": 1}
