@@ -60,7 +60,7 @@ class Run:
         for learner in self.learners:
             learner.say(f"send {version}")
 
-    def await_version(self, generator: Process, version: int, timeout_s: float = 60.0) -> None:
+    def await_version(self, generator: Process, version: int, timeout_s: float = 120.0) -> None:
         """Returns when the generator has completed something under the version; keeps all completions."""
         deadline_s = time.monotonic() + timeout_s
         while True:
