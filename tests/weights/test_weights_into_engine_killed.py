@@ -21,7 +21,7 @@ MOMENTS = [
     ("generator", 1, "sum:30"), ("learner", 0, "sum:20"), ("generator", 1, "commit"), ("generator", 2, "say:Ready"),
     ("learner", 1, "sum:15"), ("learner", 0, "say:Offer"), ("generator", 2, "say:Received"), ("learner", 0, "say:Sent"),
 ]  # fmt: skip
-"""Who is killed when: in all phases of a round, on both sides."""
+"""The processes that are killed, and when: in all phases of a round, on both sides."""
 
 
 @pytest.fixture(scope="module")
