@@ -11,7 +11,7 @@ arrive in its host memory while it sleeps, so that no more than one of the two e
 ipc they are handed over in the learner's turn: both have weights on the card then, and nothing else. A generator that
 starts later, or did not get them, has the learner take its turn once more for that.
 
-Waits for the card have the deadline `launch.progress_timeout_s`, which begins anew while its holder makes progress.
+Waits for the card have the deadline `launch.progress_timeout_s`, which starts again while its holder makes progress.
 """
 
 from __future__ import annotations
