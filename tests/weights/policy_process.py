@@ -1,7 +1,8 @@
 """A learner rank that sends versions of a policy in buckets, or a generator with a real engine that they are loaded
 into.
 
-    python policy_process.py learner RANK RANKS ADDRESS FOLDER TRANSPORT    sends what "send VERSION" on its input says
+    python policy_process.py learner RANK RANKS ADDRESS FOLDER TRANSPORT    sends what "send VERSION" on its input says;
+                                                                            "await" has rank 0 wait for the generators
     python policy_process.py generator RANK ADDRESS FOLDER TRANSPORT        completes prompts all the time
 
 By the transport ipc it is one of each, else two.
@@ -98,9 +99,11 @@ def learn(rank: int, ranks: int, address: str, folder: str, transport: str) -> N
         if line.startswith("die"):
             die_at(line)
             continue
-        version = int(line.split()[1])
-        if isinstance(sender, WeightSender):
+        if line.startswith("await"):
+            assert isinstance(sender, WeightSender)
             await_engines(sender, ranks)
+            continue
+        version = int(line.split()[1])
         weights = []
         for name, one in policy(folder, version).named_parameters():
             first, last = slice_of(one.numel(), rank, ranks)
