@@ -371,7 +371,6 @@ class Batches:
 class Sender:
     """Gives a copy of the weights to the receiver."""
 
-    takes_slices = True
     stats = WeightSyncStats()
 
     def __init__(self, queue: Queue, card: FakeCard) -> None:

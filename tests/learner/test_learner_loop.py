@@ -65,8 +65,6 @@ class Batches:
 class Sender:
     """Checks that the weights of a version do not change before `copied`."""
 
-    takes_slices = True
-
     def __init__(self, lost: bool = False) -> None:
         self.sent: list[tuple[int, dict[str, Tensor]]] = []
         self.uncopied: list[tuple[str, Tensor]] = []

@@ -92,8 +92,6 @@ class Queue:
 
 
 class Sender:
-    takes_slices = True
-
     def __init__(self) -> None:
         self.sent: dict[int, dict[str, Tensor]] = {}
         self.stats = SimpleNamespace(count=0, broadcast_s=0.0, wait_s=0.0, dropped=0, bytes=0)

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from stored_parts import KEY, Model, assert_holds, files, make_publisher, make_reader, no_wait
+from stored_parts import KEY, LAYOUT, Model, assert_holds, files, make_publisher, make_reader, no_wait
 from structlog.testing import capture_logs
 
 from asyncrl.weights import deltas
@@ -18,6 +18,7 @@ from asyncrl.weights.buckets import WeightManifest
 from asyncrl.weights.files.folder import BadFileError, Folder
 from asyncrl.weights.files.manifest import Signed, Stamp, digest_of, manifest_key, sums_of
 from asyncrl.weights.files.reader import read_manifest
+from asyncrl.weights.shares import slices_of
 from asyncrl.wire.version_messages import Announced
 
 
@@ -46,6 +47,7 @@ def test_a_flipped_byte_in_each_file_is_found_and_named(tmp_path: Path) -> None:
                     try:
                         if start is not None:
                             reader._weights[:] = models[start].weights
+                            reader._slices = [slices_of(LAYOUT, 0, 1)]
                             reader.held = stamp(models[start], start)
                         reader.fetch(announced[target], no_wait)
                         assert_holds(reader, models[target])
@@ -57,7 +59,7 @@ def test_a_flipped_byte_in_each_file_is_found_and_named(tmp_path: Path) -> None:
 
 
 def stamp(model: Model, version: int) -> Stamp:
-    return Stamp(version, digest_of(sums_of(model.weights, no_wait)))
+    return Stamp(version, digest_of(sums_of(model.weights, slices_of(LAYOUT, 0, 1).spans, no_wait)))
 
 
 @pytest.mark.parametrize("damage", ["gone", "short", "long"])
@@ -112,7 +114,9 @@ def test_a_delta_that_makes_other_weights_is_named_with_both_sums(
     model.step()
 
     def wrong(old: np.ndarray, new: np.ndarray, **options: Any) -> list[bytes] | None:
-        return real(old, new + np.uint16(1), max_bytes=1 << 30)
+        changed = new.copy()
+        changed[:100] += 1
+        return real(old, changed, max_bytes=1 << 30)
 
     monkeypatch.setattr(deltas, "encode", wrong)
     announced = publisher.publish(1, model.weights, needed=0)
