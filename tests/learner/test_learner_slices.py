@@ -17,7 +17,7 @@ LORA = [
     for stage in (0, 2, 3)
 ]
 BFLOAT16 = [{"learner": {"zero_stage": stage}, "model": {"dtype": "bfloat16"}} for stage in (1, 3)]
-FILES = [section | {"weights": {"transport": "files"}} for section in (*FLOAT32[2:], LORA[2], BFLOAT16[1])]
+FILES = [section | {"weights": {"transport": "files"}} for section in (*FLOAT32, LORA[2], BFLOAT16[1])]
 BUCKETS = [section | {"weights": {"staging": "buckets"}} for section in (FLOAT32[0], FLOAT32[3], *BFLOAT16)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import hmac
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from stored_parts import KEY, LAYOUT, Model, assert_holds, files, make_publisher, make_reader, no_wait
 from structlog.testing import capture_logs
 
@@ -187,6 +189,20 @@ def test_a_manifest_that_was_changed_is_refused_whatever_is_announced(tmp_path: 
     file.write_bytes(msgspec.json.encode(signed))
     reader.fetch(announce(tmp_path, honest.folder), no_wait)
     assert_holds(reader, model)
+
+
+def test_a_file_of_a_rank_that_there_is_not_is_refused(tmp_path: Path) -> None:
+    honest = make_publisher(tmp_path).publish(0, Model().weights, needed=0)
+    file = tmp_path / honest.folder / "manifest.json"
+    manifest = read_manifest(Folder(str(tmp_path)), f"{honest.folder}/manifest.json", honest.sha256, KEY)
+    (way,) = manifest.ways
+    wrong = structs.replace(way, files=[structs.replace(way.files[0], rank=1)])
+    file.write_bytes(structs.replace(manifest, ranks=2, ways=[wrong]).signed(KEY))
+    text = file.read_bytes().replace(b'"ranks":2', b'"ranks":1')
+    raw = msgspec.json.decode(text, type=Signed).manifest
+    file.write_bytes(msgspec.json.encode(Signed(hmac.new(KEY, bytes(raw), "sha256").hexdigest(), raw)))
+    with pytest.raises(BadFileError, match=r"manifest\.json: cannot be read: a file of a rank that is none of 1"):
+        make_reader(tmp_path).fetch(announce(tmp_path, honest.folder), no_wait)
 
 
 def test_the_key_is_that_of_rfc_5869() -> None:

@@ -195,6 +195,18 @@ def test_the_bits_are_those_of_one_rank(address: str, cleanup: list, tmp_path: P
             sender.close()
 
 
+def test_a_reader_follows_learners_of_other_numbers_of_ranks(address: str, cleanup: list, tmp_path: Path) -> None:
+    reader = reader_of(tmp_path)
+    for start, ranks in enumerate((2, 3, 1, 2)):
+        learner = Learner(str(tmp_path), ranks, f"{address}-{start}", cleanup)
+        for version in (2 * start, 2 * start + 1):
+            reader.fetch(learner.publish(version), no_wait)
+            assert_holds(reader, version)
+            assert len(reader._slices) == ranks
+        for sender in learner.senders:
+            sender.close()
+
+
 def test_a_version_that_cannot_be_read_is_written_again_by_all_ranks(
     address: str, cleanup: list, tmp_path: Path
 ) -> None:
