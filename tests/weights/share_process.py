@@ -10,7 +10,6 @@ and prints what it announces.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -31,6 +30,7 @@ from asyncrl.weights.other_ranks import OtherRanks
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.store import StoreServer
 from asyncrl.wire.version_messages import Announced, Follower
+from tests.helpers.forked_scripts import print_json
 
 KILLED = 9
 
@@ -95,9 +95,9 @@ def main() -> None:
             case _:
                 try:
                     sender.wait()
-                    print(json.dumps({"bytes": sender.stats.bytes}), flush=True)
+                    print_json({"bytes": sender.stats.bytes})
                 except AsyncrlError as error:
-                    print(json.dumps({"error": f"{type(error).__name__}: {error}"}), flush=True)
+                    print_json({"error": f"{type(error).__name__}: {error}"})
 
 
 if __name__ == "__main__":
