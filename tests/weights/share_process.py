@@ -36,7 +36,7 @@ KILLED = 9
 
 
 def announce(announced: Announced, check: Callable[[], None]) -> Sequence[Follower]:
-    print(msgspec.json.encode(announced).decode(), flush=True)
+    print_json(msgspec.structs.asdict(announced))
     return []
 
 
