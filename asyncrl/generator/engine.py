@@ -130,7 +130,7 @@ class Engine(Protocol):
         ...
 
     def swap(self, version: int, tensors: Sequence[tuple[str, Tensor]]) -> float:
-        """Loads weights, named as in `TrainedModel.sent_weights`, between two steps; returns the time it took in ms.
+        """Loads weights, named as in `TrainedModel.sent_shapes`, between two steps; returns the time it took in ms.
         Tokens that are sampled afterwards carry `version`. Requests in progress continue, with their keys and values
         kept or recomputed (`weights.kv_cache`). Raises RunError, and changes nothing, when the weights do not match the
         model."""

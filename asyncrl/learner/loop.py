@@ -8,7 +8,7 @@
     card.begin      with launch.colocate: takes the card            its generator                polling (`colocated`)
     trainer.train   version step - 1 becomes version step           all learner ranks, critic    collectives, its reply
     _commit         rank 0 records the step in the replay queue     the journal                  the queue's reply
-    _send           hands this rank's share of the weights over     the broadcast before it      the sender's thread
+    _send           hands this rank's slices of the weights over    the broadcast before it      the sender's thread
     _save           starts a checkpoint, if one is due              the checkpoint before it     the writer's thread
     card.end        with launch.colocate: releases the card         the copy of the weights      the sender's thread
          |
@@ -61,7 +61,7 @@ REWARD_STEPS = 50
 
 @dataclass(slots=True)
 class Learner:
-    """The loop of one rank. Each has at most a sender of its share, and rank 0 a tracker."""
+    """The loop of one rank. Each has a sender of its slices, if any are sent, and rank 0 a tracker."""
 
     config: Config
     trainer: Trainer
@@ -247,18 +247,14 @@ class Learner:
         return collate(shard.groups, self.config, version=step - 1)
 
     def _send(self, version: int) -> None:
-        """Passes the weights to the sender, which copies them in the background unless all ranks gather them for it.
-        Versions sent before this start are not sent again, and the last one is sent only to be evaluated."""
+        """Passes the weights to the sender, which copies them in the background. Versions sent before this start are
+        not sent again, and the last one is sent only to be evaluated."""
         if version < self.committed or not (version < self.config.steps or self.config.evaluates(version)):
             return
         self.watch.switch("syncing")
-        self.sent, policy = version, self.trainer.policy
-        if self.sender is None:
-            policy.join_sending()
-        elif self.sender.takes_slices:
-            self.sender.send(version, self.card.make_room(policy.sent_slices()), copy_later=True)
-        else:
-            self.sender.send(version, policy.sent_weights(), copy_later=not policy.partitioned)
+        self.sent = version
+        if self.sender is not None:
+            self.sender.send(version, self.card.make_room(self.trainer.policy.sent_slices()), copy_later=True)
 
     def _end_turn(self, version: int) -> None:
         """Releases the card; if it hands over, when the generator has loaded this version."""

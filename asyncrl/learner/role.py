@@ -62,8 +62,7 @@ def run_learner(
             book = SampleBook(run_dir) if config.observe.samples else None
             parts.callback(trackers.close)
         sender = _make_sender(config, trainer, endpoints, run_dir, parts)
-        if sender is not None:
-            parts.callback(sender.close)
+        parts.callback(sender.close)
         Learner(
             config, trainer, client, sender, trackers, run_dir, checkpoints, start, book=book, card=card
         ).run(should_stop)  # fmt: skip
@@ -71,8 +70,8 @@ def run_learner(
 
 def _make_sender(
     config: Config, trainer: Trainer, endpoints: Endpoints, run_dir: Path, parts: ExitStack
-) -> BackgroundSender | None:
-    """The sender of this rank's weights: to the generators, or to a store; None if it sends nothing."""
+) -> BackgroundSender:
+    """The sender of this rank's weights: to the generators, or to a store."""
     from asyncrl.weights.buckets import WeightManifest
     from asyncrl.weights.rank_share_sender import RankShareSender
     from asyncrl.weights.sender import WeightSender
@@ -107,28 +106,32 @@ def _make_sender(
 
 def _make_file_sender(
     config: Config, ranks: Ranks, manifest: WeightManifest, endpoints: Endpoints, run_dir: Path, parts: ExitStack
-) -> BackgroundSender | None:
-    """The sender of this rank's share; rank 0 publishes what all have written."""
+) -> BackgroundSender:
+    """The sender of this rank's slices; rank 0 publishes what all have written."""
     from asyncrl.replay.announcer import Announcer
     from asyncrl.weights.files.rank_sender import RankSender
     from asyncrl.weights.files.sender import FileSender, StoreOptions
-    from asyncrl.weights.files.shards import shares_of
     from asyncrl.weights.files.share_writer import Written
     from asyncrl.weights.other_ranks import OtherRanks
 
-    options, shares = StoreOptions.of(config, run_dir), shares_of(manifest, ranks.count)
-    timeout_s, device = config.weights.timeout_s, str(ranks.device)
-    if ranks.rank >= len(shares):
-        return None
+    options, timeout_s, device = StoreOptions.of(config, run_dir), config.weights.timeout_s, str(ranks.device)
     if ranks.rank:
-        return RankSender(manifest, shares[ranks.rank], options.url, endpoints, timeout_s=timeout_s, device=device)
+        return RankSender(
+            manifest,
+            options.url,
+            endpoints,
+            rank=ranks.rank,
+            ranks=ranks.count,
+            timeout_s=timeout_s,
+            device=device,
+        )
     others = None
-    if len(shares) > 1:
+    if ranks.count > 1:
         address = endpoints.listening(endpoints.weights)
         store = StoreServer(address, "shares of weights", run_id=endpoints.run_id, keys=endpoints.keys)
         parts.callback(store.close)
         announce(endpoints, endpoints.weights, store.channel.address)
-        others = OtherRanks(store, len(shares) - 1, Written, timeout_s=timeout_s)
+        others = OtherRanks(store, ranks.count - 1, Written, timeout_s=timeout_s)
     announcer = Announcer(endpoints, timeout_s=config.launch.progress_timeout_s)
     parts.callback(announcer.close)
     return FileSender(

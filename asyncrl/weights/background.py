@@ -51,9 +51,6 @@ class BackgroundSender(ABC, Generic[B]):
     otherwise the error itself.
     """
 
-    takes_slices = False
-    """True if `send` takes a rank's slices of the weights (`TrainedModel.sent_slices`), else complete weights."""
-
     def __init__(
         self,
         manifest: WeightManifest,

@@ -24,6 +24,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from asyncrl.errors import ProtocolError
+from asyncrl.weights.shares import RankSlices
 
 Words = NDArray[np.uint16]
 Buffer = bytes | bytearray | memoryview
@@ -48,13 +49,37 @@ def encode(old: Words, new: Words, *, max_bytes: int, check: Callable[[], None] 
     return blocks
 
 
-def apply(delta: Buffer, words: Words, *, check: Callable[[], None] = lambda: None) -> None:
-    """Turns the old words into the new ones, in place. Raises ProtocolError for a delta that is damaged or of another
-    number of words; the words may have changed then. `check` is called for each block and may raise, too."""
-    offset = 0
-    for start in range(0, len(words), BLOCK_WORDS):
+class Scattered:
+    """Words of a delta that are not next to one another in the weights: those of a rank's slices."""
+
+    def __init__(self, slices: RankSlices) -> None:
+        """The slices have complete words."""
+        own = np.array(slices.own_spans, np.int64).reshape(-1, 2) // 2
+        self.num_words = slices.layout.num_bytes // 2
+        self._starts, self._ends = own[:, 0], own.sum(1)
+        self._shifts = np.array(slices.starts, np.int64) // 2 - self._starts
+
+    def places(self, at: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns the places in the weights of words of the delta, which are in ascending order. Raises ProtocolError
+        for one that is of no slice."""
+        firsts, lasts = np.searchsorted(at, self._starts), np.searchsorted(at, self._ends)
+        if (counts := lasts - firsts).sum() != len(at):
+            raise ProtocolError("delta of weights: a change between two tensors")
+        return at + np.repeat(self._shifts, counts)
+
+
+def apply(
+    delta: Buffer, words: Words, scattered: Scattered | None = None, *, check: Callable[[], None] = lambda: None
+) -> None:
+    """Turns the old words into the new ones, in place; those of the delta are all, or are `scattered`. Raises
+    ProtocolError for a delta that is damaged or of another number of words; the words may have changed then. `check` is
+    called for each block and may raise, too."""
+    offset, count = 0, len(words) if scattered is None else scattered.num_words
+    for start in range(0, count, BLOCK_WORDS):
         check()
-        offset = _apply_block(delta, offset, words[start : start + BLOCK_WORDS])
+        at, steps, offset = _decode_block(delta, offset, min(BLOCK_WORDS, count - start))
+        at += start
+        words[at if scattered is None else scattered.places(at)] += steps
     if offset != len(delta):
         raise ProtocolError(f"delta of weights: {len(delta)} bytes, its blocks have {offset}")
 
@@ -71,14 +96,14 @@ def _encode_block(old: Words, new: Words) -> bytes:
     return b"".join([_HEADER.pack(*counts, *map(len, packed)), *packed])
 
 
-def _apply_block(delta: Buffer, offset: int, words: Words) -> int:
-    """Applies the block at `offset` to its words. Returns where the block ends."""
+def _decode_block(delta: Buffer, offset: int, num_words: int) -> tuple[NDArray[np.int64], NDArray[Any], int]:
+    """Returns which words of the block at `offset` change, what is to be added to them, and where the block ends."""
     if len(delta) - offset < _HEADER.size:
         raise ProtocolError(f"delta of weights: ends at byte {len(delta)}, inside the head of a block")
     size, changed, large_gaps, large_steps, *num_bytes = _HEADER.unpack_from(delta, offset)
     offset += _HEADER.size
-    if size != len(words) or not max(large_gaps, large_steps) <= changed <= size:
-        raise ProtocolError(f"delta of weights: a block of {size} words with {changed} changes, for {len(words)} words")
+    if size != num_words or not max(large_gaps, large_steps) <= changed <= size:
+        raise ProtocolError(f"delta of weights: a block of {size} words with {changed} changes, for {num_words} words")
     streams: list[NDArray[Any]] = []
     counts = (changed, "u1"), (large_gaps, "<u4"), (changed, "u1"), (large_steps, "<u2")
     for (count, dtype), length in zip(counts, num_bytes, strict=True):
@@ -88,8 +113,7 @@ def _apply_block(delta: Buffer, offset: int, words: Words) -> int:
     if changed and at[-1] >= size:
         raise ProtocolError(f"delta of weights: a change at word {at[-1]} of a block of {size}")
     steps = _joined(*streams[2:]).astype(np.uint16)
-    words[at] += (steps >> 1) ^ (0 - (steps & 1))
-    return offset
+    return at, (steps >> 1) ^ (0 - (steps & 1)), offset
 
 
 def _split(values: NDArray[Any], dtype: str) -> tuple[NDArray[np.uint8], NDArray[Any]]:

@@ -34,8 +34,6 @@ _IDLE_S = 0.02
 class RankShareSender(BackgroundSender[Buffer]):
     """Sends the share of a learner rank other than 0, as rank 0 orders."""
 
-    takes_slices = True
-
     def __init__(
         self,
         layout: WeightManifest,

@@ -37,8 +37,6 @@ class WeightSender(BackgroundSender[Buffer]):
     """Broadcasts policy weights to all generators while the learner continues to train. Runs in learner rank 0, listens
     at `address`, and is rank 0 of its link."""
 
-    takes_slices = True
-
     def __init__(
         self,
         address: str,

@@ -23,6 +23,44 @@ def slice_of(num_elements: int, rank: int, ranks: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, slots=True)
+class RankSlices:
+    """The slices of all parameters that a rank has, in a buffer of its own."""
+
+    layout: WeightManifest
+    """The buffer: of each parameter a flat slice, which may be empty; with one rank the parameters."""
+    starts: tuple[int, ...]
+    """Of each slice the first byte in the buffer of all weights."""
+
+    @property
+    def own_spans(self) -> list[tuple[int, int]]:
+        """Of each slice its first byte in the rank's buffer, and its size."""
+        return [(entry.offset, entry.num_bytes) for entry in self.layout.entries]
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """Of each slice its first byte in the buffer of all weights, and its size."""
+        return [(start, entry.num_bytes) for start, entry in zip(self.starts, self.layout.entries, strict=True)]
+
+
+def slices_of(layout: WeightManifest, rank: int, ranks: int) -> RankSlices:
+    """Returns the slices of a rank."""
+    if ranks == 1:
+        return RankSlices(layout, tuple(entry.offset for entry in layout.entries))
+    entries: list[Entry] = []
+    starts: list[int] = []
+    end = 0
+    for entry in layout.entries:
+        begin, stop = slice_of(entry.num_bytes // entry.dtype.itemsize, rank, ranks)
+        start = entry.offset + begin * entry.dtype.itemsize
+        # At the same place of a row as in all weights, since the checksum works on rows.
+        own = end + (start - end) % ROW_BYTES
+        entries.append(replace(entry, shape=(stop - begin,), offset=own))
+        starts.append(start)
+        end = own + entries[-1].num_bytes
+    return RankSlices(WeightManifest(tuple(entries)), tuple(starts))
+
+
+@dataclass(frozen=True, slots=True)
 class Cut:
     """Bytes that are sent at once."""
 
@@ -38,7 +76,7 @@ class RankShare:
     """The part of each version that a rank sends."""
 
     layout: WeightManifest
-    """The rank's buffer: of each parameter a flat slice, which may be empty, or the parameters."""
+    """The rank's buffer, as in `RankSlices`."""
     cuts: tuple[Cut, ...]
     """The parts that are sent, in this order."""
 
@@ -56,21 +94,14 @@ def share_of(
     step = max(bucket_bytes // ROW_BYTES, 1) * ROW_BYTES
     if ranks == 1 and not by_parameter:
         return RankShare(layout, tuple(_cuts(0, 0, layout.num_bytes, step)))
-    entries: list[Entry] = []
+    own = slices_of(layout, rank, ranks)
     cuts: list[Cut] = []
-    end = 0
-    for entry in layout.entries:
-        begin, stop = slice_of(entry.num_bytes // entry.dtype.itemsize, rank, ranks)
-        start = entry.offset + begin * entry.dtype.itemsize
-        # At the same place of a row as in all weights, since the checksum works on rows.
-        own = end + (start - end) % ROW_BYTES
-        entries.append(replace(entry, shape=(stop - begin,), offset=own))
-        end = own + entries[-1].num_bytes
+    for entry, slice_, start in zip(layout.entries, own.layout.entries, own.starts, strict=True):
         if by_parameter:
-            cuts += _cuts_by_rows(entry, entries[-1], start, bucket_bytes)
+            cuts += _cuts_by_rows(entry, slice_, start, bucket_bytes)
         else:
-            cuts += _cuts(own, start, end - own, step)
-    return RankShare(WeightManifest(tuple(entries)), tuple(cuts))
+            cuts += _cuts(slice_.offset, start, slice_.num_bytes, step)
+    return RankShare(own.layout, tuple(cuts))
 
 
 def shares_of_ranks(

@@ -382,7 +382,7 @@ class Batches:
 class Sender:
     """Gives a copy of the weights to the receiver."""
 
-    takes_slices, is_missed = True, False
+    is_missed = False
     stats = WeightSyncStats()
 
     def __init__(self, queue: Queue, card: FakeCard) -> None:

@@ -25,7 +25,6 @@ import asyncrl.replay.client
 import asyncrl.replay.journal.history
 import asyncrl.weights.deltas
 import asyncrl.weights.files.manifest
-import asyncrl.weights.files.shards
 import asyncrl.weights.rank_share_sender
 import asyncrl.weights.sender
 from asyncrl.learner.role import run_learner, run_offline
@@ -63,7 +62,7 @@ class Client:
 
 class Sender:
     address = ""
-    takes_slices, is_missed = True, False
+    is_missed = False
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         manifest = arguments[1] if rank == 0 else arguments[0]
@@ -124,7 +123,7 @@ torch.set_num_threads(1)
 by_files = (out / "files").exists()
 if by_files:
     asyncrl.weights.deltas.BLOCK_WORDS = 512
-    asyncrl.weights.files.manifest.SUM_BYTES = asyncrl.weights.files.shards.SUM_BYTES = 1024
+    asyncrl.weights.files.manifest.SUM_BYTES = 1024
 offline = out / "offline.json"
 config = make_config(
     model,

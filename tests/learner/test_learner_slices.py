@@ -17,6 +17,7 @@ LORA = [
     for stage in (0, 2, 3)
 ]
 BFLOAT16 = [{"learner": {"zero_stage": stage}, "model": {"dtype": "bfloat16"}} for stage in (1, 3)]
+FILES = [section | {"weights": {"transport": "files"}} for section in (*FLOAT32, LORA[2], BFLOAT16[1])]
 BUCKETS = [section | {"weights": {"staging": "buckets"}} for section in (FLOAT32[0], FLOAT32[3], *BFLOAT16)]
 
 
@@ -32,7 +33,7 @@ BUCKETS = [section | {"weights": {"staging": "buckets"}} for section in (FLOAT32
 def test_the_slices_of_all_ranks_are_the_model(
     family: str, ranks: int, free_port: Callable[[], int], tmp_path: Path
 ) -> None:
-    sections = [*FLOAT32, *LORA, *BFLOAT16, *BUCKETS]
+    sections = [*FLOAT32, *LORA, *FILES, *BFLOAT16, *BUCKETS]
     (tmp_path / "cases.json").write_text(json.dumps({"ranks": ranks, "sections": sections}))
     model = save_family(family, tmp_path / "model")
     codes = spawn("send_ranks.py", model, tmp_path, free_port(), ranks=ranks, timeout_s=220)

@@ -1,10 +1,11 @@
 """One of several learner ranks with ZeRO stage 3, or the generator, that measures its memory while versions are sent.
 
-    python memory_ranks.py RANK RANKS ADDRESS MODEL OUT STAGING
+    python memory_ranks.py RANK RANKS ADDRESS MODEL OUT WAY
 
 RANK is that of a learner rank, or RANKS for the generator: with whole a receiver, with buckets also an engine of two
-worker processes. Each writes the peak of the memory of its processes above that before the first version, in bytes, to
-OUT/RANK.json.
+worker processes. With files there is no generator: weights in float32, then in bfloat16, go to folders in OUT; those in
+bfloat16 change, and are written as deltas. Each writes the peak of the memory of its processes above that before the
+first version, in bytes, to OUT/RANK.json.
 """
 
 from __future__ import annotations
@@ -14,22 +15,33 @@ import re
 import sys
 import threading
 import time
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from asyncrl.config import Config
-from asyncrl.learner.distributed import process_group
+from asyncrl.learner.distributed import Ranks, process_group
 from asyncrl.learner.model.policy import Policy
+from asyncrl.weights.background import BackgroundSender
 from asyncrl.weights.buckets import WeightManifest
+from asyncrl.weights.files.rank_sender import RankSender, SliceSender
+from asyncrl.weights.files.sender import FileSender, StoreOptions
+from asyncrl.weights.files.share_writer import Written
+from asyncrl.weights.other_ranks import OtherRanks
 from asyncrl.weights.rank_share_sender import RankShareSender
 from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.sender import WeightSender
 from asyncrl.wire.endpoints import Endpoints
+from asyncrl.wire.store import StoreServer
 
 BUCKET_BYTES = 8 << 20
 TIMEOUT_S = 120.0
 VERSIONS = 2
+STORED = {"float32": 2, "bfloat16": 6}
+"""Versions in folders, by dtype."""
 LOOK_S = 0.001
 
 
@@ -62,40 +74,82 @@ class Peak:
         return [most - before for most, before in zip(self._most_bytes, self._before_bytes, strict=True)]
 
 
-def learn(rank: int, ranks: int, places: Endpoints, model: str, out: Path, *, copies: bool) -> None:
+def make_sender(
+    rank: int, ranks: int, places: Endpoints, manifest: WeightManifest, *, copies: bool
+) -> BackgroundSender[Any]:
+    options: dict[str, Any] = {"ranks": ranks, "bucket_bytes": BUCKET_BYTES, "timeout_s": TIMEOUT_S, "copies": copies}
+    if rank:
+        return RankShareSender(manifest, places, rank=rank, **options)
+    sender = WeightSender(
+        places.weights, manifest, expected_generators=1, transport="gloo", run_id=places.run_id, **options
+    )
+    sender._membership.await_members(1, TIMEOUT_S)
+    return sender
+
+
+def make_file_sender(rank: int, ranks: int, places: Endpoints, manifest: WeightManifest, url: str) -> SliceSender:
+    if rank:
+        return RankSender(manifest, url, places, rank=rank, ranks=ranks, timeout_s=TIMEOUT_S)
+    store = StoreServer(places.weights, "shares of weights", run_id=places.run_id)
+    others = OtherRanks(store, ranks - 1, Written, timeout_s=TIMEOUT_S)
+    options = StoreOptions(url, full_every=32, keep=2)
+    return FileSender(
+        manifest, options, lambda *_: [], run_id=places.run_id, timeout_s=TIMEOUT_S, others=others
+    )  # fmt: skip
+
+
+def change(weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    """Changes two of a hundred weights in bfloat16 to a neighbour."""
+    for _, weight in weights:
+        if weight.dtype == torch.bfloat16:
+            weight.view(torch.int16).view(-1)[version::50] += 1
+
+
+def make_policy(model: str, group: Ranks, dtype: str = "float32") -> Policy:
     config = Config.model_validate(
         {
-            "model": {"path": model},
+            "model": {"path": model, "dtype": dtype},
             "data": {"train": "none.parquet"},
             "learner": {"zero_stage": 3},
-            "launch": {"learners": ranks},
+            "launch": {"learners": group.count},
             "steps": 1,
         }
     )
-    with process_group(places, rank, ranks, start_timeout_s=TIMEOUT_S, timeout_s=TIMEOUT_S) as group:
-        policy = Policy(config, group)
+    return Policy(config, group)
+
+
+def send(group: Ranks, policy: Policy, sender: BackgroundSender[Any], versions: int) -> dict[str, Any]:
+    """Returns the memory that it takes to send this many versions, of which those in bfloat16 differ."""
+    group.barrier()
+    peak = Peak()
+    for version in range(versions):
+        sender.send(version, policy.sent_slices(), copy_later=True)
+        sender.copied()
+        sender.wait()
+        change(policy.sent_slices(), version)
+    found = {"extra_bytes": peak.end(), "sent": sender.stats.count}
+    group.barrier()
+    sender.close()
+    return found
+
+
+def learn(group: Ranks, places: Endpoints, model: str, *, copies: bool) -> dict[str, Any]:
+    policy = make_policy(model, group)
+    manifest = WeightManifest.of(policy.sent_shapes())
+    sender = make_sender(group.rank, group.count, places, manifest, copies=copies)
+    return send(group, policy, sender, VERSIONS) | {"weights_bytes": manifest.num_bytes}
+
+
+def learn_to_files(group: Ranks, places: Endpoints, model: str, out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for dtype, versions in STORED.items():
+        policy = make_policy(model, group, dtype)
         manifest = WeightManifest.of(policy.sent_shapes())
-        if rank == 0:
-            sender = WeightSender(
-                places.weights, manifest, ranks=ranks, expected_generators=1, transport="gloo",
-                bucket_bytes=BUCKET_BYTES, timeout_s=TIMEOUT_S, run_id=places.run_id, copies=copies,
-            )  # fmt: skip
-            sender._membership.await_members(1, TIMEOUT_S)
-        else:
-            sender = RankShareSender(
-                manifest, places, rank=rank, ranks=ranks, bucket_bytes=BUCKET_BYTES, timeout_s=TIMEOUT_S, copies=copies
-            )
-        group.barrier()
-        peak = Peak()
-        for version in range(VERSIONS):
-            sender.send(version, policy.sent_slices(), copy_later=True)
-            sender.copied()
-            sender.wait()
-        (out / f"{rank}.json").write_text(
-            json.dumps({"extra_bytes": peak.end(), "weights_bytes": manifest.num_bytes, "sent": sender.stats.count})
-        )
-        group.barrier()
-        sender.close()
+        own = replace(places, weights=f"{places.weights}-{dtype}")
+        sender = make_file_sender(group.rank, group.count, own, manifest, str(out / dtype))
+        found[dtype] = send(group, policy, sender, versions) | {"weights_bytes": manifest.num_bytes}
+        del policy, sender
+    return found
 
 
 def make_receiver(places: Endpoints) -> WeightReceiver:
@@ -151,15 +205,20 @@ def generate(rank: int, places: Endpoints, model: str, out: Path) -> None:
 
 
 def main() -> None:
-    rank, ranks, address, out = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[5])
+    rank, ranks, address, out, way = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[5]), sys.argv[6]
     torch.set_num_threads(1)
     places = Endpoints("test", "", f"{address}-weights", f"{address}-learners")
-    if rank == ranks and sys.argv[6] == "buckets":
+    if rank == ranks and way == "buckets":
         generate(rank, places, sys.argv[4], out)
     elif rank == ranks:
         receive(rank, places, out)
     else:
-        learn(rank, ranks, places, sys.argv[4], out, copies=sys.argv[6] == "whole")
+        with process_group(places, rank, ranks, start_timeout_s=TIMEOUT_S, timeout_s=TIMEOUT_S) as group:
+            if way == "files":
+                found = learn_to_files(group, places, sys.argv[4], out)
+            else:
+                found = learn(group, places, sys.argv[4], copies=way == "whole")
+        (out / f"{rank}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -14,14 +14,13 @@ import sys
 from dataclasses import asdict
 
 import torch
-from weight_parts import BUCKET_BYTES, manifest_of, weights
+from weight_parts import BUCKET_BYTES, manifest_of, sliced, weights
 
 from asyncrl.errors import AsyncrlError
 from asyncrl.weights import buckets
 from asyncrl.weights.background import BackgroundSender
 from asyncrl.weights.rank_share_sender import RankShareSender
 from asyncrl.weights.sender import WeightSender
-from asyncrl.weights.shares import slice_of
 from asyncrl.wire.endpoints import Endpoints
 from tests.helpers.forked_scripts import print_json
 
@@ -44,13 +43,7 @@ def make_rank(
 
 def slices(version: int, rank: int, ranks: int) -> list[tuple[str, torch.Tensor]]:
     """Returns the part of a version's weights that the rank has."""
-    if ranks == 1:
-        return weights(version)
-    found: list[tuple[str, torch.Tensor]] = []
-    for name, tensor in weights(version):
-        first, last = slice_of(tensor.numel(), rank, ranks)
-        found.append((name, tensor.view(-1)[first:last]))
-    return found
+    return sliced(weights(version), rank, ranks)
 
 
 def hit(number: int, after: int) -> None:

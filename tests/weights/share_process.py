@@ -2,8 +2,10 @@
 
     python share_process.py RANK RANKS ADDRESS STORE TIMEOUT_S
 
-"send VERSION" sends the test's weights of that version, "wait" prints a line when they are published, "kill N" has the
-process end in its N-th write from then on. Rank 0 serves the others at the address, and prints what it announces.
+"send VERSION" sends the rank's slices of the test's weights of that version, "wait" prints a line when they are
+published. "kill write N" has the process end in its N-th write from then on, "kill ordered" before it carries the next
+order out, "kill written" behind that, "kill kept" when the version is there. Rank 0 serves the others at the address,
+and prints what it announces.
 """
 
 from __future__ import annotations
@@ -16,15 +18,14 @@ from typing import Any
 import msgspec
 from small_pieces import shrink_pieces
 from stored_parts import trained
-from weight_parts import manifest_of
+from weight_parts import manifest_of, sliced
 
 from asyncrl.errors import AsyncrlError
 from asyncrl.weights.background import BackgroundSender
 from asyncrl.weights.files.folder import Folder
 from asyncrl.weights.files.rank_sender import RankSender
 from asyncrl.weights.files.sender import FileSender, StoreOptions
-from asyncrl.weights.files.shards import shares_of
-from asyncrl.weights.files.share_writer import Written
+from asyncrl.weights.files.share_writer import Keep, Order, ShareWriter, Written
 from asyncrl.weights.other_ranks import OtherRanks
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.store import StoreServer
@@ -35,15 +36,15 @@ KILLED = 9
 
 
 def announce(announced: Announced, check: Callable[[], None]) -> Sequence[Follower]:
-    print(msgspec.json.encode(announced).decode(), flush=True)
+    print_json(msgspec.structs.asdict(announced))
     return []
 
 
 def make_sender(rank: int, ranks: int, address: str, url: str, timeout_s: float) -> BackgroundSender:
     manifest = manifest_of(trained(0))
     if rank:
-        share = shares_of(manifest, ranks)[rank]
-        return RankSender(manifest, share, url, Endpoints("run-0f", "", address, ""), timeout_s=timeout_s)
+        endpoints = Endpoints("run-0f", "", address, "")
+        return RankSender(manifest, url, endpoints, rank=rank, ranks=ranks, timeout_s=timeout_s)
     others = OtherRanks(StoreServer(address, "shares", run_id="run-0f"), ranks - 1, Written, timeout_s=timeout_s)
     options = StoreOptions(url, full_every=4, keep=2)
     return FileSender(manifest, options, announce, run_id="run-0f", timeout_s=timeout_s, others=others)
@@ -61,6 +62,18 @@ def kill_in_write(count: int) -> None:
     Folder.write = killing  # type: ignore[method-assign]
 
 
+def kill_at_order(moment: str) -> None:
+    carry_out = ShareWriter.carry_out
+
+    def killing(self: ShareWriter, order: Order, own: Any) -> Any:
+        answer = carry_out(self, order, own) if moment != "ordered" else None
+        if moment != "kept" or isinstance(order, Keep):
+            os._exit(KILLED)
+        return answer
+
+    ShareWriter.carry_out = killing  # type: ignore[method-assign]
+
+
 def _half(chunks: Any) -> Any:
     first = next(iter(chunks))
     yield first[: len(first) // 2]
@@ -73,10 +86,12 @@ def main() -> None:
     sender = make_sender(int(rank), int(ranks), address, url, float(timeout_s))
     for line in sys.stdin:
         match line.split():
-            case ["kill", count]:
+            case ["kill", "write", count]:
                 kill_in_write(int(count))
+            case ["kill", moment]:
+                kill_at_order(moment)
             case ["send", version]:
-                sender.send(int(version), trained(int(version)))
+                sender.send(int(version), sliced(trained(int(version)), int(rank), int(ranks)))
             case _:
                 try:
                     sender.wait()

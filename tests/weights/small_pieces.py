@@ -1,4 +1,4 @@
-"""Pieces so small that a model of some kilobytes has many, which several ranks share."""
+"""Pieces so small that a model of some kilobytes has many."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import asyncrl.weights.deltas
 import asyncrl.weights.files.manifest
-import asyncrl.weights.files.shards
 
 PIECE_BYTES = 4096
 
@@ -15,4 +14,3 @@ def shrink_pieces(set_to: Callable[[object, str, int], None] = setattr) -> None:
     """Makes sums and blocks of deltas small in this process."""
     set_to(asyncrl.weights.deltas, "BLOCK_WORDS", PIECE_BYTES // 4)
     set_to(asyncrl.weights.files.manifest, "SUM_BYTES", PIECE_BYTES)
-    set_to(asyncrl.weights.files.shards, "SUM_BYTES", PIECE_BYTES)

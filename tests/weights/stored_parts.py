@@ -52,7 +52,10 @@ def make_publisher(url: str | Path, *, layout: WeightManifest = LAYOUT, **option
 
 
 def make_reader(url: str | Path, *, layout: WeightManifest = LAYOUT) -> Reader:
-    return Reader(Folder(str(url)), layout, np.full(layout.num_bytes, 7, np.uint8), key=KEY)
+    weights = np.zeros(layout.num_bytes, np.uint8)
+    for entry in layout.entries:
+        weights[entry.offset : entry.offset + entry.num_bytes] = 7
+    return Reader(Folder(str(url)), layout, weights, key=KEY)
 
 
 def no_wait() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import hmac
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from stored_parts import KEY, Model, assert_holds, files, make_publisher, make_reader, no_wait
+from msgspec import structs
+from stored_parts import KEY, LAYOUT, Model, assert_holds, files, make_publisher, make_reader, no_wait
 from structlog.testing import capture_logs
 
 from asyncrl.weights import deltas
@@ -18,6 +20,7 @@ from asyncrl.weights.buckets import WeightManifest
 from asyncrl.weights.files.folder import BadFileError, Folder
 from asyncrl.weights.files.manifest import Signed, Stamp, digest_of, manifest_key, sums_of
 from asyncrl.weights.files.reader import read_manifest
+from asyncrl.weights.shares import slices_of
 from asyncrl.wire.version_messages import Announced
 
 
@@ -46,6 +49,7 @@ def test_a_flipped_byte_in_each_file_is_found_and_named(tmp_path: Path) -> None:
                     try:
                         if start is not None:
                             reader._weights[:] = models[start].weights
+                            reader._slices = [slices_of(LAYOUT, 0, 1)]
                             reader.held = stamp(models[start], start)
                         reader.fetch(announced[target], no_wait)
                         assert_holds(reader, models[target])
@@ -57,7 +61,7 @@ def test_a_flipped_byte_in_each_file_is_found_and_named(tmp_path: Path) -> None:
 
 
 def stamp(model: Model, version: int) -> Stamp:
-    return Stamp(version, digest_of(sums_of(model.weights, no_wait)))
+    return Stamp(version, digest_of(sums_of(model.weights, slices_of(LAYOUT, 0, 1).spans, no_wait)))
 
 
 @pytest.mark.parametrize("damage", ["gone", "short", "long"])
@@ -112,7 +116,9 @@ def test_a_delta_that_makes_other_weights_is_named_with_both_sums(
     model.step()
 
     def wrong(old: np.ndarray, new: np.ndarray, **options: Any) -> list[bytes] | None:
-        return real(old, new + np.uint16(1), max_bytes=1 << 30)
+        changed = new.copy()
+        changed[:100] += 1
+        return real(old, changed, max_bytes=1 << 30)
 
     monkeypatch.setattr(deltas, "encode", wrong)
     announced = publisher.publish(1, model.weights, needed=0)
@@ -183,6 +189,20 @@ def test_a_manifest_that_was_changed_is_refused_whatever_is_announced(tmp_path: 
     file.write_bytes(msgspec.json.encode(signed))
     reader.fetch(announce(tmp_path, honest.folder), no_wait)
     assert_holds(reader, model)
+
+
+def test_a_file_of_a_rank_that_there_is_not_is_refused(tmp_path: Path) -> None:
+    honest = make_publisher(tmp_path).publish(0, Model().weights, needed=0)
+    file = tmp_path / honest.folder / "manifest.json"
+    manifest = read_manifest(Folder(str(tmp_path)), f"{honest.folder}/manifest.json", honest.sha256, KEY)
+    (way,) = manifest.ways
+    wrong = structs.replace(way, files=[structs.replace(way.files[0], rank=1)])
+    file.write_bytes(structs.replace(manifest, ranks=2, ways=[wrong]).signed(KEY))
+    text = file.read_bytes().replace(b'"ranks":2', b'"ranks":1')
+    raw = msgspec.json.decode(text, type=Signed).manifest
+    file.write_bytes(msgspec.json.encode(Signed(hmac.new(KEY, bytes(raw), "sha256").hexdigest(), raw)))
+    with pytest.raises(BadFileError, match=r"manifest\.json: cannot be read: a file of a rank that is none of 1"):
+        make_reader(tmp_path).fetch(announce(tmp_path, honest.folder), no_wait)
 
 
 def test_the_key_is_that_of_rfc_5869() -> None:

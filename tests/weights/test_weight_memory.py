@@ -7,9 +7,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from memory_ranks import BUCKET_BYTES, VERSIONS
+from memory_ranks import BUCKET_BYTES, STORED, VERSIONS
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from tests.helpers.sockets import socket_address
@@ -32,18 +33,14 @@ def save_model(folder: Path) -> str:
     return str(folder)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("staging", ["whole", "buckets"])
-def test_a_transfer_takes_a_copy_of_the_weights_or_two_buckets(
-    staging: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def measure(way: str, tmp_path: Path, *, processes: int) -> list[dict[str, Any]]:
+    """Returns what the learner ranks, and the generator if it is one of the processes, have measured."""
     model, address = save_model(tmp_path / "model"), socket_address("ranks")
     environment = os.environ | MALLOC | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     script = str(Path(__file__).with_name("memory_ranks.py"))
     running: list[subprocess.Popen[bytes]] = []
-    for rank in range(RANKS + 1):
-        arguments = [sys.executable, script, *map(str, (rank, RANKS, address, model, tmp_path, staging))]
+    for rank in range(processes):
+        arguments = [sys.executable, script, *map(str, (rank, RANKS, address, model, tmp_path, way))]
         with open(tmp_path / f"{rank}.log", "w") as log:
             running.append(subprocess.Popen(arguments, env=environment, cwd=ROOT, stdout=log, stderr=log))
     try:
@@ -52,7 +49,16 @@ def test_a_transfer_takes_a_copy_of_the_weights_or_two_buckets(
     finally:
         for process in running:
             process.kill()
-    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(RANKS + 1)]
+    return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(processes)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("staging", ["whole", "buckets"])
+def test_a_transfer_takes_a_copy_of_the_weights_or_two_buckets(
+    staging: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = measure(staging, tmp_path, processes=RANKS + 1)
     weights_bytes = found[0]["weights_bytes"]
     share_bytes = weights_bytes // RANKS if staging == "whole" else 0
     rows = [(f"learner rank {rank}", found[rank]["extra_bytes"][0], share_bytes) for rank in range(RANKS)]
@@ -70,3 +76,23 @@ def test_a_transfer_takes_a_copy_of_the_weights_or_two_buckets(
     for who, extra_bytes, limit_bytes in rows:
         assert extra_bytes <= limit_bytes + 2 * BUCKET_BYTES + PYTHON_BYTES[staging], who
         assert extra_bytes >= 0.9 * limit_bytes, f"{who}: nothing was measured"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_to_write_a_version_takes_a_ranks_slices_and_the_bases_of_its_deltas(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = measure("files", tmp_path, processes=RANKS)
+    for dtype, bases in (("float32", 0), ("bfloat16", 3)):
+        weights_bytes = found[0][dtype]["weights_bytes"]
+        limit_bytes = weights_bytes * (1 + bases) // RANKS
+        most_bytes = [one[dtype]["extra_bytes"][0] for one in found]
+        with capsys.disabled():
+            print(f"\n{dtype}: {weights_bytes / 2**20:.1f} MiB, {STORED[dtype]} versions; MiB above before:")
+            for rank, extra_bytes in enumerate(most_bytes):
+                print(f"learner rank {rank}  {extra_bytes / 2**20:7.1f}   of {limit_bytes / 2**20:7.1f}")
+        assert found[0][dtype]["sent"] == STORED[dtype]
+        assert any((tmp_path / dtype).rglob("*.delta")) == (bases > 0)
+        assert max(most_bytes) <= limit_bytes + PYTHON_BYTES["whole"]
+        assert min(most_bytes) >= 0.9 * limit_bytes, "nothing was measured"

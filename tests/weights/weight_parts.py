@@ -21,6 +21,7 @@ from asyncrl.weights.buckets import WeightManifest
 from asyncrl.weights.into_staging import IntoStaging
 from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.sender import WeightSender
+from asyncrl.weights.shares import slice_of
 from asyncrl.weights.staging import StagedWeights
 from asyncrl.weights.transports import Member
 from asyncrl.wire.sockets import connect_dealer
@@ -40,6 +41,17 @@ def weights(version: int) -> list[tuple[str, torch.Tensor]]:
         ("norm.weight", torch.randn(40, generator=generator).to(torch.bfloat16)),
         ("head.weight", torch.randn(640, 800, generator=generator)),
     ]
+
+
+def sliced(tensors: list[tuple[str, torch.Tensor]], rank: int, ranks: int) -> list[tuple[str, torch.Tensor]]:
+    """Returns the part of the weights that a rank has."""
+    if ranks == 1:
+        return tensors
+    found: list[tuple[str, torch.Tensor]] = []
+    for name, tensor in tensors:
+        first, last = slice_of(tensor.numel(), rank, ranks)
+        found.append((name, tensor.view(-1)[first:last]))
+    return found
 
 
 def described(tensors: list[tuple[str, torch.Tensor]]) -> list[list[Any]]:

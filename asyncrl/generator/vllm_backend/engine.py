@@ -252,7 +252,7 @@ class VllmEngine:
             del self._requests[key]
 
     def swap(self, version: int, tensors: Weights) -> float:
-        """Loads weights, named as in `TrainedModel.sent_weights`, between two steps; returns the time it took in ms.
+        """Loads weights, named as in `TrainedModel.sent_shapes`, between two steps; returns the time it took in ms.
 
         Tokens of batches that are scheduled afterwards carry `version`, those of a batch in flight the one before.
         Requests in progress continue, with their KV cache kept or recomputed (`weights.kv_cache`), which drops what is

@@ -149,16 +149,6 @@ class TrainedModel:
                 flat = parameter.detach().reshape(-1)[first:last]
             yield name, flat if ranks > 1 else flat.view(shape)
 
-    def sent_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the name and full weight of every parameter that generators get, in the order of `sent_slices`. All
-        ranks iterate, as in `weights`."""
-        if self.adapters is None:
-            yield from self.weights()
-            return
-        with self._gathered(self.adapters.parameters()):
-            for name, parameter in self._sent():
-                yield name, parameter.detach()
-
     def shapes(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         """Returns the name, dtype and full shape of all weights in the order of `weights`, without gathering them."""
         return _described(self._named())
@@ -181,14 +171,6 @@ class TrainedModel:
             return {name: weight.to("cpu", copy=True) for name, weight in self.weights()}
         self.join_gathering()
         return {}
-
-    def join_sending(self) -> None:
-        """Takes part in gathering while other ranks iterate over `sent_weights`."""
-        if self.adapters is None:
-            self.join_gathering()
-            return
-        with self._gathered(self.adapters.parameters()):
-            pass
 
     def join_gathering(self) -> None:
         """Takes part in gathering while rank 0 iterates over `weights`. All other ranks call it."""

@@ -3,10 +3,11 @@
     URL/v000120-1f0c9a02/   full-00000.safetensors ...  from-000119.delta  manifest.json
     URL/v000121-77ab03d1/   from-000120.delta  from-000120-1.delta  from-000112.delta ...  manifest.json
 
-A version has a folder, whose name no other attempt has. Its manifest is written last: a folder without one does not
-exist. Whoever has the sha256 of a manifest can prove everything: the manifest has the sums of its files and of the
-result, and the sha256 of earlier manifests. A manifest is signed with a key that only the processes of its run have. So
-the store is not trusted, nor whoever passes an announcement on.
+Each learner rank writes its slices (`weights/shares.py`); `-1` stands for rank 1. A version has a folder, whose name no
+other attempt has. Its manifest is written last: a folder without one does not exist. Whoever has the sha256 of a
+manifest can prove everything: the manifest has the sums of its files and of the result, and the sha256 of earlier
+manifests. A manifest is signed with a key that only the processes of its run have. So the store is not trusted, nor
+whoever passes an announcement on.
 """
 
 from __future__ import annotations
@@ -23,17 +24,19 @@ import xxhash
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from asyncrl.wire.bounds import Count, Number
+from asyncrl.wire.bounds import MAX_INDEX, Count, Index, Number
 from asyncrl.wire.version_messages import FolderName, Sha256
 
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 64 << 20
 SUM_BYTES = 64 << 20
-"""Size of the parts of the weights that have a sum each; a multiple of the blocks of deltas."""
+"""Size of the parts of a rank's slices that have a sum each."""
 
 _KEY_LABEL = b"asyncrl manifests of weights"
 
-_FileName = Annotated[str, Meta(pattern=r"\A(full-[0-9]{1,10}\.safetensors|from-[0-9]{1,10}(-[0-9]{1,5})?\.delta)\Z")]
+_FileName = Annotated[
+    str, Meta(pattern=r"\A(full-[0-9]{1,10}(-[0-9]{1,5})?\.safetensors|from-[0-9]{1,10}(-[0-9]{1,5})?\.delta)\Z")
+]
 _Xxh3 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 
 
@@ -50,12 +53,13 @@ class File(Part, frozen=True):
 
 
 class StoredFile(Part, frozen=True):
-    """A file of a version. A full one has the tensors from `first` to before `last` of the layout. Each rank's delta is
-    a file; together, in their order, they are that of all weights."""
+    """A file of a version, with a rank's slices (`weights/shares.py`) of the tensors from `first` to before `last` of
+    the layout: their bytes, or what has changed in them."""
 
     name: _FileName
     bytes: Number
     sha256: Sha256
+    rank: Index
     first: Count
     last: Count
 
@@ -109,11 +113,17 @@ class Manifest(Part, frozen=True):
     """Number of earlier starts of the learner ranks that wrote it, in the launch whose key signs it."""
     layout: str
     """Names, shapes and dtypes (`WeightManifest.to_json`)."""
+    ranks: Annotated[int, Meta(ge=1, le=MAX_INDEX + 1)]
+    """Learner ranks, each of which has written its slices."""
     sums: list[_Xxh3]
-    """Of each SUM_BYTES of the weights."""
+    """Of each SUM_BYTES of rank 0's slices, one after another, then of those of rank 1, and so on."""
     ways: list[Way]
     earlier: list[Earlier]
     """The oldest one first."""
+
+    def __post_init__(self) -> None:
+        if any(file.rank >= self.ranks for way in self.ways for file in way.files):
+            raise ValueError(f"a file of a rank that is none of {self.ranks}")
 
     def signed(self, key: bytes) -> bytes:
         """The manifest as JSON, with its signature."""
@@ -143,13 +153,21 @@ def _hmac(key: bytes, text: bytes | msgspec.Raw) -> str:
     return hmac.new(key, memoryview(text), "sha256").hexdigest()
 
 
-def sums_of(weights: NDArray[np.uint8], check: Callable[[], None]) -> list[str]:
-    """Returns the sum of each SUM_BYTES of the weights. `check` is called for each and may raise."""
+def sums_of(buffer: NDArray[np.uint8], spans: Iterable[tuple[int, int]], check: Callable[[], None]) -> list[str]:
+    """Returns the sum of each SUM_BYTES of spans of a buffer, one after another; a span is its first byte and its size.
+    `check` is called for each part and may raise."""
     sums: list[str] = []
-    for start in range(0, len(weights), SUM_BYTES):
-        check()
-        sums.append(xxhash.xxh3_128_hexdigest(weights[start : start + SUM_BYTES].data))
-    return sums
+    digest, room = xxhash.xxh3_128(), SUM_BYTES
+    for start, left in spans:
+        while left:
+            check()
+            size = min(left, room)
+            digest.update(buffer[start : start + size].data)
+            start, left, room = start + size, left - size, room - size
+            if not room:
+                sums.append(digest.hexdigest())
+                digest, room = xxhash.xxh3_128(), SUM_BYTES
+    return sums if room == SUM_BYTES else [*sums, digest.hexdigest()]
 
 
 def digest_of(sums: Sequence[str]) -> str:

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from asyncrl.weights.buckets import WeightManifest
 from asyncrl.weights.files.folder import Folder
 from asyncrl.weights.files.manifest import MANIFEST, Earlier, Manifest, Stamp, Way, digest_of, edges_of, shortest_way
-from asyncrl.weights.files.shards import shares_of
 from asyncrl.weights.files.share_writer import SHARD_BYTES, Keep, Order, ShareWriter, Write, Written
 from asyncrl.weights.other_ranks import OtherRanks
+from asyncrl.weights.shares import slices_of
 from asyncrl.wire.version_messages import Announced
 
 USUAL_STRIDES = frozenset({1, 4, 16})
@@ -26,7 +26,7 @@ _OURS = re.compile(r"v[0-9]{6,10}-[0-9a-f]{8}")
 
 
 class Publisher:
-    """Publishes one version after another; the weights are those in the buffer of rank 0's share. Raises OSError."""
+    """Publishes one version after another; the weights are rank 0's slices, in its buffer. Raises OSError."""
 
     def __init__(
         self,
@@ -42,11 +42,11 @@ class Publisher:
         others: OtherRanks[Written] | None = None,
     ) -> None:
         """`key` signs manifests, and `epoch` says of which start of the learner ranks they are. Every `full_every`-th
-        version can be read from nothing, and all are if no tensor has 16-bit numbers. At least `keep` versions stay;
-        one for which `keeps` is true is on the way of every reader (`oldest_read`). `others` write shares, too."""
-        self.writer = ShareWriter(
-            folder, shares_of(layout, 1 + (others.count if others else 0))[0], shard_bytes=shard_bytes
-        )
+        version can be read from nothing; all are if no tensor has 16-bit numbers, or if one has 8-bit numbers, whose
+        slices may end within a word. At least `keep` versions stay; one for which `keeps` is true is on the way of
+        every reader (`oldest_read`). `others` write their slices."""
+        self._ranks = 1 + (others.count if others else 0)
+        self.writer = ShareWriter(folder, 0, slices_of(layout, 0, self._ranks), shard_bytes=shard_bytes)
         self.num_bytes = 0
         """Bytes written."""
         self.strides: Set[int] = USUAL_STRIDES
@@ -59,9 +59,9 @@ class Publisher:
         self._keep, self._keeps = keep, keeps
         self._epoch = epoch
         self._others = others
-        self._has_deltas = full_every > 1 and any(
-            entry.dtype.is_floating_point and entry.dtype.itemsize == 2 for entry in layout.entries
-        )
+        dtypes = {entry.dtype for entry in layout.entries}
+        has_words = any(dtype.is_floating_point and dtype.itemsize == 2 for dtype in dtypes)
+        self._has_deltas = full_every > 1 and has_words and all(dtype.itemsize > 1 for dtype in dtypes)
         self._history: list[Earlier] = []
         """What this publisher has written and not removed, the oldest first."""
         self._bases: dict[int, Stamp] = {}
@@ -89,7 +89,7 @@ class Publisher:
             ways.append(Way(None, [file for one in written for file in one.full]))
         sums = [one for share in written for one in share.sums]
         stamp = Stamp(version, digest_of(sums))
-        manifest = Manifest(stamp, self._epoch, self._layout_json, sums, ways, self._history)
+        manifest = Manifest(stamp, self._epoch, self._layout_json, self._ranks, sums, ways, self._history)
         stored = self._folder.write(f"{folder}/{MANIFEST}", [manifest.signed(self._key)])
         self._history = [*self._history, Earlier(folder, stored.sha256, stamp, edges_of(ways))]
         self._since_full = 0 if is_full else self._since_full + 1
@@ -135,7 +135,7 @@ class Publisher:
         self._command(Keep(stamp.version, stamp, list(set(self._bases.values()))), weights)
 
     def _command(self, order: Order, weights: NDArray[np.uint8]) -> list[Written]:
-        """Has all ranks carry out the order. Returns their answers in the order of the shares. Raises OSError if one of
+        """Has all ranks carry out the order. Returns their answers in the order of the ranks. Raises OSError if one of
         them cannot write, or what it has written is not here."""
         if self._others is None:
             answers = [self.writer.carry_out(order, weights)]

@@ -1,4 +1,4 @@
-"""Senders of a share of the weights: what all have in common, and that of the learner ranks other than 0.
+"""Senders of a rank's slices of the weights: what all have in common, and that of the learner ranks other than 0.
 
 weight-sender waits for           woken by          deadline
 an order of rank 0                the store         rank 0's process is gone, or does not answer
@@ -7,17 +7,14 @@ the store of versions             its file system   its own
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
-from torch import Tensor
 
 from asyncrl.weights.background import BackgroundSender
 from asyncrl.weights.buckets import BUCKET_BYTES, WeightBuffer, WeightManifest
 from asyncrl.weights.files.folder import Folder
-from asyncrl.weights.files.shards import Share
 from asyncrl.weights.files.share_writer import Keep, Order, ShareWriter, Written
 from asyncrl.weights.other_ranks import Orders
+from asyncrl.weights.shares import RankSlices, slices_of
 from asyncrl.wire.endpoints import Endpoints
 
 LOOK_S = 1.0
@@ -26,24 +23,15 @@ _IDLE_S = 0.02
 """Wait for an order for a version that is published: the learner may wait for it."""
 
 
-class ShareSender(BackgroundSender[WeightBuffer]):
-    """Copies this rank's share of each version, and has a thread write it to a store."""
+class SliceSender(BackgroundSender[WeightBuffer]):
+    """Copies this rank's slices of each version, and has a thread write them to a store."""
 
-    def __init__(self, layout: WeightManifest, share: Share, *, timeout_s: float, device: str) -> None:
-        """The weights of every `send` are those of the layout."""
-        super().__init__(share.layout, timeout_s=timeout_s, device=device, look_s=LOOK_S)
-        own = {entry.name for entry in share.layout.entries}
-        self._foreign = {entry.name for entry in layout.entries} - own
-        """The tensors of which other ranks have the shares."""
+    def __init__(self, slices: RankSlices, *, timeout_s: float, device: str) -> None:
+        super().__init__(slices.layout, timeout_s=timeout_s, device=device, look_s=LOOK_S)
 
     @property
     def _receivers(self) -> str:
         return "the store"
-
-    def send(self, version: int, weights: Iterable[tuple[str, Tensor]], *, copy_later: bool = False) -> None:
-        """As `BackgroundSender.send`."""
-        own = ((name, tensor) for name, tensor in weights if name not in self._foreign)
-        super().send(version, own, copy_later=copy_later)
 
     def _make_buffer(self) -> WeightBuffer:
         pinned = self._device.type == "cuda"
@@ -54,22 +42,25 @@ class ShareSender(BackgroundSender[WeightBuffer]):
             pass
 
 
-class RankSender(ShareSender):
-    """Carries out rank 0's orders. Runs in the other learner ranks that have a share."""
+class RankSender(SliceSender):
+    """Carries out rank 0's orders. Runs in the other learner ranks."""
 
     def __init__(
         self,
         layout: WeightManifest,
-        share: Share,
         url: str,
         endpoints: Endpoints,
         *,
+        rank: int,
+        ranks: int,
         timeout_s: float,
         device: str = "cpu",
     ) -> None:
-        super().__init__(layout, share, timeout_s=timeout_s, device=device)
-        self._writer = ShareWriter(Folder(url, check=self._raise_if_stopping), share)
-        self._rank = share.rank
+        """`layout` describes all weights; `send` takes this rank's slices of them."""
+        slices = slices_of(layout, rank, ranks)
+        super().__init__(slices, timeout_s=timeout_s, device=device)
+        self._writer = ShareWriter(Folder(url, check=self._raise_if_stopping), rank, slices)
+        self._rank = rank
         self._endpoints = endpoints
         self._orders: Orders | None = None
         self._done: int | None = None

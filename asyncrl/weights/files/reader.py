@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from asyncrl.errors import ProtocolError
 from asyncrl.weights import deltas
 from asyncrl.weights.buckets import WeightManifest
+from asyncrl.weights.deltas import Scattered
 from asyncrl.weights.files.folder import BadFileError, Folder
 from asyncrl.weights.files.manifest import (
     MANIFEST,
@@ -32,6 +33,7 @@ from asyncrl.weights.files.manifest import (
     sums_of,
 )
 from asyncrl.weights.files.shards import header, places
+from asyncrl.weights.shares import RankSlices, slices_of
 from asyncrl.wire.version_messages import Announced
 
 log = structlog.get_logger()
@@ -59,7 +61,8 @@ class Reader:
         self._epoch = 0
         """The latest start of the learner ranks of which it has read a manifest."""
         self._weights = weights
-        self._weights[:] = 0  # the gaps between tensors, too, are part of the sums
+        self._slices: list[RankSlices] = []
+        """Those of the ranks that have written what is in the buffer."""
 
     def earlier(self, announced: Announced) -> list[Announced]:
         """The versions before an announced one that are still there, the oldest first, and itself. Raises
@@ -137,10 +140,10 @@ class Reader:
     def _take(self, folder: str, manifest: Manifest, base: Stamp | None, await_free: Callable[[], None]) -> None:
         way = next(way for way in manifest.ways if way.base == base)
         if base is None:
-            self._take_full(folder, way, await_free)
+            self._take_full(folder, way, manifest.ranks, await_free)
         else:
             self._take_delta(folder, way, await_free)
-        found = sums_of(self._weights, self.folder.check)
+        found = self._sums()
         if found != manifest.sums:
             part = next((i for i, pair in enumerate(zip(found, manifest.sums, strict=False)) if pair[0] != pair[1]), 0)
             names = ", ".join(file.name for file in way.files)
@@ -151,13 +154,14 @@ class Reader:
             )
         self.held = manifest.stamp
 
-    def _take_full(self, folder: str, way: Way, await_free: Callable[[], None]) -> None:
+    def _take_full(self, folder: str, way: Way, ranks: int, await_free: Callable[[], None]) -> None:
         await_free()
         self.held = None
+        self._slices = [slices_of(self.layout, rank, ranks) for rank in range(ranks)]
         for stored in way.files:
-            entries = self.layout.entries[stored.first : stored.last]
-            head = bytearray(len(expected := header(entries)))
-            parts = [memoryview(head), *places(entries, self._weights)]
+            slices, of_file = self._slices[stored.rank], slice(stored.first, stored.last)
+            head = bytearray(len(expected := header(slices.layout.entries[of_file])))
+            parts = [memoryview(head), *places(slices.spans[of_file], self._weights)]
             started_s = time.monotonic()
             self.folder.read_into(folder, stored.file, parts)
             self.seconds += time.monotonic() - started_s
@@ -167,15 +171,21 @@ class Reader:
 
     def _take_delta(self, folder: str, way: Way, await_free: Callable[[], None]) -> None:
         started_s = time.monotonic()
-        data = bytearray().join(self.folder.read(folder, stored.file) for stored in way.files)
+        found = [(stored.rank, self.folder.read(folder, stored.file)) for stored in way.files]
         self.seconds += time.monotonic() - started_s
-        self.num_bytes += len(data)
+        self.num_bytes += sum(len(delta) for _, delta in found)
         await_free()
         self.held = None
-        deltas.apply(memoryview(data), self._weights.view(np.uint16), check=self.folder.check)
+        words = self._weights.view(np.uint16)
+        for rank, delta in found:
+            deltas.apply(memoryview(delta), words, Scattered(self._slices[rank]), check=self.folder.check)
+
+    def _sums(self) -> list[str]:
+        """The sums of what is in the buffer."""
+        return [one for of in self._slices for one in sums_of(self._weights, of.spans, self.folder.check)]
 
     def _prove_held(self) -> None:
-        if self.held is not None and digest_of(sums_of(self._weights, self.folder.check)) != self.held.digest:
+        if self.held is not None and digest_of(self._sums()) != self.held.digest:
             log.error("the weights in memory have changed", version=self.held.version)
             self.held = None
 

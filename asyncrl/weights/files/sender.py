@@ -2,7 +2,7 @@
 
     weight-sender                            replay queue                       each receiver
 
-    has all ranks write their shares,
+    has all ranks write their slices,
       then writes the manifest
     announce {version, folder, sha256}  --->  keeps the newest  -- leases --->  fetches what it lacks
     removes what no receiver needs     <---  live generators   <---- ask ----  what it has, fetches, could not read
@@ -28,7 +28,7 @@ from asyncrl.weights.files.folder import Folder
 from asyncrl.weights.files.links import STRIDES
 from asyncrl.weights.files.manifest import manifest_key
 from asyncrl.weights.files.publisher import USUAL_STRIDES, Publisher
-from asyncrl.weights.files.rank_sender import LOOK_S, ShareSender
+from asyncrl.weights.files.rank_sender import LOOK_S, SliceSender
 from asyncrl.weights.files.share_writer import Written
 from asyncrl.weights.other_ranks import OtherRanks
 from asyncrl.weights.transports import Transport
@@ -64,7 +64,7 @@ class StoreOptions:
         return cls(url, weights.full_every, weights.keep)
 
 
-class FileSender(ShareSender):
+class FileSender(SliceSender):
     """Publishes policy weights while the learner continues to train. Runs in learner rank 0."""
 
     def __init__(
@@ -80,9 +80,9 @@ class FileSender(ShareSender):
         keeps: Callable[[int], bool] = lambda version: False,
         others: OtherRanks[Written] | None = None,
     ) -> None:
-        """`manifest` describes the weights of every `send`, `epoch` is that of the learner's endpoints. A version that
-        cannot be written within `timeout_s` is an error. One for which `keeps` is true stays until all live generators
-        have fetched it or a later one. `others` write shares of each version, too."""
+        """`manifest` describes all weights; with `others`, which write their slices of each version, `send` takes those
+        of rank 0. `epoch` is that of the learner's endpoints. A version that cannot be written within `timeout_s` is an
+        error. One for which `keeps` is true stays until all live generators have fetched it or a later one."""
         self._folder = Folder(options.url, check=self._raise_if_stopping)
         self._publisher = Publisher(
             self._folder,
@@ -94,7 +94,7 @@ class FileSender(ShareSender):
             keeps=keeps,
             others=others,
         )
-        super().__init__(manifest, self._publisher.writer.share, timeout_s=timeout_s, device=device)
+        super().__init__(self._publisher.writer.slices, timeout_s=timeout_s, device=device)
         self._announce = announce
         self._announced: Announced | None = None
         self._announced_s = 0.0

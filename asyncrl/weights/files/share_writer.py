@@ -1,4 +1,4 @@
-"""A rank's share of each version: its sums, its deltas and its files of full versions.
+"""A rank's share of each version, its slices: their sums, their deltas, and files of full versions.
 
 Rank 0 decides what is written, by orders that all ranks carry out, itself too.
 """
@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from asyncrl.errors import PeerTimeoutError
 from asyncrl.weights import deltas
 from asyncrl.weights.files.folder import CHUNK_BYTES, Folder
-from asyncrl.weights.files.manifest import Part, Stamp, StoredFile, sums_of
-from asyncrl.weights.files.shards import Share, header, places, shards
+from asyncrl.weights.files.manifest import File, Part, Stamp, StoredFile, sums_of
+from asyncrl.weights.files.shards import header, places, shards
+from asyncrl.weights.shares import RankSlices
 
 SHARD_BYTES = 1 << 30
 
@@ -58,49 +59,53 @@ class Written(Part, frozen=True):
 
 
 class ShareWriter:
-    """Carries out orders with a rank's share; the weights are those in its buffer."""
+    """Carries out orders with a rank's slices, which are in its buffer."""
 
-    def __init__(self, folder: Folder, share: Share, *, shard_bytes: int = SHARD_BYTES) -> None:
-        self.share = share
+    def __init__(self, folder: Folder, rank: int, slices: RankSlices, *, shard_bytes: int = SHARD_BYTES) -> None:
+        self.slices = slices
+        self._rank = rank
+        self._suffix = f"-{rank}" if rank else ""
         self._folder = folder
         self._shard_bytes = shard_bytes
         self._bits: dict[Stamp, NDArray[np.uint16]] = {}
         """The bits of the bases of later deltas."""
 
-    def carry_out(self, order: Order, weights: NDArray[np.uint8]) -> Written:
-        """Does what is ordered. Returns the answer."""
-        own = self.share.bytes_of(weights)
+    def carry_out(self, order: Order, own: NDArray[np.uint8]) -> Written:
+        """Does what is ordered with the slices in the buffer `own`. Returns the answer."""
         try:
             if isinstance(order, Keep):
                 self._keep(order, own.view(np.uint16))
                 return Written()
-            sums, changes = sums_of(own, self._folder.check), list(self._deltas(order, own))
-            return Written(sums=sums, deltas=changes, full=self._full(order.folder, weights) if order.full else [])
+            sums = sums_of(own, self.slices.own_spans, self._folder.check)
+            changes = list(self._deltas(order, own))
+            return Written(sums=sums, deltas=changes, full=self._full(order.folder, own) if order.full else [])
         except PeerTimeoutError:
             raise
         except OSError as error:
             return Written(problem=str(error))
 
-    def _full(self, folder: str, weights: NDArray[np.uint8]) -> list[StoredFile]:
+    def _full(self, folder: str, own: NDArray[np.uint8]) -> list[StoredFile]:
         files: list[StoredFile] = []
-        for first, last in shards(self.share.entries, self._shard_bytes):
-            entries, at = self.share.entries[first:last], self.share.first + first
-            chunks = _chunks([memoryview(header(entries)), *places(entries, weights)])
-            written = self._folder.write(f"{folder}/full-{at:05d}.safetensors", chunks)
-            files.append(StoredFile(written.name, written.bytes, written.sha256, at, self.share.first + last))
+        for first, last in shards(self.slices.layout.entries, self._shard_bytes):
+            head = header(self.slices.layout.entries[first:last])
+            chunks = _chunks([memoryview(head), *places(self.slices.own_spans[first:last], own)])
+            name = f"{folder}/full-{first:05d}{self._suffix}.safetensors"
+            files.append(self._stored(self._folder.write(name, chunks), first, last))
         return files
 
     def _deltas(self, order: Write, own: NDArray[np.uint8]) -> Iterator[StoredFile | None]:
         """Writes the deltas that have at most half of the bytes of the weights."""
-        rank = f"-{self.share.rank}" if self.share.rank else ""
         for base in order.bases:
             check = self._folder.check
             blocks = deltas.encode(self._bits[base], own.view(np.uint16), max_bytes=len(own) // 2, check=check)
             if blocks is None:
                 yield None
                 continue
-            written = self._folder.write(f"{order.folder}/from-{base.version:06d}{rank}.delta", blocks)
-            yield StoredFile(written.name, written.bytes, written.sha256, 0, 0)
+            written = self._folder.write(f"{order.folder}/from-{base.version:06d}{self._suffix}.delta", blocks)
+            yield self._stored(written, 0, len(self.slices.layout.entries))
+
+    def _stored(self, file: File, first: int, last: int) -> StoredFile:
+        return StoredFile(file.name, file.bytes, file.sha256, self._rank, first, last)
 
     def _keep(self, order: Keep, words: NDArray[np.uint16]) -> None:
         free = [bits for base, bits in self._bits.items() if base not in order.bases]
