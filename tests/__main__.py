@@ -77,9 +77,10 @@ class Part:
                 self.process.wait()
 
     @property
-    def last_line(self) -> str:
+    def summary(self) -> str:
+        """The last line of pytest: libraries that end with the process may print more."""
         lines = os.pread(self.output.fileno(), 1 << 26, 0).decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "no output"
+        return next((line for line in reversed(lines) if " in " in line and "===" in line), "no summary")
 
 
 def _hear_ctrl_c() -> None:
@@ -147,7 +148,7 @@ def main() -> int:
     failed = [part.name for part in parts if part.process.returncode not in passing]
     print()
     for part in parts:
-        print(f"{part.name:<10} {part.last_line}")
+        print(f"{part.name:<10} {part.summary}")
     outcome = f"failed: {', '.join(failed)}" if failed else "passed"
     print(f"{'total':<10} {time.monotonic() - started_s:.0f} s, {outcome}")
     return 1 if failed else 0

@@ -3,6 +3,7 @@ generated inputs in every run unless random ones are asked for."""
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -131,6 +132,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("hypothesis"):
                 item.add_marker(pytest.mark.timeout(RANDOM_TIMEOUT_S))
+
+
+def pytest_collection_finish() -> None:
+    """Keeps what is imported out of later garbage collections; DeepSpeed collects several times for each model."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:

@@ -2,7 +2,7 @@
 
     holds the card    loads weights, generates; asks for leases
       v               enough batches are finished, or there is nothing more to generate (`yields`)
-    asleep            the engine has freed the card; heartbeats go on, no leases are asked for
+    asleep            the engine has freed the card; heartbeats continue, no leases are asked for
       v               a new version is staged, and the learner has released the card (`wake`)
     holds the card    weights are loaded, then the cache comes back (`woken`)
 

@@ -175,7 +175,7 @@ class Engine(Protocol):
 
     def wake(self, what: Waking) -> None:
         """Takes the device back: first the memory of the weights, which after level 2 a `swap` must fill, then that of
-        the cache, after which `step` computes the requests in progress anew."""
+        the cache, after which `step` computes the requests in progress again."""
         ...
 
     def peak_memory_bytes(self) -> int:

@@ -8,7 +8,7 @@
 A turn of the generator follows each turn of the learner: it loads the version that was sent, and generates. Weights
 arrive in its host memory while it sleeps, so that no more than one of the two ever needs the card.
 
-Waits for the card have the deadline `launch.progress_timeout_s`, which begins anew while its holder makes progress.
+Waits for the card have the deadline `launch.progress_timeout_s`, which starts again while its holder makes progress.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class Learner:
     book: SampleBook | None = None
     """The record of samples; None on the other ranks, or when none are recorded."""
     card: OwnCard = field(default_factory=OwnCard)
-    """Whether this rank has its card; others than with `launch.colocate` always have."""
+    """True if this rank has its card; without `launch.colocate` it always has."""
     watch: Stopwatch = field(default_factory=Stopwatch)
     """A step's times run from commit to commit: its checkpoint and weight times are those of the step before."""
     committed: int = 0

@@ -72,7 +72,7 @@ class CardLock:
             self._free(_WANTED)
 
     def note_progress(self) -> None:
-        """States that the holder has finished something: those who wait begin to count anew."""
+        """States that the holder has finished something: the deadlines of those who wait start again."""
         os.utime(self._file)
 
     def release(self) -> None:
@@ -119,7 +119,7 @@ class CardLock:
 
 
 class CardWait:
-    """The deadline of a wait for a card, which begins anew whenever its holder finishes something."""
+    """The deadline of a wait for a card, which starts again whenever its holder finishes something."""
 
     def __init__(self, lock: CardLock, timeout_s: float) -> None:
         self._lock, self._timeout_s = lock, timeout_s

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class HostMemory:
-    """What was moved to the host, by the memory that it was moved from. On a CPU nothing moves, unless `always`."""
+    """Tensors moved to the host, by the memory that they were moved from. On a CPU nothing moves, unless `always`."""
 
     def __init__(self, device: torch.device, *, always: bool = False) -> None:
         self._device = device

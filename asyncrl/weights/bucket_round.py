@@ -32,7 +32,7 @@ _LOOK_S = 0.01
 
 
 class TakesBuckets(Protocol):
-    """What a receiver has to know of an engine that loads versions bucket by bucket."""
+    """The facts that a receiver needs about an engine that loads versions bucket by bucket."""
 
     def takes_rows(self, name: str) -> bool:
         """True if the engine loads some rows of this parameter at a time."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import atexit
 import functools
+import json
 import os
 import runpy
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from asyncrl.launch.fork_server import Forked, ForkServer, main
 from tests.helpers.sockets import socket_address
@@ -16,6 +18,7 @@ from tests.helpers.sockets import socket_address
 PRELOADED = (
     "asyncrl.learner.role",
     "asyncrl.learner.critic.remote",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
     "asyncrl.weights.receiver",
     "transformers.models.qwen2.modeling_qwen2",
 )
@@ -42,6 +45,11 @@ def run_script(arguments: list[str]) -> int:
     sys.argv = arguments
     runpy.run_path(arguments[0], run_name="__main__")
     return 0
+
+
+def print_json(fields: dict[str, Any]) -> None:
+    """Prints a line in one write: other threads write their log to the same output."""
+    os.write(sys.stdout.fileno(), (json.dumps(fields) + "\n").encode())
 
 
 if __name__ == "__main__":

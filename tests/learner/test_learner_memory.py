@@ -15,7 +15,6 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     PretrainedConfig,
-    PreTrainedModel,
     Qwen3MoeConfig,
 )
 from worlds import make_config, single_groups
@@ -25,16 +24,9 @@ from asyncrl.launch.resources.shape import Shape
 from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.collate import make_batch
 from asyncrl.learner.model import memory_trace, sequence_parallel
+from asyncrl.learner.model.live_storages import META, LiveStorages
 from asyncrl.learner.model.loading import hidden_states, load_policy_model
-from asyncrl.learner.model.memory_trace import (
-    META,
-    LiveStorages,
-    Trace,
-    empty_model,
-    trace,
-    trace_layers,
-    typical_micro_batch,
-)
+from asyncrl.learner.model.memory_trace import empty_model, trace, trace_layers, typical_micro_batch
 from asyncrl.learner.model.sequence_parallel import SequenceParallel
 
 SIZES: dict[str, Any] = {
@@ -108,13 +100,12 @@ def test_the_trace_counts_what_one_of_several_ranks_keeps(
     assert kept < 1.25 * alone / size
 
 
-DEEP: dict[str, tuple[PretrainedConfig, int]] = {
-    **{family: (settings, 2) for family, settings in FAMILIES.items()},
-    "many words": (LlamaConfig(**SIZES | {"vocab_size": 1 << 14, "tie_word_embeddings": True}), 3),
-    "windows": (Gemma3TextConfig(**SIZES, head_dim=16, layer_types=["sliding_attention", "full_attention"] * 2), 1),
+DEEP: dict[str, PretrainedConfig] = {
+    **FAMILIES,
+    "many words": LlamaConfig(**SIZES | {"vocab_size": 1 << 14, "tie_word_embeddings": True}),
+    "windows": Gemma3TextConfig(**SIZES, head_dim=16, layer_types=["sliding_attention", "full_attention"] * 2),
 }
-"""Models, and how often a part of the layers or all are traced: with many words, the peak is where the embeddings get
-their gradient, and the layers with windows are not equal."""
+"""With many words, the peak is where the embeddings get their gradient; the layers with windows are not equal."""
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -122,19 +113,24 @@ their gradient, and the layers with windows are not equal."""
 def test_the_first_of_equal_layers_say_what_all_need(
     family: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings, calls = DEEP[family]
-    traced: list[int] = []
-
-    def count(model: PreTrainedModel, *args: Any, **options: Any) -> Trace:
-        traced.append(sum(p.numel() for p in model.parameters()))
-        return trace_layers(model, *args, **options)
-
-    monkeypatch.setattr(memory_trace, "trace_layers", count)
-    model = empty_model(settings, checkpointing=checkpointing)
+    model = empty_model(DEEP[family], checkpointing=checkpointing)
     micro = typical_micro_batch(8 if family == "many words" else 256, 64)
     options = {"on_gpu": True, "exchanged": family != "many words"}
+    complete = trace_layers(model, micro, **options)
+    if family != "windows":
+        monkeypatch.setattr(memory_trace, "trace_layers", None)
+    assert trace(model, micro, **options) == complete
+
+
+def test_all_layers_are_traced_if_those_with_equal_weights_need_different_memory() -> None:
+    class Longer(torch.nn.Module):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return inputs.sigmoid().tanh().exp()
+
+    model = empty_model(FAMILIES["llama"])
+    model.model.layers[3].mlp.act_fn = Longer()
+    micro, options = typical_micro_batch(256, 64), {"on_gpu": True, "exchanged": True}
     assert trace(model, micro, **options) == trace_layers(model, micro, **options)
-    assert len(traced) == calls
 
 
 def test_live_storages_are_counted_once_and_until_they_are_freed() -> None:

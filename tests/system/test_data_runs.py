@@ -100,6 +100,7 @@ def test_own_dataset_sampler_and_filter_and_the_same_order_after_a_kill(
     assert {ticket: expected[ticket] for ticket in by_ticket} == by_ticket
 
 
+@pytest.mark.slow
 def test_rows_are_chosen_by_their_history_which_a_kill_does_not_lose(
     launch: Callable[..., Launched], asyncrl: Callable[..., str], tmp_path: Path
 ) -> None:

@@ -24,6 +24,7 @@ def eight_lines() -> str:
     return code
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_eight_lines_train_the_demo(demo_folder: Path, tmp_path: Path) -> None:
     code = eight_lines()

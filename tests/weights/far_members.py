@@ -8,7 +8,6 @@ line of JSON: by transport the name of the one used, and the seconds until all r
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from weight_parts import joined, manifest_of, next_staged
 
 from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.sender import WeightSender
+from tests.helpers.forked_scripts import print_json
 
 MEMBERS = 5
 VERSIONS = 3
@@ -83,7 +83,7 @@ def send(transports: list[str]) -> None:
         assert (stats.count, stats.dropped, sender._delivery.group_number) == (VERSIONS, 0, 1)  # type: ignore
         sender.close()
         found[transport] = {"used": used, "seconds": seconds}
-    print(json.dumps(found), flush=True)
+    print_json(found)
 
 
 def receive(rank: int, transports: list[str]) -> None:

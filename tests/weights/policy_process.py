@@ -11,7 +11,6 @@ message of this kind, or at "commit".
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import signal
@@ -29,6 +28,7 @@ from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.sender import WeightSender
 from asyncrl.weights.shares import slice_of
 from asyncrl.wire.endpoints import Endpoints
+from tests.helpers.forked_scripts import print_json
 
 BUCKET_BYTES = 1 << 16
 TIMEOUT_S = 10.0
@@ -91,7 +91,7 @@ def learn(rank: int, ranks: int, address: str, folder: str) -> None:
     else:
         places = Endpoints("", "", address, "")
         sender = RankShareSender(manifest, places, rank=rank, ranks=ranks, start_timeout_s=60.0, **options)
-    print(json.dumps({"up": rank}), flush=True)
+    print_json({"up": rank})
     for line in sys.stdin:
         if line.startswith("die"):
             die_at(line)
@@ -105,7 +105,7 @@ def learn(rank: int, ranks: int, address: str, folder: str) -> None:
             weights.append((name, one.detach().view(-1)[first:last] if ranks > 1 else one.detach()))
         sender.send(version, weights)
         sender.copied()
-        print(json.dumps({"sent": version}), flush=True)
+        print_json({"sent": version})
     sender.close()
 
 
@@ -144,7 +144,7 @@ def generate(rank: int, address: str, folder: str) -> None:
         for one in engine.step():
             found = {"prompt": int(one.key) % len(PROMPTS), "tokens": one.tokens}
             found |= {"logprobs": one.logprobs.tolist(), "versions": one.versions.tolist()}
-            print(json.dumps(found), flush=True)
+            print_json(found)
 
 
 def main() -> None:

@@ -8,7 +8,6 @@ error. "hit SIGNAL N" sends itself a signal before the Nth bucket from now on; "
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -24,6 +23,7 @@ from asyncrl.weights.rank_share_sender import RankShareSender
 from asyncrl.weights.sender import WeightSender
 from asyncrl.weights.shares import slice_of
 from asyncrl.wire.endpoints import Endpoints
+from tests.helpers.forked_scripts import print_json
 
 
 def make_rank(
@@ -78,12 +78,12 @@ def main() -> None:
                     hit(signal.Signals[name], int(count))
                 case ["wait"]:
                     sender.wait()
-                    print(json.dumps(asdict(sender.stats)), flush=True)
+                    print_json(asdict(sender.stats))
                 case _:
                     sender.close()
                     return
         except AsyncrlError as error:
-            print(json.dumps({"error": f"{type(error).__name__}: {error}"}), flush=True)
+            print_json({"error": f"{type(error).__name__}: {error}"})
 
 
 if __name__ == "__main__":

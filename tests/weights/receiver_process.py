@@ -7,7 +7,6 @@ With SIGNAL (a name) it sends itself that signal inside a broadcast, after so ma
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -18,6 +17,7 @@ from weight_parts import described
 
 from asyncrl.weights import buckets
 from asyncrl.weights.receiver import WeightReceiver
+from tests.helpers.forked_scripts import print_json
 
 
 def main() -> None:
@@ -41,7 +41,7 @@ def main() -> None:
             continue
         report = {"version": staged.version, "tensors": described(staged.tensors)}
         receiver.loaded(staged)
-        print(json.dumps(report), flush=True)
+        print_json(report)
 
 
 def hit_once(number: int, after: int) -> None:

@@ -7,13 +7,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict
 
 from weight_parts import BUCKET_BYTES, manifest_of, weights
 
 from asyncrl.weights.sender import WeightSender
+from tests.helpers.forked_scripts import print_json
 
 
 def main() -> None:
@@ -31,7 +31,7 @@ def main() -> None:
                 sender.send(int(version), weights(int(version)))
             case ["wait"]:
                 sender.wait()
-                print(json.dumps(asdict(sender.stats)), flush=True)
+                print_json(asdict(sender.stats))
             case _:
                 sender.close()
                 return

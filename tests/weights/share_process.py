@@ -8,7 +8,6 @@ process end in its N-th write from then on. Rank 0 serves the others at the addr
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -30,6 +29,7 @@ from asyncrl.weights.other_ranks import OtherRanks
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.store import StoreServer
 from asyncrl.wire.version_messages import Announced, Follower
+from tests.helpers.forked_scripts import print_json
 
 KILLED = 9
 
@@ -80,9 +80,9 @@ def main() -> None:
             case _:
                 try:
                     sender.wait()
-                    print(json.dumps({"bytes": sender.stats.bytes}), flush=True)
+                    print_json({"bytes": sender.stats.bytes})
                 except AsyncrlError as error:
-                    print(json.dumps({"error": f"{type(error).__name__}: {error}"}), flush=True)
+                    print_json({"error": f"{type(error).__name__}: {error}"})
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from tests.helpers.sockets import socket_address
 ROOT = Path(__file__).parents[2]
 RANKS = 2
 PYTHON_BYTES = {"whole": 4 << 20, "buckets": 2 << 20}
-"""What threads, sockets and the manifest take."""
+"""The memory of threads, sockets and the manifest."""
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 """Without these, memory that was freed before hides what is taken."""
 

@@ -21,7 +21,7 @@ MOMENTS = [
     ("generator", 1, "sum:30"), ("learner", 0, "sum:20"), ("generator", 1, "commit"), ("generator", 2, "say:Ready"),
     ("learner", 1, "sum:15"), ("learner", 0, "say:Offer"), ("generator", 2, "say:Received"), ("learner", 0, "say:Sent"),
 ]  # fmt: skip
-"""Who is killed when: in all phases of a round, on both sides."""
+"""The processes that are killed, and when: in all phases of a round, on both sides."""
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ class Run:
         for learner in self.learners:
             learner.say(f"send {version}")
 
-    def await_version(self, generator: Process, version: int, timeout_s: float = 60.0) -> None:
+    def await_version(self, generator: Process, version: int, timeout_s: float = 120.0) -> None:
         """Returns when the generator has completed something under the version; keeps all completions."""
         deadline_s = time.monotonic() + timeout_s
         while True:

@@ -236,7 +236,7 @@ def check_tensor_parallel(config: Config) -> None:
 
 
 def uses_adapter(config: Config) -> bool:
-    """True if the engine computes with the adapter beside the base."""
+    """True if the engine computes with the base and the adapter."""
     return bool(config.learner.lora.rank) and config.learner.lora.load == "adapter"
 
 

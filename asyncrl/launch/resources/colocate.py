@@ -62,4 +62,4 @@ def check_colocate(config: Config, hosts: Sequence[Host]) -> None:
 
 
 ASLEEP_BYTES = PROCESS_BYTES
-"""What a process keeps on a card that is not its turn to use."""
+"""The memory that a process keeps on a card while the other one uses it."""

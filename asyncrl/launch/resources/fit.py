@@ -107,7 +107,7 @@ class Card:
 
     @property
     def generating_bytes(self) -> int:
-        """What is needed while engines generate."""
+        """The memory that is needed while engines generate."""
         return self._beside("learner-" if self.in_turn else "")
 
     def _beside(self, sleeping: str) -> int:

@@ -16,7 +16,7 @@ def choose_staging(config: Config, placement: Placement, *, reward_model: bool) 
     none.
 
     Without GPUs, and where the memory of the GPUs or the sizes of the model are unknown, that is whole; also if by
-    arithmetic complete versions fit on the GPUs beside everything else. Otherwise, buckets with NCCL if the engine can
+    arithmetic complete versions fit on the GPUs with everything else. Otherwise, buckets with NCCL if the engine can
     load them while the learner has its weights, else host.
     """
     if config.weights.staging != "auto":

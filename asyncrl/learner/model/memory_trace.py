@@ -7,7 +7,6 @@ bytes of all tensors alive are counted. This takes seconds for a model of any si
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,19 +14,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
 
 from asyncrl.errors import ConfigError
 from asyncrl.learner.batch import MicroBatch
+from asyncrl.learner.model.live_storages import META, LiveStorages
 from asyncrl.learner.model.loading import HEADS, UNFIT, hidden_states, switch_dropout_off
 from asyncrl.learner.model.logprob_head import LogprobHead
 from asyncrl.learner.model.packed_attention import PACKED, make_layout
 from asyncrl.learner.model.sequence_parallel import SequenceParallel
-from asyncrl.learner.model.stand_in import is_on_gpu, meta_as_gpu
+from asyncrl.learner.model.stand_in import meta_as_gpu
 
-META = torch.device("meta")
 FEW_LAYERS = 2
 """The first layers of which the memory of all is derived."""
 
@@ -42,78 +39,6 @@ class Trace:
     """The most that is alive at any moment of the pass."""
     layers_bytes: int
     """The most that is alive in the backward pass of the layers, after that of the output layer."""
-
-
-class LiveStorages(TorchDispatchMode):
-    """Counts the bytes of the storages that are created on the meta device while the mode is active."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_bytes = 0
-        self.peak_bytes = 0
-        self._alive: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._grouped_mm.default:
-            result = _grouped_mm(*args, **(kwargs or {}))
-        else:
-            result = func(*args, **(kwargs or {}))
-        tree_map_only(Tensor, self._add, result)
-        return result
-
-    def ignore(self, tensors: Any) -> None:
-        """Leaves storages that existed before out of the count."""
-        self._alive |= {tensor.untyped_storage()._cdata for tensor in tensors}
-
-    def _add(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if tensor.device != META or key in self._alive:
-            return
-        self._alive.add(key)
-        self.num_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
-        weakref.finalize(storage, self._remove, key, size)
-
-    def _remove(self, key: int, size: int) -> None:
-        self._alive.discard(key)
-        self.num_bytes -= size
-
-
-def _grouped_mm(one: Tensor, other: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Returns the product of the experts' matrices; torch's own function on the meta device takes bfloat16 only."""
-    small = (tensor.to(torch.bfloat16) for tensor in (one, other))
-    return torch.ops.aten._grouped_mm.default(*small, *args, **kwargs).to(one.dtype)
-
-
-class _FlashAttention(torch.autograd.Function):
-    """Attention with the tensors that a flash kernel keeps and creates."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        output = torch.empty_like(query)
-        ctx.save_for_backward(query, key, value, output, query.new_empty(query.shape[:-1], dtype=torch.float32))
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, ...]:
-        query, key, value, *_ = ctx.saved_tensors
-        work: list[Tensor] = []
-        if is_on_gpu(query):
-            # The kernel sums the gradient of the queries in float32, and writes that of keys and values for every head.
-            work = [torch.empty_like(query, dtype=torch.float32), torch.empty_like(query), torch.empty_like(query)]
-        gradients = tuple(torch.empty_like(tensor) for tensor in (query, key, value))
-        del work
-        return gradients
-
-
-def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-    return _FlashAttention.apply(query, key, value)  # pyright: ignore[reportReturnType]
-
-
-# Without it, torch's attention on the meta device would write all scores, as no kernel on a GPU or CPU does.
-_LIBRARY = torch.library.Library("aten", "IMPL")
-_LIBRARY.impl("scaled_dot_product_attention", _attention, "AutogradMeta")
 
 
 def read_model_config(path: str, *, trust_remote_code: bool = False) -> Any:
@@ -205,17 +130,17 @@ def trace(model: PreTrainedModel, micro: MicroBatch, **options: Any) -> Trace:
     set_layers, every = layers
     try:
         set_layers(every[:FEW_LAYERS])
-        few = trace_layers(model, micro, **options)
+        few = _peaks(model, micro, every[FEW_LAYERS - 1], **options)
         set_layers(every[: FEW_LAYERS + 1])
-        more = trace_layers(model, micro, **options)
+        more = _peaks(model, micro, every[FEW_LAYERS], **options)
     finally:
         set_layers(every)
-    step = more.forward_bytes - few.forward_bytes
-    if {more.peak_bytes - few.peak_bytes, more.layers_bytes - few.layers_bytes} != {step}:
-        # The peak is when the activations are freed, which may be otherwise with more layers.
+    step = more.forward - few.forward
+    if not few.last_layer or {more.output - few.output, more.last_layer - few.last_layer} != {step}:
         return trace_layers(model, micro, **options)
+    # The last layer is the first to be passed backward, with the activations of all others alive.
     others = (len(every) - FEW_LAYERS) * step
-    return Trace(few.forward_bytes + others, few.peak_bytes + others, few.layers_bytes + others)
+    return _Peaks(few.forward + others, few.output + others, few.last_layer + others, few.rest).trace
 
 
 def _equal_layers(model: PreTrainedModel) -> tuple[Callable[[nn.ModuleList], None], nn.ModuleList] | None:
@@ -226,31 +151,64 @@ def _equal_layers(model: PreTrainedModel) -> tuple[Callable[[nn.ModuleList], Non
     for parent in model.modules():
         for name, layers in parent.named_children():
             if isinstance(layers, nn.ModuleList) and len(layers) == getattr(settings, "num_hidden_layers", 0):
-                kinds = {(type(layer), tuple((n, p.shape) for n, p in layer.named_parameters())) for layer in layers}
+                kinds = {_kind(layer) for layer in layers}
                 return (functools.partial(setattr, parent, name), layers) if len(kinds) == 1 else None
     return None
 
 
-def trace_layers(
+def _kind(layer: nn.Module) -> tuple[Any, ...]:
+    """Returns the types of the layer's modules and the shapes of its parameters."""
+    return *map(type, layer.modules()), *((name, one.shape) for name, one in layer.named_parameters())
+
+
+def trace_layers(model: PreTrainedModel, micro: MicroBatch, **options: Any) -> Trace:
+    """Returns the memory of the micro-batch with all layers of the model.
+
+    Options:
+        on_gpu: the pass is one on a GPU.
+        exchanged: every gradient is copied to float32 for the exchange between ranks and freed at once, as ZeRO does
+            from stage 1 on; otherwise it is added to a sum that exists already.
+        entropy_gradient: the entropies have a gradient, too.
+        sequence_parallel: the number of ranks that share the micro-batch; the memory is that of one of them.
+    """
+    return _peaks(model, micro, None, **options).trace
+
+
+@dataclass(slots=True)
+class _Peaks:
+    """The most bytes that are alive in each phase of a pass."""
+
+    forward: int
+    """Not the most, but those alive in the end."""
+    output: int = 0
+    """In the forward pass and the backward pass of the output layer."""
+    last_layer: int = 0
+    """In the backward pass of the last layer; 0 if it was not watched."""
+    rest: int = 0
+    """In the backward pass after that."""
+
+    @property
+    def trace(self) -> Trace:
+        layers = max(self.last_layer, self.rest)
+        return Trace(self.forward, max(self.output, layers), layers)
+
+
+def _peaks(
     model: PreTrainedModel,
     micro: MicroBatch,
+    last_layer: nn.Module | None,
     *,
     on_gpu: bool,
     exchanged: bool,
     entropy_gradient: bool = False,
     sequence_parallel: int = 1,
-) -> Trace:
-    """Returns the memory of the micro-batch with all layers of the model, in one of `sequence_parallel` ranks that
-    share it.
-
-    With `exchanged`, every gradient is copied to float32 for the exchange between ranks and freed at once, as ZeRO does
-    from stage 1 on; otherwise it is added to a sum that exists already.
-    """
+) -> _Peaks:
+    """Returns the peaks of a pass; the backward pass of `last_layer` is a phase of its own."""
     score = _scorer(model, entropy_gradient=entropy_gradient)
     micro = micro.to(META)
     for parameter in model.parameters():
         parameter.grad = None if exchanged else torch.empty_like(parameter)
-    hooks = [p.register_post_accumulate_grad_hook(_exchange) for p in model.parameters() if exchanged]
+    hooks: list[Any] = [p.register_post_accumulate_grad_hook(_exchange) for p in model.parameters() if exchanged]
     parallel = _OneOfRanks(0, sequence_parallel, None) if sequence_parallel > 1 else None  # pyright: ignore
     live = LiveStorages()
     live.ignore(
@@ -258,11 +216,12 @@ def trace_layers(
     )
     try:
         with meta_as_gpu(on_gpu), live:
+            peaks = _Peaks(0)
+            if last_layer is not None:
+                hooks.append(last_layer.register_forward_pre_hook(functools.partial(_watch, live, peaks)))
             states, own = hidden_states(model, micro, parallel)
-            forward_bytes = live.num_bytes
-            output_peak, layers_peak = _backward(
-                live, states, score, micro.targets if own is None else micro.targets[own]
-            )
+            peaks.forward = live.num_bytes
+            _backward(live, peaks, states, score, micro.targets if own is None else micro.targets[own])
     except (*UNFIT, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"model.path: the memory of a {model.config.model_type} model cannot be traced "
@@ -271,20 +230,30 @@ def trace_layers(
     finally:
         for hook in hooks:
             hook.remove()
-    return Trace(forward_bytes, max(output_peak, layers_peak), layers_peak)
+    return peaks
+
+
+def _watch(live: LiveStorages, peaks: _Peaks, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """Has the peak of a layer recorded when the gradient of its first input is computed."""
+
+    def record(gradient: Tensor) -> None:
+        if not peaks.last_layer:  # with checkpointing, the layer is computed twice
+            peaks.last_layer = live.next_peak()
+
+    if inputs and isinstance(inputs[0], Tensor) and inputs[0].requires_grad:
+        inputs[0].register_hook(record)
 
 
 def _backward(
-    live: LiveStorages, states: Tensor, score: Callable[[Tensor, Tensor], Tensor], targets: Tensor
-) -> tuple[int, int]:
-    """Returns the most bytes that are alive until the gradient of the hidden states is computed, and after that."""
+    live: LiveStorages, peaks: _Peaks, states: Tensor, score: Callable[[Tensor, Tensor], Tensor], targets: Tensor
+) -> None:
     last = states.detach().requires_grad_()
     outputs = score(last, targets)
     (outputs * torch.empty_like(outputs)).sum().backward()
     del outputs
-    until_then, live.peak_bytes = live.peak_bytes, live.num_bytes
+    peaks.output = live.next_peak()
     states.backward(last.grad)
-    return until_then, live.peak_bytes
+    peaks.rest = live.next_peak()
 
 
 def _exchange(parameter: Tensor) -> None:
