@@ -93,7 +93,16 @@ FEATURES = (
     Feature(
         "Generator and learner on one card in turn (`launch.colocate`)",
         "learner/test_colocated.py",
-        ("test_gpu_colocated.py::*",),
+        (
+            "test_gpu_colocated.py::*sleeping*",
+            "test_gpu_colocated.py::*leave_the_card*",
+            "test_gpu_colocated.py::*auto*",
+        ),
+    ),
+    Feature(
+        "Weights from card memory to card memory (`weights.transport: ipc`)",
+        "weights/test_weight_ipc.py",
+        ("test_gpu_colocated.py::*versions_go*", "test_gpu_colocated.py::*ipc*"),
     ),
     Feature(
         "A complete run with vLLM",

@@ -54,7 +54,7 @@ STAGES = (
     Stage("transformers", "test_gpu_engine.py", 300, "transformers"),
     Stage("vLLM", "test_gpu_engine.py", 900, "vllm"),
     Stage("run", "test_gpu_run.py", 900),
-    Stage("colocated", "test_gpu_colocated.py", 900),
+    Stage("colocated", "test_gpu_colocated.py", 1200),
     Stage("figures", "test_gpu_figures.py", 300, alone=True),
 )
 

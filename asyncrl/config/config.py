@@ -206,13 +206,36 @@ class Config(Section):
                 f"{key} with critic.ranks = {self.critic.ranks}: they would use a card of a generator, too; use "
                 "critic.ranks=0, which trains the critic in the learner ranks"
             )
-        if self.weights.staging == "buckets":
+        if self.weights.staging == "buckets" and not self.hands_over:
             raise ValueError(
                 f"{key} with weights.staging = {self.weights.staging!r}: the learner would hold its weights until the "
-                "engine has them, and the engine has no card until the learner is done; use weights.staging=whole"
+                "engine has them, and the engine has no card until the learner is done; use weights.staging=whole, or "
+                "weights.transport=ipc"
             )
         if self.placement.pools:
             raise ValueError(f"{key} with placement.pools: generators and learners share cards; leave placement out")
+        return self
+
+    @model_validator(mode="after")
+    def _check_hand_over(self) -> Self:
+        launch, weights, lora = self.launch, self.weights, self.learner.lora
+        if not self.hands_over:
+            return self
+        key, other = "weights.transport = 'ipc'", "use weights.transport=auto"
+        if weights.staging not in ("auto", "buckets"):
+            raise ValueError(
+                f"{key} with weights.staging = {weights.staging!r}: versions go from card memory into the engine; use "
+                "weights.staging=auto"
+            )
+        if launch.generators > 1 or launch.learners > 1:
+            raise ValueError(
+                f"{key} with launch.generators = {launch.generators} and launch.learners = {launch.learners}: it is "
+                f"for one of each, on one card; {other}"
+            )
+        if lora.rank:
+            raise ValueError(f"{key} with learner.lora.rank = {lora.rank}: adapters are small; {other}")
+        if self.learner.offload == "all":
+            raise ValueError(f"{key} with learner.offload = 'all': the weights are in host memory; {other}")
         return self
 
     @model_validator(mode="after")
@@ -259,6 +282,11 @@ class Config(Section):
         """True if rewards are computed by functions, and not only by environments."""
         given = (self.rewards, self.eval.rewards)
         return self.environment.name is None or any(one not in (AUTO, ENVIRONMENT, None) for one in given)
+
+    @property
+    def hands_over(self) -> bool:
+        """True if a generator takes versions from the memory of the card that a learner rank shares with it."""
+        return self.launch.colocated and self.weights.transport == "ipc"
 
     @property
     def num_shards(self) -> int:

@@ -193,7 +193,7 @@ class WeightsConfig(Section):
     transport: str = "auto"
     """A transport of `asyncrl list`, or your own as `module:NAME` or `file.py:NAME`; auto is nccl if the learner and
     every generator have a GPU of their own, otherwise chain for more than three generators on several hosts, else
-    gloo."""
+    gloo. ipc is for one generator and one learner rank that share a card (`launch.colocate`)."""
     timeout_s: float = Field(default=60.0, gt=0.0)
     """Deadline of each phase of a broadcast."""
     staging: Literal["auto", "whole", "host", "buckets"] = "auto"
@@ -203,7 +203,7 @@ class WeightsConfig(Section):
     receives there, as on a CPU, and with `generator.tensor_parallel`. buckets: no copies but two buckets on each side;
     the next update waits until the version is delivered, engines stand still meanwhile, and one that keeps a version
     for an evaluation gets a later one. auto: whole if by arithmetic it fits the GPUs, else buckets with nccl and host
-    with others."""
+    with others; with ipc buckets."""
     kv_cache: Literal["keep", "recompute"] = "keep"
     """Keys and values of running completions after a weight swap: the old ones, or computed again."""
     url: LocalPath | None = None

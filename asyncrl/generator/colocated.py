@@ -1,10 +1,18 @@
 """The card that a generator shares with learner ranks (`launch.colocate`): when it has the card, and when it sleeps.
 
     holds the card    loads weights, generates; asks for leases
-      v               enough batches are finished, or there is nothing more to generate (`yields`)
+      v               enough batches are finished, or there is nothing more to generate (`sleep_after_step`)
     asleep            the engine has freed the card; heartbeats continue, no leases are asked for
-      v               a new version is staged, and the learner has released the card (`wake`)
+      v               a new version is staged, and the learner has released the card (`can_load`)
     holds the card    weights are loaded, then the cache comes back (`woken`)
+
+With the transport ipc, the learner hands a version over while it has the card:
+
+    asleep            as above
+      v               the learner offers a version: nothing but its weights is on the card
+    visits the card   takes memory for weights (`wake_weights`) and loads them; frees it if they do not come (`give_up`)
+      v               the learner has moved its weights away, and released the card (`woken`)
+    holds the card    the cache comes back
 
     waits for         woken by                             deadline
     a new version     the learner, at the end of its turn  none here: the launcher's progress_timeout_s
@@ -17,6 +25,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -24,6 +33,9 @@ from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.generator.engine import Engine
 from asyncrl.util.card_lock import CardLock, Cards, CardWait, card_path
+
+if TYPE_CHECKING:
+    from asyncrl.weights.background import BackgroundReceiver
 
 log = structlog.get_logger()
 
@@ -48,12 +60,18 @@ class OwnCard:
         """Releases the card if it is the learner's turn. `busy`: the engine has work for which it needs its weights;
         `idle`: it has none at all, and gets none."""
 
-    def wake(self) -> bool:
-        """Takes the card for the weights of a new version, unless it is there. False while it is the learner's."""
+    def can_load(self, receiver: BackgroundReceiver) -> bool:
+        """True if the engine can load what the receiver has. Takes the card for that, unless it is the learner's."""
         return True
 
+    def wake_weights(self) -> None:
+        """Takes the memory of the engine's weights, unless it is there."""
+
+    def give_up(self) -> None:
+        """A version that began to come will not: frees what was taken for it in the learner's turn."""
+
     def woken(self) -> None:
-        """The new version is loaded: generation continues."""
+        """The new version is loaded: generation continues, once the card is there."""
 
 
 class SharedCard(OwnCard):
@@ -71,7 +89,10 @@ class SharedCard(OwnCard):
         # Without the base, adapters would have nothing to change.
         self._level = 1 if config.learner.lora.rank else 2
         self._timeout_s = config.launch.progress_timeout_s
-        self._has_card = True
+        self._hands_over = config.hands_over
+        self._has_card = self._has_weights = True
+        self._is_loaded = False
+        """True while a new version is loaded, and the card is the learner's."""
         self._wait: list[CardWait] = []
         self._next_note_s = 0.0
         self._sleep()  # the first version comes from the learner
@@ -94,29 +115,56 @@ class SharedCard(OwnCard):
     def _sleep(self) -> None:
         began_s = time.monotonic()
         self._engine.sleep(self._level)
-        self.asleep, self._has_card, self._wait = True, False, []
+        self.asleep, self._has_weights, self._has_card, self._wait = True, False, False, []
         self._cards.release()
         log.info("engine sleeps", sleep_ms=round((time.monotonic() - began_s) * 1e3, 1), batches=self.batches)
 
-    def wake(self) -> bool:
+    def can_load(self, receiver: BackgroundReceiver) -> bool:
+        if self._is_loaded:
+            self.woken()
+        if not self.asleep:
+            return True
+        if self._hands_over:
+            return receiver.round() is not None
+        if not (receiver.has_version and self._take()):
+            return False
+        self.wake_weights()
+        return True
+
+    def _take(self) -> bool:
+        """Takes the card, unless it is there. False while it is the learner's."""
         if self._has_card:
             return True
         if not self._wait:
             self._wait = self._cards.waits(self._timeout_s)
-        if not self._cards.try_acquire():
+        self._has_card = self._cards.try_acquire()
+        if not self._has_card:
             for one in self._wait:
                 one.check()
-            return False
-        self._has_card = True
-        self._engine.wake("weights")
-        return True
+        return self._has_card
+
+    def wake_weights(self) -> None:
+        if not self._has_weights:
+            if not self._has_card:
+                self._cards.visit(self._timeout_s)
+            self._engine.wake("weights")
+            self._has_weights = True
+
+    def give_up(self) -> None:
+        if self.asleep and self._has_weights:
+            self._engine.sleep(self._level)
+            self._has_weights = self._is_loaded = False
+            self._cards.end_visit()
 
     def woken(self) -> None:
         if not self.asleep:
             return
+        self._is_loaded = True
+        if not self._take():
+            return
         self._engine.wake("cache")
         # What the queue said before is of the learner's turn.
-        self.asleep, self.batches, self._wait = False, 0, []
+        self.asleep, self._is_loaded, self.batches, self._wait = False, False, 0, []
 
 
 def cards_of(config: Config, index: int, run_dir: Path) -> Cards | None:

@@ -117,7 +117,7 @@ class GeneratorLoop:
         self._leave_s: float | None = None
         """Deadline for this generator to leave; None unless asked to leave."""
         self._swaps = WeightSwaps(
-            engine, receiver, timeout_s=config.launch.progress_timeout_s, meanwhile=self._keep_alive
+            engine, receiver, card=self.card, timeout_s=config.launch.progress_timeout_s, meanwhile=self._keep_alive
         )
 
     def run(self) -> None:
@@ -230,10 +230,10 @@ class GeneratorLoop:
     def _swap_staged(self) -> None:
         """Swaps to the staged version, unless the loaded one must be kept, or the card is the learner's."""
         self._phases.switch(_OTHER)
+        if not self.card.can_load(self.receiver):
+            return
         if self._keeps_version:
             self.receiver.hold()
-            return
-        if self.card.asleep and not (self.receiver.has_version and self.card.wake()):
             return
         stall_ms = self._swaps.swap()
         if stall_ms is None:

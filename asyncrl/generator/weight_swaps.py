@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from asyncrl.errors import PeerTimeoutError
+from asyncrl.generator.colocated import OwnCard
 from asyncrl.generator.engine import Engine
 
 if TYPE_CHECKING:
@@ -34,13 +35,21 @@ class WeightSwaps:
     """The versions of a receiver. `meanwhile` is called in every wait, and returns False to end all of them."""
 
     def __init__(
-        self, engine: Engine, receiver: BackgroundReceiver, *, timeout_s: float, meanwhile: Callable[[], bool]
+        self,
+        engine: Engine,
+        receiver: BackgroundReceiver,
+        *,
+        timeout_s: float,
+        meanwhile: Callable[[], bool],
+        card: OwnCard | None = None,
     ) -> None:
         """`timeout_s` is the longest time that the engine may be torn."""
-        self._engine, self._receiver = engine, receiver
+        self._engine, self._receiver, self._card = engine, receiver, card or OwnCard()
         self._timeout_s, self._meanwhile = timeout_s, meanwhile
         self.stands_still = False
         """True while the engine loads buckets."""
+        self._loaded: BucketRound | None = None
+        """The last round whose version was loaded; the receiver ends it a little later."""
 
     def swap(self) -> float | None:
         """Swaps to the version that is there, if there is one. Returns for how many ms the engine stood still; None if
@@ -62,9 +71,10 @@ class WeightSwaps:
     def _load_buckets(self) -> StagedWeights | None:
         """Takes part in rounds until the engine has a version that is proven, or needs none."""
         torn_s = None
-        while (current := self._receiver.round()) is not None or self._engine.torn:
+        while (current := self._next_round()) is not None or self._engine.torn:
             staged = None if current is None else self._take_part(current)
             if staged is not None:
+                self._loaded = current
                 return staged
             now_s = time.monotonic()
             if self._engine.torn and torn_s is None:
@@ -80,8 +90,13 @@ class WeightSwaps:
             time.sleep(_LOOK_S if self._engine.torn else 0.0)
         return None
 
+    def _next_round(self) -> BucketRound | None:
+        current = self._receiver.round()
+        return None if current is self._loaded else current
+
     def _take_part(self, current: BucketRound) -> StagedWeights | None:
         """Loads the buckets of a round. Returns the version if it is proven; None if the round has failed."""
+        self._card.wake_weights()
         current.accept()
         has_begun = False
         while True:
@@ -96,4 +111,5 @@ class WeightSwaps:
                 self._engine.commit(current.version)
                 return current.committed
             elif current.is_over or not self._meanwhile():
+                self._card.give_up()
                 return None

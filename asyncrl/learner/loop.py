@@ -85,6 +85,8 @@ class Learner:
     """True if a checkpoint follows the next step that was not committed before."""
     stopping: bool = False
     """True if the run ends with the last committed step."""
+    sent: int = 0
+    """The last version that was sent."""
     saved: int = 0
     """Step of the newest checkpoint that was started or loaded."""
     rewards: deque[float] = field(init=False)
@@ -120,9 +122,10 @@ class Learner:
         if self.committed > self.start:
             log.info("learner catches up", from_step=self.start, to_step=self.committed)
         self.card.holds(self.trainer, self.committed)
-        self._send(self.start)
+        if not self.card.hands_over:
+            self._send(self.start)
         if self.start == self.committed:
-            self.card.end(self._await_copy)
+            self._end_turn(self.start)
         last, stopped = self.start, False
         while last < self.config.steps:
             stopped = self._agree(should_stop)
@@ -135,7 +138,7 @@ class Learner:
         if self.checkpoints is not None:
             self._save_last(self.checkpoints, last, stopped=stopped)
         self.ranks.barrier()
-        self.card.end(self._await_copy)
+        self._end_turn(last)
         self._finish_sending()
         self._finish_evaluating(should_stop)
 
@@ -153,7 +156,7 @@ class Learner:
 
     def _train(self, step: int) -> bool:
         """Trains one step. Returns False if there is no batch for it."""
-        prepared = self.prefetch.get(step)
+        prepared = self.prefetch.get(step, self._hand_over_again if self.card.hands_over else None)
         self.watch.switch("working")
         if prepared is None:
             return False
@@ -161,7 +164,7 @@ class Learner:
         self.ranks.raise_on_all_ranks(prepared.error)
         assert prepared.batch is not None
         self.watch.switch("waiting")
-        self.card.begin()
+        self.card.begin(meanwhile=self._hand_over_again)
         self.watch.switch("working")
         with self.profiler.step(step):
             metrics = self.trainer.train(prepared.batch, step=step)
@@ -173,13 +176,13 @@ class Learner:
         # Committed before it is sent: no generator may have a version that the replay queue does not know.
         committed = self._commit(step, metrics, saving=saving)
         passes_on = self.card.is_over(step, committed)
-        if passes_on:
+        if passes_on and not self.card.hands_over:
             self._send(step)
         self.watch.switch("writing")
         if saving:
             metrics["checkpoint/save_s"] = self._save(step, committed.state)
         if passes_on and step < self.config.steps:
-            self.card.end(self._await_copy)
+            self._end_turn(step)
         self._log(step, metrics | committed.metrics)
         if self.book is not None:
             samples = self.book.record(step, prepared.shard.groups, is_last=step == self.config.steps)
@@ -249,13 +252,25 @@ class Learner:
         if version < self.committed or not (version < self.config.steps or self.config.evaluates(version)):
             return
         self.watch.switch("syncing")
-        policy = self.trainer.policy
+        self.sent, policy = version, self.trainer.policy
         if self.sender is None:
             policy.join_sending()
         elif self.sender.takes_slices:
-            self.sender.send(version, policy.sent_slices(), copy_later=True)
+            self.sender.send(version, self.card.make_room(policy.sent_slices()), copy_later=True)
         else:
             self.sender.send(version, policy.sent_weights(), copy_later=not policy.partitioned)
+
+    def _end_turn(self, version: int) -> None:
+        """Releases the card; if it hands over, when the generator has loaded this version."""
+        if self.card.hands_over:
+            self._send(version)
+        self.card.end(self._await_copy)
+
+    def _hand_over_again(self) -> None:
+        """Hands the last version over to a generator that has none: it has started since, or did not get it."""
+        if self.card.can_hand_over and self.sender is not None and self.sender.is_missed:
+            self.card.begin(soon=True)
+            self._end_turn(self.sent)
 
     def _await_copy(self) -> None:
         """Waits until the weights that were sent may change."""
@@ -310,8 +325,13 @@ class Learner:
 
     def _finish_evaluating(self, should_stop: Callable[[], bool]) -> None:
         """Records the evaluations that end after the last step."""
+
+        def is_over() -> bool:
+            self._hand_over_again()
+            return should_stop()
+
         if self.tracker is not None and self.config.data.eval_files:
-            for step, metrics in self.batches.evaluations(should_stop):
+            for step, metrics in self.batches.evaluations(is_over):
                 self.tracker.log_evaluation(step, metrics)
                 self._rate(metrics)
 

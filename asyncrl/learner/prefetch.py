@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from asyncrl.errors import InvariantError
@@ -21,6 +21,10 @@ class Prepared:
     """Why the shard cannot be trained, if there is no batch."""
 
 
+_LOOK_S = 0.02
+"""Interval of calls of `meanwhile`."""
+
+
 class Prefetcher:
     """Takes and packs the batches of one rank in a thread, where it needs no other rank: while one is trained, the next
     one. At most two batches are in memory."""
@@ -34,10 +38,12 @@ class Prefetcher:
         self._ahead: Future[Prepared | None] | None = None
         """What the thread prepares, or has prepared; None before the first step."""
 
-    def get(self, step: int) -> Prepared | None:
-        """Waits for this rank's part of the step, and lets the thread prepare that of the next step. Returns None if
-        there is no batch. Raises what `take` raises."""
+    def get(self, step: int, meanwhile: Callable[[], None] | None = None) -> Prepared | None:
+        """Waits for this rank's part of the step, and lets the thread prepare that of the next step. `meanwhile` is
+        called during the wait. Returns None if there is no batch. Raises what `take` raises."""
         ahead = self._ahead or self._thread.submit(self._prepare, step)
+        while meanwhile is not None and not wait([ahead], _LOOK_S).done:
+            meanwhile()
         prepared = ahead.result()
         if prepared is not None and step < self._last_step:
             self._ahead = self._thread.submit(self._prepare, step + 1)

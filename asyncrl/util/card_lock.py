@@ -9,7 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from asyncrl.errors import PeerTimeoutError
@@ -17,8 +17,9 @@ from asyncrl.errors import PeerTimeoutError
 POLL_S = 0.005
 """Interval of the attempts to acquire a card."""
 _RECORD_BYTES = 128
-_HELD, _WANTED = 0, 1
-"""The bytes of the file that are locked by the holder, and by a role that should get the card soon."""
+_HELD, _WANTED, _VISITED = 0, 1, 2
+"""The bytes of the file that are locked by the holder, by a role that should get the card soon, and by one that has
+memory on it in the turn of its holder."""
 
 
 class CardLock:
@@ -49,16 +50,22 @@ class CardLock:
         return False
 
     def try_acquire(self) -> bool:
-        """Acquires the card unless another role has it. Returns True if it was acquired."""
+        """Acquires the card unless another role has it, or memory on it. Returns True if it was acquired; a visit of
+        this role has ended then."""
         if not self._try(_HELD):
             return False
+        if not self._try(_VISITED):
+            self._free(_HELD)
+            return False
+        self._free(_VISITED)
         self._write(f"{self._owner} {os.getpid()}")
         self.held = True
         return True
 
-    def acquire(self, timeout_s: float, *, in_turn: bool = False) -> None:
+    def acquire(self, timeout_s: float, *, in_turn: bool = False, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Waits for the card. With `in_turn` another role must have had it since this one did; otherwise its holder is
-        asked to release it soon. Raises PeerTimeoutError if its holder finishes nothing within `timeout_s`."""
+        asked to release it soon. `meanwhile` is called during the wait. Raises PeerTimeoutError if its holder finishes
+        nothing within `timeout_s`."""
         wait = CardWait(self, timeout_s)
         if not in_turn:
             self._try(_WANTED)
@@ -66,10 +73,23 @@ class CardLock:
             while (in_turn and self.last == self._owner) or not self.try_acquire():
                 wait.check()
                 time.sleep(POLL_S)
+                meanwhile()
                 if not in_turn:
                     self._try(_WANTED)
         finally:
             self._free(_WANTED)
+
+    def visit(self, timeout_s: float) -> None:
+        """Keeps other roles from acquiring the card, which one of them has: when that one ends, this role's memory is
+        still there. Raises PeerTimeoutError as `acquire`."""
+        wait = CardWait(self, timeout_s)
+        while not self._try(_VISITED):  # another role looks at it
+            wait.check()
+            time.sleep(POLL_S)
+
+    def end_visit(self) -> None:
+        """This role has freed its memory."""
+        self._free(_VISITED)
 
     def note_progress(self) -> None:
         """States that the holder has finished something: the deadlines of those who wait start again."""
@@ -98,7 +118,11 @@ class CardLock:
     def describe(self) -> str:
         """Says whose turn it is, for error messages."""
         name, process = self._record()
-        return f"{self._name} ({f'{name}, process {process}' if name else 'free'})"
+        is_visited = not self._try(_VISITED)
+        if not is_visited:
+            self._free(_VISITED)
+        who = f"{name}, process {process}" if name else "free"
+        return f"{self._name} ({who}{'; another role has memory on it' if is_visited else ''})"
 
     def _record(self) -> tuple[str, str]:
         name, _, process = os.pread(self._file, _RECORD_BYTES, 0).decode(errors="replace").strip().partition(" ")
@@ -165,6 +189,16 @@ class Cards:
         """Waits for one card after the other. Their holders are asked to release them soon."""
         for lock in self._locks:
             lock.acquire(timeout_s)
+
+    def visit(self, timeout_s: float) -> None:
+        """As `CardLock.visit`."""
+        for lock in self._locks:
+            lock.visit(timeout_s)
+
+    def end_visit(self) -> None:
+        """As `CardLock.end_visit`."""
+        for lock in self._locks:
+            lock.end_visit()
 
     def note_progress(self) -> None:
         """As `CardLock.note_progress`."""

@@ -19,24 +19,27 @@ class HostMemory:
         self._moves = always or device.type != "cpu"
         self._copies: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
         """By the address of the storage; page-locked buffers are kept between two moves."""
+        self._kept: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
+        """Those of the move before."""
         self.is_moved = False
         """True from `offload` to `reload`."""
 
-    def offload(self, tensors: Iterable[Tensor]) -> int:
-        """Moves the memory of the tensors to the host. Returns its bytes."""
+    def offload(self, tensors: Iterable[Tensor], keep: Iterable[Tensor] = ()) -> int:
+        """Moves the memory of the tensors to the host, but for that of those to `keep`, which another call moves.
+        Returns the bytes of all that is moved."""
         if not self._moves:
             return 0
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # other streams may use them
-        found: dict[int, torch.UntypedStorage] = {}
-        for tensor in tensors:
-            if tensor.device == self._device and (storage := tensor.untyped_storage()).nbytes():
-                found[storage._cdata] = storage  # pyright: ignore[reportPrivateUsage]
-        kept, self._copies = self._copies, {}
+        found = self._storages(tensors)
+        for address in self._storages(keep):
+            found.pop(address, None)
+        if not self.is_moved:
+            self._kept, self._copies = self._copies, {}
         for address, storage in found.items():
             if not storage.resizable():
                 continue
-            copy = kept[address][1] if address in kept else torch.empty(0)
+            copy = self._kept[address][1] if address in self._kept else torch.empty(0)
             if copy.nbytes != storage.nbytes():
                 copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self._device.type == "cuda")
             self._copies[address] = storage, copy.copy_(_content(storage))
@@ -46,6 +49,14 @@ class HostMemory:
         self.is_moved = True
         return sum(copy.nbytes for _, copy in self._copies.values())
 
+    def _storages(self, tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
+        """Returns the memory of the tensors on the device, by its address."""
+        found: dict[int, torch.UntypedStorage] = {}
+        for tensor in tensors:
+            if tensor.device == self._device and (storage := tensor.untyped_storage()).nbytes():
+                found[storage._cdata] = storage  # pyright: ignore[reportPrivateUsage]
+        return found
+
     def reload(self) -> None:
         """Moves everything back, unless nothing is moved."""
         if not self.is_moved:
@@ -53,6 +64,7 @@ class HostMemory:
         for storage, copy in self._copies.values():
             storage.resize_(copy.nbytes)
             _content(storage).copy_(copy, non_blocking=True)
+        self._kept = {}
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self.is_moved = False

@@ -89,6 +89,11 @@ class BackgroundSender(ABC, Generic[B]):
         """The copy of the weights of the last `send`, if it is made in the background."""
         self._thread = threading.Thread(target=self._run, name="weight-sender", daemon=True)
 
+    @property
+    def is_missed(self) -> bool:
+        """True if a generator needs the last version, which has to be sent once more."""
+        return False
+
     # --- of the subclass
 
     @property

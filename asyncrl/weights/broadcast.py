@@ -103,13 +103,18 @@ class Delivery:
 
     def wants(self, version: int) -> bool:
         """True if there is somebody to deliver this version to."""
-        return version != self.gone and bool(self.membership.behind(version))
+        return version != self.gone and self.is_missed(version)
+
+    def is_missed(self, version: int) -> bool:
+        """True if an engine that runs has another version."""
+        return bool(self.membership.behind(version))
 
     def deliver(self, version: int, buffer: Buffer) -> None:
         """Runs rounds until no generator is behind. Raises RunError if the transport does not work, or the learner
         does not fill the buffer."""
         started = time.monotonic()
         self.failures = 0
+        self.gone = None if self.gone == version else self.gone  # it is sent once more
         is_late = False
         while version != self.gone and (behind := self._behind(version)):
             if is_late:
@@ -183,7 +188,16 @@ class Delivery:
 
     def _drop_unreachable(self) -> None:
         """Drops the peers on the GPU of the learner, or on that of a peer that joined earlier, if the transport needs a
-        GPU for each member."""
+        GPU for each member; if it needs one device for all, those on another one."""
+        if self.way is not None and self.way.on_one_device:
+            own = host_name(), device_name(self.device)
+            for peer in self.membership.present():
+                if (peer.host, peer.device) != own:
+                    self._drop(
+                        peer,
+                        f"{peer.name} is on {peer.device} of {peer.host}, and {self.transport} needs all on "
+                        f"{own[1]} of {own[0]}; start the run with weights.transport=gloo",
+                    )
         if self.way is None or not self.way.needs_own_gpu:
             return
         owners = {device_name(self.device): "learner rank 0"}

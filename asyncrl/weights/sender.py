@@ -92,6 +92,12 @@ class WeightSender(BackgroundSender[Buffer]):
         self._thread.start()
 
     @property
+    def is_missed(self) -> bool:
+        """As `BackgroundSender.is_missed`: its weights were released."""
+        buffer = self._buffer
+        return buffer is not None and buffer.is_released and self._delivery.is_missed(self._version)
+
+    @property
     def _receivers(self) -> str:
         return self._delivery.receivers
 

@@ -122,6 +122,8 @@ class Transport:
     """True if learner rank 0 and every generator need a GPU of their own."""
     needs_group: bool = False
     """True if `Member.store` is needed."""
+    on_one_device: bool = False
+    """True if generators need to be on the device of learner rank 0."""
 
 
 TRANSPORTS: dict[str, Transport | str] = {
@@ -129,6 +131,7 @@ TRANSPORTS: dict[str, Transport | str] = {
     "nccl": "asyncrl.weights.process_groups:NCCL",
     "chain": "asyncrl.weights.chain:CHAIN",
     "files": "asyncrl.weights.files.sender:FILES",
+    "ipc": "asyncrl.weights.ipc:IPC",
 }
 AUTO_ON_GPUS = "nccl"
 """The transport that "auto" chooses where every process has a GPU of its own."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+import uuid
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -11,12 +13,19 @@ from generator_model import EOS, close_all, kept_cache_logprobs, reference_logpr
 from transformers import Qwen2ForCausalLM
 
 from asyncrl.errors import InvariantError, RunError
+from asyncrl.generator.colocated import SharedCard
 from asyncrl.generator.engine import ENGINES, Completion, Engine, Sampling, make_engine
+from asyncrl.generator.weight_swaps import WeightSwaps
 from asyncrl.types import NO_VERSION
+from asyncrl.util.card_lock import Cards
 from asyncrl.util.tokenizer import load_decoder
 from asyncrl.weights.bucket_plan import WeightPart, plan_buckets
 from asyncrl.weights.buckets import WeightManifest
+from asyncrl.weights.receiver import WeightReceiver
+from asyncrl.weights.sender import WeightSender
 from asyncrl.weights.shares import shares_of_ranks
+from tests.helpers.colocated import FakeCard, FakeLock
+from tests.helpers.sockets import socket_address
 
 TOLERANCE = 5e-5
 """Rounding: most tokens are within 5e-6, unlikely ones within 2.4e-5."""
@@ -165,6 +174,65 @@ def test_no_token_is_lost_while_the_engine_sleeps(
             here = one.versions == version
             expected = reference_logprobs(policies[version - first], requests[key], one.tokens, TEMPERATURE)[here]
             assert worst(one.logprobs[here], expected) < TOLERANCE
+
+
+def hand_over(engine: Engine, policy: Qwen2ForCausalLM, cleanup: Callable[[Callable[[], None]], object]) -> None:
+    """Gives the sleeping engine a version from the memory of a learner in this process, while that has the card."""
+    address = socket_address(f"handed-{uuid.uuid4().hex[:8]}")
+    config = small_config("none", launch__colocate="on", weights__transport="ipc", weights__staging="buckets")
+    fake = FakeCard()
+    own, learner = FakeLock(fake, "generator"), FakeLock(fake, "learner")
+    own.acquire(1.0)
+    card = SharedCard(config, engine, Cards([own]))  # type: ignore[list-item]
+    learner.acquire(1.0)
+    weights = weights_of(policy)
+    manifest = WeightManifest.of((name, tensor.dtype, tensor.shape) for name, tensor in weights)
+    sender = WeightSender(
+        address, manifest, expected_generators=1, transport="ipc", bucket_bytes=BUCKET_BYTES, timeout_s=20.0,
+        copies=False,
+    )  # fmt: skip
+    cleanup(sender.close)
+    receiver = WeightReceiver(address, rank=1, transport="ipc", timeout_s=20.0, max_bytes=1 << 26)
+    cleanup(receiver.close)
+    receiver.start()
+    receiver.engine_is_up(engine)
+    swaps = WeightSwaps(engine, receiver, card=card, timeout_s=20.0, meanwhile=lambda: True)
+    end_s, version = time.monotonic() + 30.0, engine.version + 1
+    while not any(peer.up for peer in sender._membership.present()):
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+    sender.send(version, weights)
+    while not (card.can_load(receiver) and swaps.swap() is not None):
+        assert time.monotonic() < end_s
+        time.sleep(0.001)
+    sender.copied()
+    card.woken()
+    assert card.asleep and fake.visitor == "generator", "the learner has its weights on the card"
+    learner.release()
+    assert card.can_load(receiver) and not card.asleep and fake.holder == "generator" and not fake.visitor
+
+
+def test_an_engine_takes_a_version_from_the_memory_of_the_learner(
+    keeping: Engine, policies: Policies, request: pytest.FixtureRequest
+) -> None:
+    swap(keeping, policies[0])
+    first, requests = keeping.version, prompts(8)
+    for key, prompt in requests.items():
+        keeping.add(key, prompt)
+    done = {one.key: one for _ in range(6) for one in keeping.step()}
+    hand_over(keeping, policies[1], request.addfinalizer)
+    assert keeping.version == first + 1
+    done |= run_all(keeping)
+    assert {int(version) - first for one in done.values() for version in one.versions} == {0, 1}
+    for key, one in done.items():
+        for version in np.unique(one.versions):
+            here = one.versions == version
+            expected = reference_logprobs(policies[version - first], requests[key], one.tokens, TEMPERATURE)[here]
+            assert worst(one.logprobs[here], expected) < TOLERANCE
+    handed = complete(keeping, requests, "greedy")
+    swap(keeping, policies[1])
+    swapped = complete(keeping, requests, "greedy")
+    assert all(np.array_equal(handed[key].logprobs, swapped[key].logprobs) for key in requests), "bit for bit"
 
 
 def test_requests_can_be_dropped_and_counted(keeping: Engine, policies: Policies) -> None:

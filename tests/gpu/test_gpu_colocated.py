@@ -5,21 +5,29 @@ from __future__ import annotations
 import importlib.util
 import json
 import socket
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from generator_model import reference_logprobs, run_all, save_tiny_model, small_config, weights_of
+from receive import digest_of
 from transformers import Qwen2ForCausalLM
+from weight_parts import manifest_of, weights
 from worlds import endpoints, make_config, make_model, make_trainer, train_steps
 
 from asyncrl.generator.engine import ENGINES, make_engine
 from asyncrl.launch.resources.gpus import visible_gpus
+from asyncrl.launch.resources.network import find_port
 from asyncrl.learner.checkpoint.zero_state import collect_state
 from asyncrl.learner.distributed import Ranks, process_group
 from asyncrl.util.host_memory import HostMemory
+from asyncrl.weights.sender import WeightSender
 from tests.helpers.demo import make_demo
 from tests.helpers.runs import Launched, check_ledger, start_launch
 
@@ -109,9 +117,50 @@ def test_the_states_of_a_learner_leave_the_card(stage: int, one_rank: Ranks, tmp
         torch.testing.assert_close(found[name].cpu(), tensor, rtol=1e-3, atol=1e-5)
 
 
+def test_versions_go_from_one_process_to_another_on_the_card(
+    gpu: torch.device, monkeypatch: pytest.MonkeyPatch, cleanup: list, figure: Callable[[str, float], None]
+) -> None:
+    names = [one.name for one in visible_gpus()]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", names[0])  # as the launcher names it to both
+    port = find_port()
+    sender = WeightSender(
+        f"tcp://127.0.0.1:{port}", manifest_of(weights(0)), expected_generators=1, transport="ipc",
+        bucket_bytes=1 << 20, timeout_s=60.0, device=str(gpu), copies=False,
+    )  # fmt: skip
+    cleanup.append(sender.close)
+    used: list[int] = []
+
+    def has_joined(after: int) -> bool:
+        return any(one.up and one.number > after for one in members.present())
+
+    members = sender._membership
+    for start in range(2):  # the second receiver follows one that was killed
+        command = [sys.executable, str(Path(__file__).with_name("receive.py")), str(port), "ipc", str(ROUNDS + 1)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        cleanup += [process.wait, process.kill]
+        assert members._await(partial(has_joined, start), 60.0)
+        for version in range(start * ROUNDS, (start + 1) * ROUNDS):
+            tensors = [(name, tensor.to(gpu)) for name, tensor in weights(version)]
+            began_s = time.monotonic()
+            sender.send(version, tensors)
+            sender.copied()
+            figure("ipc, 4 MB: ms a round", 1e3 * (time.monotonic() - began_s))
+            assert process.stdout is not None
+            told = json.loads(process.stdout.readline())
+            assert (told["version"], told["devices"]) == (version, ["cuda"])
+            assert told["digest"] == digest_of(tensors), "not bit for bit"
+            used.append(used_bytes())
+        assert used[-1] - used[start * ROUNDS + 1] < 16 << 20, "memory is lost in each round"
+        process.kill()
+        process.wait()
+    assert used[-1] - used[ROUNDS - 1] < 16 << 20, "memory of the killed receiver is lost"
+
+
+@pytest.mark.parametrize("transport", ["auto", "ipc"])
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
 def test_the_demo_trains_on_one_gpu_in_turn(
     engine: str,
+    transport: str,
     tmp_path: Path,
     started: list[Launched],
     monkeypatch: pytest.MonkeyPatch,
@@ -126,7 +175,8 @@ def test_the_demo_trains_on_one_gpu_in_turn(
     assert request.config.cache is not None
     folder = make_demo(tmp_path, request.config.cache)
     overrides = ["--steps", str(STEPS), "launch.start_timeout_s=400", f"generator.engine={engine}"]
-    run = start_launch(folder, "turns", *overrides, "launch.colocate=force", preloaded=None)
+    overrides += ["launch.colocate=force", f"weights.transport={transport}"]
+    run = start_launch(folder, "turns", *overrides, preloaded=None)
     started.append(run)
     code, output = run.end(timeout_s=550)
     assert code == 0, output
@@ -134,7 +184,6 @@ def test_the_demo_trains_on_one_gpu_in_turn(
     assert summary["policy_version"] == STEPS and summary["reward_last"] > summary["reward_first"]
     check_ledger(summary)
     rows = run.rows()
-    for phase in ("wait", "reload", "offload"):
-        figure(
-            f"colocated demo, {engine}: card/{phase}_s, mean", float(np.mean([row[f"card/{phase}_s"] for row in rows]))
-        )
+    for phase in ("wait", "reload", "offload", "hand_over"):
+        mean_s = float(np.mean([row[f"card/{phase}_s"] for row in rows]))
+        figure(f"colocated demo, {engine}, {transport}: card/{phase}_s, mean", mean_s)

@@ -46,7 +46,7 @@ class FakeCard:
 
     def __init__(self) -> None:
         self.events: list[tuple[str, str]] = []
-        self.holder = self.last = ""
+        self.holder = self.last = self.visitor = ""
         self.wanted: set[str] = set()
         self.used: dict[str, int] = {"generator": 0, "learner": 0}
         self.peak = 0
@@ -65,7 +65,8 @@ class FakeCard:
 
     def allocate(self, role: str, num_bytes: int) -> None:
         with self._lock:
-            assert self.holder == role, f"{role} uses the card of {self.holder or 'nobody'}"
+            visits = self.visitor == role and num_bytes <= BYTES >= self.used["learner"]
+            assert self.holder == role or visits, f"{role} uses the card of {self.holder or 'nobody'}"
             self.used[role] = num_bytes
             self.peak = max(self.peak, sum(self.used.values()))
 
@@ -76,6 +77,8 @@ class FakeCard:
             self.wanted.discard(role)
             if self.holder == role:
                 self.holder = ""
+            if self.visitor == role:
+                self.visitor = ""
 
 
 class FakeLock:
@@ -95,21 +98,29 @@ class FakeLock:
 
     def try_acquire(self) -> bool:
         with self._card._lock:
-            if self._card.holder:
+            if self._card.holder or self._card.visitor not in ("", self._role):
                 return False
             self._card.holder = self._card.last = self._role
+            self._card.visitor = ""
             self.held = True
         self._card.note(self._role, "acquire")
         return True
 
-    def acquire(self, timeout_s: float, *, in_turn: bool = False) -> None:
+    def acquire(self, timeout_s: float, *, in_turn: bool = False, meanwhile: Callable[[], None] = lambda: None) -> None:
         end_s = time.monotonic() + DEADLINE_S
         if not in_turn:
             self._card.wanted.add(self._role)
         while (in_turn and self.last == self._role) or not self.try_acquire():
             assert time.monotonic() < end_s, f"{self._role} waits for {self._card.holder}: {self._card.events[-12:]}"
             time.sleep(0.001)
+            meanwhile()
         self._card.wanted.discard(self._role)
+
+    def visit(self, timeout_s: float) -> None:
+        self._card.visitor = self._role
+
+    def end_visit(self) -> None:
+        self._card.visitor = ""
 
     def note_progress(self) -> None:
         assert self.held
@@ -371,7 +382,7 @@ class Batches:
 class Sender:
     """Gives a copy of the weights to the receiver."""
 
-    takes_slices = True
+    takes_slices, is_missed = True, False
     stats = WeightSyncStats()
 
     def __init__(self, queue: Queue, card: FakeCard) -> None:
@@ -401,17 +412,19 @@ class FakeTrainer:
         self.ranks = Ranks(0, 1, torch.device("cpu"))
         self.phases = SimpleNamespace(metrics=dict)
         self.critic = None
-        self.weight = torch.zeros(BYTES // 4)
+        self.weight, self.moment = torch.zeros(BYTES // 4), torch.zeros(BYTES // 4)
         self.policy = SimpleNamespace(excluded=None, replay=None, sent_slices=lambda: [("w", self.weight)])
         self.staleness: list[int] = []
         card.allocate("learner", 2 * BYTES)
 
     def tensors(self) -> Iterator[Tensor]:
         yield self.weight
+        yield self.moment
 
     def train(self, groups: Any, *, step: int) -> dict[str, float]:
         self._card.allocate("learner", 2 * BYTES)
-        assert self.weight.untyped_storage().nbytes() == BYTES, "trains without its weights"
+        for tensor in self.tensors():
+            assert tensor.untyped_storage().nbytes() == BYTES, "trains without its states"
         self.weight += 1
         assert float(self.weight[0]) == step
         for group in groups:
@@ -428,10 +441,11 @@ class Memory(HostMemory):
         super().__init__(torch.device("cpu"), always=True)
         self._card = card
 
-    def offload(self, tensors: Iterable[Tensor]) -> int:
-        moved = super().offload(tensors)
-        assert moved == BYTES
-        self._card.allocate("learner", 0)
+    def offload(self, tensors: Iterable[Tensor], keep: Iterable[Tensor] = ()) -> int:
+        keep = list(keep)
+        moved = super().offload(tensors, keep)
+        assert moved == (BYTES if keep else 2 * BYTES)
+        self._card.allocate("learner", 2 * BYTES - moved)
         self._card.note("learner", "offload")
         return moved
 
@@ -473,6 +487,22 @@ class World:
         assert not self.errors, self.errors
         assert not thread.is_alive(), f"the generator hangs: {self.card.events[-12:]}"
 
+    def make_engine(self) -> Any:
+        """That of a generator that starts."""
+        return CountingEngine(self.card)
+
+    def receiver(self) -> Any:
+        """That of a generator that starts."""
+        return Receiver(self.queue)
+
+    def sender(self) -> Any:
+        """That of a learner that starts."""
+        return Sender(self.queue, self.card)
+
+    def bury(self, role: str) -> None:
+        """What others see of the death of a role."""
+        self.card.bury(role)
+
     def _role(self, start: Callable[[], None]) -> None:
         try:
             while True:
@@ -489,9 +519,9 @@ class World:
         try:
             lock: Any = FakeLock(self.card, "generator")
             lock.acquire(DEADLINE_S)
-            engine: Any = CountingEngine(self.card)
+            engine: Any = self.make_engine()
             card = GeneratorCard(self.config, engine, Cards([lock]))
-            others: Any = {"rewards": Rewards(), "receiver": Receiver(self.queue), "client": client}
+            others: Any = {"rewards": Rewards(), "receiver": self.receiver(), "client": client}
             GeneratorLoop(
                 self.config, index=0, engine=engine, card=card, should_stop=self.over.is_set, **others
             ).run()  # fmt: skip
@@ -499,7 +529,7 @@ class World:
             client.bury()
             raise
         finally:
-            self.card.bury("generator")
+            self.bury("generator")
 
     def _learn(self) -> None:
         over = threading.Event()
@@ -509,11 +539,11 @@ class World:
             card._memory = Memory(self.card)
             trainer: Any = FakeTrainer(self.card)
             self.staleness = trainer.staleness
-            batches, sender = Batches(self.queue, over), Sender(self.queue, self.card)
+            batches, sender = Batches(self.queue, over), self.sender()
             QuickLearner(self.config, trainer, batches, sender, None, self.run_dir, card=card).run(self.over.is_set)
         finally:
             over.set()
-            self.card.bury("learner")
+            self.bury("learner")
 
     def turns(self) -> list[list[str]]:
         """The events of each holder from its acquisition on, without the engine's steps; those at the start left

@@ -7,19 +7,21 @@ from typing import Any
 
 import pytest
 import yaml
-from test_memory import QWEN2_05B, fitted, shape_of
+from test_memory import QWEN2_05B, QWEN2_7B, fitted, shape_of
 
 from asyncrl.config import Config, load_config, parse_override
 from asyncrl.errors import ConfigError
 from asyncrl.generator.colocated import cards_of
 from asyncrl.launch.resources import gpus
-from asyncrl.launch.resources.fit import Models, make_cards
+from asyncrl.launch.resources.fit import PIECE, Models, make_cards
 from asyncrl.launch.resources.hosts import Host
 from asyncrl.launch.resources.memory import GIB, PROCESS_BYTES
-from asyncrl.launch.resources.placement import place_roles
+from asyncrl.launch.resources.placement import check_transport, place_roles
+from asyncrl.launch.resources.staging import choose_staging
 from asyncrl.launch.role_group import Progress
 from tests.helpers.replay import small_config
 
+IPC = {"weights__transport": "ipc"}
 MIB = 81559
 """`memory.total` of an H100."""
 
@@ -57,12 +59,27 @@ def test_on_and_off_are_no_booleans() -> None:
         ({"launch__learners": 2}, r"colocate = 'on' with launch.learners = 2: .* have 1; use launch.learners=1"),
         ({"generator__tensor_parallel": 2}, r"learners = 1: .*tensor_parallel = 2 have 2; use launch.learners=2"),
         ({"critic__ranks": 1}, r"critic.ranks = 1: .*use critic.ranks=0"),
-        ({"weights__staging": "buckets"}, r"weights.staging = 'buckets': .*use weights.staging=whole"),
+        ({"weights__staging": "buckets"}, r"weights.staging = 'buckets': .*use weights.staging=whole, or .*=ipc"),
+        (IPC | {"weights__staging": "whole"}, r"ipc' with weights.staging = 'whole': .*use weights.staging=auto"),
+        (IPC | {"launch__generators": 2, "launch__learners": 2}, r"ipc' with launch.generators = 2 and .*=auto"),
+        (IPC | {"generator__tensor_parallel": 2, "launch__learners": 2}, r"launch.learners = 2: it is for one of each"),
+        (IPC | {"learner__lora__rank": 4}, r"ipc' with learner.lora.rank = 4: .*use weights.transport=auto"),
+        (IPC | {"learner__offload": "all", "learner__zero_stage": 3}, r"ipc' with learner.offload = 'all': .*=auto"),
     ],
 )
 def test_what_cannot_share_cards_is_refused(overrides: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         on(**overrides)
+
+
+def test_ipc_is_for_roles_that_share_a_card() -> None:
+    with pytest.raises(ConfigError, match=r"transport = 'ipc': .*use launch.colocate=on, or weights.transport=auto"):
+        check_transport(small_config(**IPC), place_roles(small_config(**IPC)))
+    config = on(**IPC)
+    placement = place_roles(config)
+    check_transport(config, placement)
+    chosen, line = choose_staging(config, placement, reward_model=False)
+    assert chosen.weights.staging == "buckets" and not line
 
 
 def test_cores_are_divided_into_cards() -> None:
@@ -123,6 +140,28 @@ def test_a_card_needs_the_larger_of_the_two(monkeypatch: pytest.MonkeyPatch) -> 
         fitted(monkeypatch, small_config(**settings), 1, mib, models)
     with pytest.raises(ConfigError, match=r"does not fit its GPUs(.|\n)*; in turn"):
         fitted(monkeypatch, config, 1, round(0.8 * card.needed_bytes) >> 20, models)
+
+
+def test_a_card_needs_both_weights_where_they_are_handed_over_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = Models(shape_of(QWEN2_7B))
+    settings = {
+        "model__dtype": "bfloat16", "generator__max_new_tokens": 64, "learner__gradient_checkpointing": True,
+        "learner__offload": "optimizer", "learner__zero_stage": 2, "launch__colocate": "force",
+        "generator__kv_cache_bytes": 1 << 30, "learner__tokens_per_microbatch": 4096,
+    }  # fmt: skip
+    cards = {}
+    for transport in ("auto", "ipc"):
+        config = on(weights__transport=transport, **settings)
+        placement = fitted(monkeypatch, config, 1, MIB, models)
+        (cards[transport],) = make_cards(config, placement, models)
+    card, weights = cards["ipc"], 2 * models.policy.parameters
+    pieces = [need.parts.get(part, 0) for need in card.needs for part in (PIECE, "staged weights")]
+    assert card.hand_over_bytes == 2 * weights + 2 * PROCESS_BYTES + sum(pieces) and sum(pieces) < GIB
+    assert cards["auto"].hand_over_bytes == 0
+    assert card.needed_bytes == card.hand_over_bytes > cards["auto"].needed_bytes
+    mib = round((cards["auto"].needed_bytes + GIB / 2) / 0.9) >> 20
+    with pytest.raises(ConfigError, match=r"does not fit its GPUs(.|\n)*with weights.transport=auto it would fit"):
+        fitted(monkeypatch, on(**IPC, **settings), 1, mib, models)
 
 
 def test_tokens_are_progress_while_the_learner_waits_for_its_card() -> None:

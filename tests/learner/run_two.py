@@ -63,7 +63,7 @@ class Client:
 
 class Sender:
     address = ""
-    takes_slices = True
+    takes_slices, is_missed = True, False
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         manifest = arguments[1] if rank == 0 else arguments[0]

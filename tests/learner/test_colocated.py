@@ -10,6 +10,7 @@ import pytest
 
 from asyncrl.config import Config
 from tests.helpers.colocated import BYTES, World
+from tests.helpers.hand_over import HandOverWorld
 
 GENERATES = ["generator", "wake weights", "swap", "wake cache", "sleep", "release"]
 
@@ -26,8 +27,10 @@ def config_of(*, staleness: int, steps: int = 6, **sections: Any) -> Config:
     return Config.model_validate(values | sections)
 
 
-def run(tmp_path: Path, config: Config, dies: tuple[str, str, int] | None = None) -> World:
-    world = World(config, tmp_path, dies)
+def run(tmp_path: Path, config: Config, dies: tuple[str, str, int] | None = None, *, failures: int = 0) -> World:
+    world = (HandOverWorld if config.hands_over else World)(config, tmp_path, dies)
+    if isinstance(world, HandOverWorld):
+        world.failures = failures
     world.run()
     queue = world.queue
     assert queue.steps == config.steps and queue.done
@@ -81,4 +84,74 @@ def test_a_role_that_dies_in_its_turn_starts_again(dies: tuple[str, str, int], s
     data = {"train": "none.parquet", "eval": "none.parquet"}
     evaluation = {"every_steps": 3, "samples": 1}
     world = run(tmp_path, config_of(staleness=staleness, data=data, eval=evaluation), dies)
+    assert world.deaths == 1
+
+
+IPC = {"transport": "ipc", "staging": "buckets"}
+
+
+def test_weights_are_handed_over_before_the_learner_leaves_the_card(tmp_path: Path) -> None:
+    world = run(tmp_path, config_of(staleness=0, steps=4, weights=IPC))
+    passes = ["offload", "send"]
+    loads = ["wake weights", "hand over", "load", "swap", "offload", "release"]
+    learner, generator = (
+        ["learner", "reload", "train", *passes, *loads],
+        ["generator", "wake cache", "sleep", "release"],
+    )
+    last = ["learner", "reload", "train", "save", "offload", "release"]
+    turns = world.turns()
+    if turns[0] == ["learner", "reload", *passes, *loads]:
+        del turns[0]  # the generator was not there for the first version
+    assert turns == [*[generator, learner] * 3, generator, last]
+
+
+def test_a_version_that_was_not_handed_over_is_handed_over_again(tmp_path: Path) -> None:
+    data = {"train": "none.parquet", "eval": "none.parquet"}
+    evaluation = {"every_steps": 2, "samples": 1}
+    world = run(tmp_path, config_of(staleness=1, weights=IPC, data=data, eval=evaluation), failures=2)
+    generator = [event for role, event in world.card.events if role == "generator" and event != "step"]
+    first = generator.index("load")
+    # Memory that was taken for a version that did not come is free before the learner needs the card.
+    assert generator[first - 1 : first + 4] == ["wake weights", "load", "sleep", "wake weights", "load"]
+    order = [event for event in world.queue.order if event.startswith("evaluated")]
+    assert order == [f"evaluated {version}" for version in (0, 2, 4, 6)]
+
+
+HANDING_DEATHS = [
+    *(("generator", event, 2) for event in ("acquire", "wake weights", "load", "swap", "wake cache", "step", "sleep")),
+    ("generator", "load", 1),
+    ("generator", "sleep", 1),
+    *(("learner", event, 2) for event in ("acquire", "reload", "train", "send", "hand over")),
+    ("learner", "offload", 3),
+    ("learner", "offload", 4),
+    ("learner", "acquire", 1),
+    ("learner", "send", 1),
+    ("learner", "hand over", 1),
+    ("learner", "save", 1),
+]
+
+
+QUICK = [
+    ("generator", "load", 2),
+    ("generator", "wake cache", 2),
+    ("learner", "hand over", 2),
+    ("learner", "offload", 4),
+]
+
+
+@pytest.mark.parametrize(
+    ("staleness", "dies"),
+    [
+        *((0, one) for one in QUICK),
+        *(pytest.param(0, one, marks=pytest.mark.slow) for one in HANDING_DEATHS if one not in QUICK),
+        *(pytest.param(2, one, marks=pytest.mark.slow) for one in QUICK),
+    ],
+    ids=lambda one: str(one) if isinstance(one, int) else f"{one[0]}-{one[1].replace(' ', '-')}-{one[2]}",
+)
+def test_whoever_dies_in_a_hand_over_gets_its_turn_again(
+    staleness: int, dies: tuple[str, str, int], tmp_path: Path
+) -> None:
+    data = {"train": "none.parquet", "eval": "none.parquet"}
+    evaluation = {"every_steps": 3, "samples": 1}
+    world = run(tmp_path, config_of(staleness=staleness, weights=IPC, data=data, eval=evaluation), dies)
     assert world.deaths == 1

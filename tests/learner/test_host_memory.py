@@ -31,7 +31,11 @@ def test_training_continues_bit_for_bit(name: str, one_rank: Ranks, tiny_model: 
     train_steps(plain, (1, 2, 3))
     for step in (1, 2, 3):
         weights = sum(weight.nbytes for weight in moved.policy.flat_weights())
+        sent = [tensor for _, tensor in moved.policy.sent_slices()]
+        others = memory.offload(moved.tensors(), keep=sent)
+        assert others >= (step > 1) * weights and all(tensor.untyped_storage().nbytes() for tensor in sent)
         num_bytes = memory.offload(moved.tensors())
+        assert num_bytes - others <= weights
         assert num_bytes and (step == 1 or num_bytes >= 2 * weights), "the two moments of each weight are moved, too"
         storages = [tensor.untyped_storage() for tensor in moved.tensors() if tensor.device == CPU]
         # On a CPU, weights as they were loaded are a file's.

@@ -65,7 +65,7 @@ class Batches:
 class Sender:
     """Checks that the weights of a version do not change before `copied`."""
 
-    takes_slices = True
+    takes_slices, is_missed = True, False
 
     def __init__(self, lost: bool = False) -> None:
         self.sent: list[tuple[int, dict[str, Tensor]]] = []

@@ -92,7 +92,7 @@ class Queue:
 
 
 class Sender:
-    takes_slices = True
+    takes_slices, is_missed = True, False
 
     def __init__(self) -> None:
         self.sent: dict[int, dict[str, Tensor]] = {}

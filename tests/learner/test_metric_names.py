@@ -109,7 +109,7 @@ class QueueBatches:
 
 
 class Sender:
-    takes_slices = True
+    takes_slices, is_missed = True, False
     stats = SimpleNamespace(count=0, broadcast_s=0.0, wait_s=0.0, dropped=0, bytes=0)
 
     def send(self, version: int, weights: Iterable[tuple[str, Tensor]], *, copy_later: bool = False) -> None: ...

@@ -47,9 +47,20 @@ def test_the_roles_take_turns(launch: Start) -> None:
     assert 0 < summary["weight_sync"]["count"] <= 10
 
 
-def test_a_killed_role_gets_its_turn_again(launch: Start) -> None:
+def test_versions_are_handed_over_on_the_card(launch: Start) -> None:
+    run = launch(*SMALL, *EVALUATION, "--steps", "6", "launch.colocate=on", "weights.transport=ipc")
+    code, output = run.end(200)
+    assert code == 0, output
+    summary = check(run, output, 6)
+    assert [one["version"] for one in summary["eval"]] == [0, 4, 6]
+    rows = [row for row in run.rows() if "learner/step_s" in row]
+    assert sum(row["card/hand_over_s"] for row in rows) > 0 == sum(row["weights/dropped"] for row in rows)
+
+
+@pytest.mark.parametrize("transport", ["auto", "ipc"])
+def test_a_killed_role_gets_its_turn_again(transport: str, launch: Start) -> None:
     settings = [*SMALL, "--steps", "12", "launch.colocate=on", "--max-staleness", "0", "generator.engine=transformers"]
-    run = launch(*settings)
+    run = launch(*settings, f"weights.transport={transport}")
     for step, role in ((2, "generator-0"), (5, "learner-0")):
         run.wait_for_step(step)
         os.kill(run.pid(role), signal.SIGKILL)

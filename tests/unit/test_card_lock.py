@@ -30,6 +30,9 @@ for line in sys.stdin:
         case "release": lock.release()
         case "wanted": print(lock.is_wanted, flush=True); continue
         case "leave": lock.leave()
+        case "visit": lock.visit(10)
+        case "end visit": lock.end_visit()
+        case "acquire": print(lock.try_acquire(), flush=True); continue
     print("done", flush=True)
 """
 
@@ -95,6 +98,32 @@ def test_progress_of_the_holder_extends_the_wait(start: Callable[[str], Holder],
     time.sleep(0.35)
     with pytest.raises(PeerTimeoutError):
         wait.check()
+
+
+def test_nobody_acquires_a_card_on_which_another_role_has_memory(
+    start: Callable[[str], Holder], tmp_path: Path
+) -> None:
+    holder = start("generator-0")
+    holder.tell("release")
+    learner = CardLock(card_path(tmp_path, 0), "learner-0")
+    assert learner.try_acquire()
+    assert holder.tell("visit") == "done" and holder.tell("acquire") == "False"
+    learner.release()
+    with pytest.raises(PeerTimeoutError, match="another role has memory on it"):
+        learner.acquire(0.1)
+    assert holder.tell("acquire") == "True", "the visitor has it next"
+    holder.tell("release")
+    assert learner.try_acquire(), "the visit has ended with that"
+    learner.release()
+    holder.tell("visit")
+    assert not learner.try_acquire()
+    holder.tell("end visit")
+    assert learner.try_acquire()
+    learner.release()
+    holder.tell("visit")
+    holder.process.send_signal(signal.SIGKILL)
+    holder.process.wait()
+    assert learner.try_acquire()
 
 
 def test_a_role_that_starts_asks_for_the_card(start: Callable[[str], Holder], tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
 """A learner rank that sends versions of a policy in buckets, or a generator with a real engine that they are loaded
 into.
 
-    python policy_process.py learner RANK RANKS ADDRESS FOLDER      sends what "send VERSION" on its input says
-    python policy_process.py generator RANK ADDRESS FOLDER          completes prompts all the time
+    python policy_process.py learner RANK RANKS ADDRESS FOLDER TRANSPORT    sends what "send VERSION" on its input says
+    python policy_process.py generator RANK ADDRESS FOLDER TRANSPORT        completes prompts all the time
+
+By the transport ipc it is one of each, else two.
 
 A generator prints every completion, with its log-probs and versions, as a line of JSON. "die MOMENT" on the input has
 the process kill itself: at "sum:N", the Nth piece from now on that is sent or received, at "say:KIND", after the next
@@ -82,12 +84,12 @@ def die_at(line: str) -> None:
     wanted, pieces = line.split()[1], 0
 
 
-def learn(rank: int, ranks: int, address: str, folder: str) -> None:
+def learn(rank: int, ranks: int, address: str, folder: str, transport: str) -> None:
     model = policy(folder, 0)
     manifest = WeightManifest.of((name, one.dtype, one.shape) for name, one in model.named_parameters())
     options: dict[str, Any] = {"bucket_bytes": BUCKET_BYTES, "timeout_s": TIMEOUT_S, "copies": False}
     if rank == 0:
-        sender = WeightSender(address, manifest, ranks=ranks, expected_generators=2, transport="gloo", **options)
+        sender = WeightSender(address, manifest, ranks=ranks, expected_generators=2, transport=transport, **options)
     else:
         places = Endpoints("", "", address, "")
         sender = RankShareSender(manifest, places, rank=rank, ranks=ranks, start_timeout_s=60.0, **options)
@@ -98,7 +100,7 @@ def learn(rank: int, ranks: int, address: str, folder: str) -> None:
             continue
         version = int(line.split()[1])
         if isinstance(sender, WeightSender):
-            await_engines(sender)
+            await_engines(sender, ranks)
         weights = []
         for name, one in policy(folder, version).named_parameters():
             first, last = slice_of(one.numel(), rank, ranks)
@@ -109,13 +111,13 @@ def learn(rank: int, ranks: int, address: str, folder: str) -> None:
     sender.close()
 
 
-def await_engines(sender: WeightSender) -> None:
-    """Returns when two generators are there."""
+def await_engines(sender: WeightSender, count: int) -> None:
+    """Returns when so many generators are there."""
     peers = sender._membership
-    peers._await(lambda: sum(peer.up for peer in peers.present()) == 2, 60.0)
+    peers._await(lambda: sum(peer.up for peer in peers.present()) == count, 60.0)
 
 
-def generate(rank: int, address: str, folder: str) -> None:
+def generate(rank: int, address: str, folder: str, transport: str) -> None:
     from asyncrl.generator.transformers_backend.engine import TransformersEngine
     from asyncrl.generator.weight_swaps import WeightSwaps
 
@@ -125,7 +127,7 @@ def generate(rank: int, address: str, folder: str) -> None:
         "weights.staging": "buckets", "weights.kv_cache": "recompute",
     }  # fmt: skip
     engine = TransformersEngine(load_config(None, settings), seed=rank)
-    receiver = WeightReceiver(address, rank=rank, transport="gloo", timeout_s=TIMEOUT_S, max_bytes=1 << 26)
+    receiver = WeightReceiver(address, rank=rank, transport=transport, timeout_s=TIMEOUT_S, max_bytes=1 << 26)
     commit = engine.commit
     engine.commit = lambda version: (at("commit"), commit(version))[1]  # type: ignore[method-assign]
     swaps = WeightSwaps(engine, receiver, timeout_s=60.0, meanwhile=lambda: True)
@@ -152,9 +154,9 @@ def main() -> None:
     role, *given = sys.argv[1:]
     watch_moments()
     if role == "learner":
-        learn(int(given[0]), int(given[1]), given[2], given[3])
+        learn(int(given[0]), int(given[1]), *given[2:])
     else:
-        generate(int(given[0]), given[1], given[2])
+        generate(int(given[0]), *given[1:])
 
 
 if __name__ == "__main__":

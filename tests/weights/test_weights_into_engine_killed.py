@@ -22,6 +22,8 @@ MOMENTS = [
     ("learner", 1, "sum:15"), ("learner", 0, "say:Offer"), ("generator", 2, "say:Received"), ("learner", 0, "say:Sent"),
 ]  # fmt: skip
 """The processes that are killed, and when: in all phases of a round, on both sides."""
+MOMENTS_IPC = [("generator", 1, "sum:12"), ("learner", 0, "sum:8")]
+"""The same for one learner rank and one generator, whose memory they share."""
 
 
 @pytest.fixture(scope="module")
@@ -39,22 +41,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Run:
-    """Two learner ranks and two generators."""
+    """As many learner ranks as generators."""
 
-    def __init__(self, folder: Path, address: str, cleanup: list) -> None:
+    def __init__(self, folder: Path, address: str, cleanup: list, *, transport: str, count: int) -> None:
         self._folder, self._address, self._cleanup = folder, address, cleanup
+        self._transport, self._count = transport, count
         self.completions: list[dict[str, Any]] = []
         self.learners = self.start_learners()
-        self.generators = [self.start_generator(rank) for rank in (1, 2)]
+        self.generators = [self.start_generator(rank + 1) for rank in range(count)]
 
     def start_learners(self) -> list[Process]:
-        return [self._start("learner", rank, "2") for rank in (0, 1)]
+        return [self._start("learner", rank, str(self._count)) for rank in range(self._count)]
 
     def start_generator(self, rank: int) -> Process:
         return self._start("generator", rank)
 
     def _start(self, role: str, rank: int, *more: str) -> Process:
-        return Process(self._cleanup, "policy_process.py", role, rank, *more, self._address, self._folder)
+        where = self._address, self._folder, self._transport
+        return Process(self._cleanup, "policy_process.py", role, rank, *more, *where)
 
     def send(self, version: int) -> None:
         for learner in self.learners:
@@ -90,13 +94,16 @@ def check(completions: list[dict[str, Any]], folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_no_token_is_sampled_between_two_versions(folder: Path, address: str, cleanup: list) -> None:
-    run = Run(folder, address, cleanup)
+@pytest.mark.parametrize(("transport", "count", "moments"), [("gloo", 2, MOMENTS), ("ipc", 1, MOMENTS_IPC)])
+def test_no_token_is_sampled_between_two_versions(
+    transport: str, count: int, moments: list[tuple[str, int, str]], folder: Path, address: str, cleanup: list
+) -> None:
+    run = Run(folder, address, cleanup, transport=transport, count=count)
     version = 0
     run.send(version)
     for generator in run.generators:
         run.await_version(generator, version)
-    for role, rank, moment in MOMENTS:
+    for role, rank, moment in moments:
         victim = run.learners[rank] if role == "learner" else run.generators[rank - 1]
         victim.say(f"die {moment}")
         time.sleep(0.2)
@@ -108,7 +115,9 @@ def test_no_token_is_sampled_between_two_versions(folder: Path, address: str, cl
                 learner.end()
             run.learners = run.start_learners()
         else:
-            run.await_version(run.generators[2 - rank], version)
+            for other in run.generators:
+                if other is not victim:
+                    run.await_version(other, version)
             run.generators[rank - 1] = run.start_generator(rank)
         version += 1
         run.send(version)

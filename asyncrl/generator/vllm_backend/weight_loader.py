@@ -91,7 +91,7 @@ class WeightLoader:
         if self._sent.is_computed or not all(in_place for in_place, _ in found):
             raise ConfigError(
                 f"weights.staging = 'buckets': vLLM reloads a model of type {self._sent.model_type} layer by layer, "
-                "not in place; use weights.staging=whole"
+                "not in place; use weights.staging=whole, and another weights.transport than ipc"
             )
         return frozenset(self._sent.shapes).intersection(*(names for _, names in found))
 

@@ -67,15 +67,15 @@ def cache_bytes(config: Config, shape: Shape, tokens: int) -> int:
 
 def staging_parts(config: Config, shape: Shape, *, on_gpu: bool) -> Parts:
     """Returns the GPU memory of a generator in addition to its engine: with NCCL the complete next version of the
-    weights, or two buckets of them, otherwise, and where adapters are merged, one tensor at a time from host memory.
-    Adapters are staged alone."""
+    weights, or two buckets of them, with ipc two buckets, otherwise, and where adapters are merged, one tensor at a
+    time from host memory. Adapters are staged alone."""
     size, weights, lora = item_bytes(config.model.dtype), config.weights, config.learner.lora
     if lora.rank:
         one = size * shape.vocabulary * shape.hidden
         staging = size * shape.adapters + (one if lora.load == "merged" else 0)
     elif not on_gpu:
         staging = size * shape.vocabulary * shape.hidden
-    elif weights.staging in ("host", "buckets") or config.generator.tensor_parallel > 1:
+    elif config.hands_over or weights.staging in ("host", "buckets") or config.generator.tensor_parallel > 1:
         staging = 2 * max(STAGING_BUCKET_BYTES, size * shape.intermediate * shape.hidden)
     else:
         staging = size * shape.parameters

@@ -16,7 +16,12 @@ from pydantic import ValidationError
 from asyncrl.config import Config, LearnerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch.resources.colocate import ASLEEP_BYTES
-from asyncrl.launch.resources.engine_memory import engine_parts, reward_model_parts, staging_parts
+from asyncrl.launch.resources.engine_memory import (
+    STAGING_BUCKET_BYTES,
+    engine_parts,
+    reward_model_parts,
+    staging_parts,
+)
 from asyncrl.launch.resources.memory import GIB, Parts, critic_parts, learner_parts, longest_tokens
 from asyncrl.launch.resources.placement import Placement, RoleResources
 from asyncrl.launch.resources.shape import Shape
@@ -28,6 +33,8 @@ TRAINED_FRACTION = 0.95
 """Usable fraction of a GPU without an engine; with an engine it is `generator.gpu_memory_utilization`."""
 REWARD_MODEL = {"dtype": "float32", "tokens_per_batch": 16384, "device": "auto"}
 """Options of the reward model that determine its memory, with their defaults."""
+PIECE = "piece of the weights"
+"""The part of a learner rank that versions pass through, if they come from its card memory."""
 
 
 @dataclass(frozen=True)
@@ -97,25 +104,36 @@ class Card:
     limit_bytes: int
     """Upper bound of the sum of the needs."""
     in_turn: bool = False
-    """True if the learner rank and the generator use it in turn (`launch.colocate`). The next version comes through
-    host memory, so that the hand-over needs no more than the generator."""
+    """True if the learner rank and the generator use it in turn (`launch.colocate`). Unless it `hands_over`, the next
+    version comes through host memory, so that this needs no more than the generator."""
+    hands_over: bool = False
+    """True if the next version comes from the learner's memory on it."""
 
     @property
     def needed_bytes(self) -> int:
         """The most that is needed at a time."""
-        return self._beside("") if not self.in_turn else max(map(self._beside, ("learner-", "generator-")))
+        if not self.in_turn:
+            return self._beside()
+        return max(*map(self._beside, ("learner-", "generator-")), self.hand_over_bytes)
+
+    @property
+    def hand_over_bytes(self) -> int:
+        """What is needed while the engine loads the learner's weights: those of both, and what they pass through."""
+        if not self.hands_over:
+            return 0
+        moving = sum(need.parts.get(part, 0) for need in self.needs for part in ("weights", PIECE, "staged weights"))
+        return self._beside("learner-", "generator-") + moving
 
     @property
     def generating_bytes(self) -> int:
         """The memory that is needed while engines generate."""
-        return self._beside("learner-" if self.in_turn else "")
+        return self._beside("learner-") if self.in_turn else self._beside()
 
-    def _beside(self, sleeping: str) -> int:
-        """The sum of the needs while the roles with this name sleep."""
-        asleep = [bool(sleeping) and need.name.startswith(sleeping) for need in self.needs]
+    def _beside(self, *sleeping: str) -> int:
+        """The sum of the needs while the roles with these names sleep."""
         return sum(
-            min(ASLEEP_BYTES, need.num_bytes) if is_asleep else need.num_bytes
-            for need, is_asleep in zip(self.needs, asleep, strict=True)
+            min(ASLEEP_BYTES, need.num_bytes) if need.name.startswith(sleeping) else need.num_bytes
+            for need in self.needs
         )
 
     @property
@@ -163,7 +181,7 @@ def make_cards(config: Config, placement: Placement, models: Models) -> list[Car
         memory_bytes = gpu.memory_bytes or 0
         fraction = config.generator.gpu_memory_utilization if gpu.name in engines else TRAINED_FRACTION
         limit_bytes, in_turn = round(fraction * memory_bytes), config.launch.colocated and gpu.name in engines
-        cards.append(Card(gpu.name, memory_bytes, by_gpu[gpu.name], limit_bytes, in_turn))
+        cards.append(Card(gpu.name, memory_bytes, by_gpu[gpu.name], limit_bytes, in_turn, config.hands_over))
     return [card for card in cards if card.needs]
 
 
@@ -188,6 +206,8 @@ def learner_need(config: Config, models: Models, rank: int, *, by_nccl: bool) ->
     inside = models.critic if not config.critic.ranks else None
     copies = by_nccl and config.weights.staging != "buckets"
     parts = learner_parts(config, models.policy, reference=models.reference, critic=inside, sends=copies)
+    if config.hands_over:
+        parts[PIECE] = STAGING_BUCKET_BYTES
     return Need(f"learner-{rank}", parts)
 
 
@@ -196,7 +216,7 @@ def generator_need(config: Config, models: Models, index: int, gpu: int, *, by_n
     can start with. The first GPU has the staged weights."""
     parts = engine_parts(config, models.policy)
     if gpu == 0:
-        parts |= staging_parts(config, models.policy, on_gpu=by_nccl)
+        parts |= staging_parts(config, models.policy, on_gpu=by_nccl or config.hands_over)
     return Need(f"generator-{index}", parts)
 
 
@@ -280,6 +300,8 @@ def _candidates(config: Config, placement: Placement) -> Iterator[tuple[str, Any
         yield "learner.zero_stage", stage
     if sends_by_nccl(config, placement):
         yield "weights.transport", "gloo"
+    if config.hands_over:
+        yield "weights.transport", "auto"
     if config.learner.optimizer == "adamw" and config.learner.offload == "none":
         if config.learner.zero_stage == 0:
             yield "learner.zero_stage", 1

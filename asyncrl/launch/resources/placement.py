@@ -262,8 +262,14 @@ def _apart(config: Config, role: str) -> str:
 
 
 def check_transport(config: Config, placement: Placement) -> None:
-    """Raises ConfigError if the weight transport needs a separate GPU for each process and the machine has fewer."""
+    """Raises ConfigError if the weight transport needs a separate GPU for each process and the machine has fewer, or is
+    for roles that share one."""
     name = config.weights.transport
+    if name == "ipc" and not config.hands_over:
+        raise ConfigError(
+            "weights.transport = 'ipc': is for a generator and a learner rank on one card; use launch.colocate=on, or "
+            "weights.transport=auto"
+        )
     if name != "auto" and not placement.sends_between_gpus and _needs_own_gpus(config):
         raise ConfigError(
             f"weights.transport = {name!r}: needs a separate GPU for learner rank 0 and for each of "

@@ -15,12 +15,14 @@ def choose_staging(config: Config, placement: Placement, *, reward_model: bool) 
     """Returns the config with the staging that auto stands for, and one line about the choice; it is empty if there is
     none.
 
-    Without GPUs, and where the memory of the GPUs or the sizes of the model are unknown, that is whole; also if by
-    arithmetic complete versions fit on the GPUs with everything else. Otherwise, buckets with NCCL if the engine can
-    load them while the learner has its weights, else host.
+    With the transport ipc that is buckets. Without GPUs, and where the memory of the GPUs or the sizes of the model are
+    unknown, it is whole; also if by arithmetic complete versions fit on the GPUs with everything else. Otherwise,
+    buckets with NCCL if the engine can load them while the learner has its weights, else host.
     """
     if config.weights.staging != "auto":
         return config, ""
+    if config.hands_over:
+        return with_changes(config, {KEY: "buckets"}), ""
     whole = with_changes(config, {KEY: "whole"})
     known = all(gpu.memory_bytes is not None for gpu in placement.gpus)
     models = Models.read(config, reward_model=reward_model) if placement.gpus and known else None
