@@ -148,6 +148,7 @@ def trajectory(prompt: list[int], completion: Completion) -> Trajectory:
         behavior_logprobs=np.concatenate([before, completion.logprobs]).astype(np.float32),
         versions=np.concatenate([before - 1, completion.versions]).astype(np.int32),
         status=completion.status,
+        routing=completion.routing,
     )
 
 

@@ -68,6 +68,11 @@ FEATURES = (
     Feature("Every learner rank sends its part", "weights/test_weight_ranks.py"),
     Feature("Learner ranks that share long sequences", "learner/test_sequence_parallel.py"),
     Feature("Mixtures of experts, with replay of the engine's experts", "learner/test_routing_replay.py"),
+    Feature(
+        "The experts of vLLM's tokens for the replay, over swaps",
+        "generator/test_engine_routing.py",
+        ("test_gpu_engine.py::test_a_token_has_the_experts*vllm*",),
+    ),
     Feature("LoRA: trained, sent alone, resumed, exported", "system/test_lora_runs.py"),
     Feature(
         "Engine on transformers: log-probs, versions, swaps",

@@ -147,11 +147,6 @@ class Config(Section):
 
     def _check_routing(self) -> None:
         key = "algorithm.routing_replay = 'engine'"
-        if self.generator.engine != "transformers":
-            raise ValueError(
-                f"{key}: the engine {self.generator.engine!r} does not record which experts it chooses; use "
-                "generator.engine=transformers, or algorithm.routing_replay=off"
-            )
         if self.learner.sequence_parallel > 1:
             raise ValueError(
                 f"{key}: routings are not divided among ranks that share sequences, and learner.sequence_parallel = "

@@ -55,7 +55,7 @@ class AlgorithmConfig(Section):
     """Folder of the reference policy; by default `model.path`. Loaded only if a coefficient above is positive."""
     routing_replay: Literal["off", "engine"] = "off"
     """Mixture-of-experts models: engine routes each token of the policy's passes in the learner to the experts that the
-    engine chose. Needs `generator.engine: transformers`, and no environment."""
+    engine chose. Not with an environment."""
     aggregation: Literal[
         "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
     ] = "token-mean"

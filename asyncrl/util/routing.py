@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple, cast
 
+import numpy as np
+from numpy.typing import NDArray
+
 from asyncrl.errors import ConfigError
 
 KEY = "algorithm.routing_replay = 'engine'"
@@ -67,6 +70,20 @@ def routers_of_settings(settings: Any, path: str) -> Routers:
     layers = [n for n in range(settings.num_hidden_layers) if n not in dense and (n + 1) % every == 0]
     normalized = kind == "mixtral" or bool(settings.norm_topk_prob)
     return Routers(len(layers), settings.num_experts_per_tok, experts, normalized)
+
+
+def keep_routing(
+    routing: NDArray[np.uint8], start: int, experts: NDArray[np.uint8], *, num_prompt: int, num_tokens: int
+) -> None:
+    """Keeps the experts [tokens, layers, chosen] of a sequence's tokens from `start` on, which have just been computed,
+    but not of tokens before which another pass sampled the next one. Of its `num_tokens` so far `num_prompt` are the
+    prompt."""
+    end = start + len(experts)
+    before = min(end, num_prompt - 1)
+    if start < before:
+        routing[start:before] = experts[: before - start]
+    if end == num_tokens:
+        routing[end - 1] = experts[-1]
 
 
 def router_modules(model: Any, routers: Routers, path: str) -> list[Any]:

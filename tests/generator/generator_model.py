@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -124,6 +125,56 @@ def kept_cache_logprobs(
         cache, start = output.past_key_values, last
     logprobs = (torch.cat(logits)[len(prompt) - 1 :] / temperature).log_softmax(-1)
     return logprobs[torch.arange(len(completion.tokens)), torch.tensor(completion.tokens)].numpy()
+
+
+def versions_of_experts(folder: Path) -> list[Any]:
+    """Three versions of a policy with experts, which differ in their routers."""
+    from transformers import AutoModelForCausalLM
+
+    first = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval().requires_grad_(False)
+    versions = [first, copy.deepcopy(first), copy.deepcopy(first)]
+    noise = torch.Generator().manual_seed(5)
+    for policy in versions[1:]:
+        for name, parameter in policy.named_parameters():
+            if name.endswith("gate.weight"):
+                parameter.copy_(parameter.std() * torch.randn(parameter.shape, generator=noise))
+    return versions
+
+
+def check_experts(
+    policies: Sequence[Any], prompt: list[int], completion: Completion, *, recomputes: bool = False, tie: float = 1e-4
+) -> None:
+    """Fails unless the experts of each token but the last have the highest logits, up to ties, in the routers of the
+    version that sampled the token after it, by the cache that it had; those of the prompt are of the last version where
+    swaps recompute."""
+    found = completion.routing
+    assert found is not None and found.dtype == np.uint8 and len(found) == len(prompt) + len(completion.tokens)
+    assert not found[-1].any() and (found[:-1, :, 0] != found[:-1, :, 1]).all()
+    logits = _router_logits(policies, prompt, completion, recomputes).numpy()
+    assert logits.shape[:2] == found[:-1].shape[:2]
+    chosen = np.sort(np.take_along_axis(logits, found[:-1].astype(int), axis=-1))
+    np.testing.assert_allclose(chosen, np.sort(logits)[..., -found.shape[-1] :], atol=tie)
+
+
+@torch.no_grad()
+def _router_logits(
+    policies: Sequence[Any], prompt: list[int], completion: Completion, recomputes: bool
+) -> torch.Tensor:
+    """Returns [tokens, layers, experts], of all tokens but the last."""
+    inputs = torch.tensor([prompt + completion.tokens[:-1]])
+    versions = np.concatenate([np.full(len(prompt) - 1, completion.versions[0]), completion.versions])
+    parts: list[torch.Tensor] = []
+    if recomputes:
+        versions[: len(prompt) - 1] = completion.versions[-1]
+        whole = [torch.stack(policy(inputs, output_router_logits=True).router_logits, dim=1) for policy in policies]
+        return torch.stack([whole[version][place] for place, version in enumerate(versions)])
+    cache = None
+    for version in np.unique(versions):
+        own = inputs[:, torch.from_numpy(versions == version)]
+        output = policies[version](own, past_key_values=cache, use_cache=True, output_router_logits=True)
+        parts.append(torch.stack(output.router_logits, dim=1))
+        cache = output.past_key_values
+    return torch.cat(parts)
 
 
 @contextmanager

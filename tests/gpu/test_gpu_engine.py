@@ -14,17 +14,20 @@ import numpy as np
 import pytest
 import torch
 from generator_model import (
+    check_experts,
     kept_cache_logprobs,
     reference_logprobs,
     run_all,
     save_tiny_model,
     small_config,
+    versions_of_experts,
     weights_of,
 )
 from transformers import Qwen2ForCausalLM
 
 from asyncrl.generator.engine import ENGINES, Engine, make_engine
 from asyncrl.generator.transformers_backend.attention import padded_attention
+from benchmarks.families import save_family
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -128,3 +131,26 @@ def test_the_kernel_for_sequences_of_all_lengths_is_used(engine_and_model: tuple
     engine, _, dtype_name = engine_and_model
     if name == "transformers":
         assert (engine._decoder._kernel is padded_attention) == (dtype_name == "float32")  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kv_cache", ["keep", "recompute"])
+def test_a_token_has_the_experts_of_the_weights_that_sampled_the_next(
+    tmp_path: Path, gpu: torch.device, name: str, kv_cache: str
+) -> None:
+    """The experts are written down in CUDA graphs, and copied while the next batch is computed."""
+    versions = versions_of_experts(save_family("qwen3_moe", tmp_path))
+    prompts = {str(index): [3 + (7 * index + 5 * place) % 60 for place in range(4 + 30 * index)] for index in range(8)}
+    overrides = {"weights__kv_cache": kv_cache, "generator__engine": name, "algorithm__routing_replay": "engine"}
+    engine = make_engine(small_config(str(tmp_path), **overrides), seed=1)
+    try:
+        for version, steps in enumerate((5, 6, 1000)):
+            engine.swap(version, [(key, tensor.to(gpu)) for key, tensor in weights_of(versions[version])])
+            for key, prompt in prompts.items() if version == 0 else ():
+                engine.add(key, prompt)
+                engine.add(f"{key} again", prompt)
+            for _ in range(steps):
+                for one in engine.step() if engine.num_running else ():
+                    prompt = prompts[one.key.partition(" ")[0]]
+                    check_experts(versions, prompt, one, recomputes=kv_cache == "recompute", tie=0.05)
+    finally:
+        engine.close()

@@ -115,7 +115,7 @@ def test_the_queue_is_counted_with_what_routing_replay_adds(tmp_path: Path) -> N
     small = EXPERTS_30B | {"num_hidden_layers": 4, "num_experts": 16, "vocab_size": 1000}
     arguments = ("--model", shape_of(small).folder, "--gpus", "2xH100-80", "--config", str(tmp_path / "base.yaml"))
     base = (
-        "model: {path: m}\ndata: {train: d}\ngenerator: {engine: transformers, group_size: 4, max_new_tokens: 1024}\n"
+        "model: {path: m}\ndata: {train: d}\ngenerator: {group_size: 4, max_new_tokens: 1024}\n"
         "replay: {groups_per_step: 128, max_staleness: 3}\n"
     )
     told = ["replay queue: at most 0.0 GiB", "replay queue: at most 0.1 GiB"]

@@ -245,13 +245,11 @@ def test_routings_of_another_model_are_refused(sampled: tuple[Config, list[Group
             replay.check(groups)
 
 
-def test_a_dense_model_and_other_engines_are_refused(tiny_model: Path, one_rank: Ranks) -> None:
+def test_a_dense_model_and_what_cannot_replay_are_refused(tiny_model: Path, one_rank: Ranks) -> None:
     with pytest.raises(ConfigError, match=r"routing_replay = 'engine': the model of type qwen2 at .* has no experts"):
         Policy(config_of(tiny_model), one_rank)
     with pytest.raises(ConfigError, match=r"of type qwen2 .* has no experts"):
         TransformersEngine(config_of(tiny_model), seed=1)
-    with pytest.raises(ValueError, match="the engine 'vllm' does not record"):
-        config_of(tiny_model, generator={"engine": "vllm"})
     with pytest.raises(ValueError, match=r"single turns only, not with environment.name = 'e'"):
         config_of(tiny_model, environment={"name": "e"})
     with pytest.raises(ValueError, match=r"and learner.sequence_parallel = 2; use learner.sequence_parallel=1"):

@@ -9,6 +9,7 @@ from statistics import fmean
 
 import pytest
 
+from asyncrl.replay.journal.reader import read_journal
 from benchmarks.families import save_family
 from tests.helpers.runs import SMALL, Launched, check_ledger
 
@@ -47,3 +48,21 @@ def test_the_demo_trains_in_bfloat16(launch: Start) -> None:
     assert fmean(row["correction/behavior_kl"] for row in rows) < 0.05
     assert fmean(row["reward/mean"] for row in rows) > 0.15, "the reward before training"
     check_ledger(run.summary())
+
+
+@pytest.mark.parametrize(("name", "engine"), [("mixtral", "transformers"), ("qwen3_moe", "vllm")])
+def test_experts_are_replayed_from_the_journal(launch: Start, tmp_path: Path, name: str, engine: str) -> None:
+    """Two learner ranks of ZeRO stage 3; every token of a group has the bytes of its experts in the journal."""
+    path = save_family(name, tmp_path / name)
+    settings = ("replay.zero_variance=train", f"model.path={path}", "algorithm.routing_replay=engine",
+                "--learners", "2", "learner.zero_stage=3", f"generator.engine={engine}")  # fmt: skip
+    run = launch("--steps", "4", *SMALL, *settings)
+    code, output = run.end(timeout_s=250)
+    assert code == 0, output
+    assert len(run.rows()) == 4
+    (said,) = [event for event in run.events("learner-0") if event["event"] == "engine and learner agree"]
+    assert said["mean_difference_nats"] < 1e-4
+    groups = [record for _, record in read_journal(run.run_dir / "journal") if record.arrays]
+    assert groups and all(record.arrays[4].nbytes == 2 * 2 * len(record.arrays[0]) for record in groups)
+    check_ledger(run.summary())
+    assert run.left_over() == []

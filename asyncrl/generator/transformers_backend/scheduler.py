@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from asyncrl.generator.engine import Sampling
 from asyncrl.generator.transformers_backend.batch import Row, sort_rows
 from asyncrl.generator.transformers_backend.cache import PagedCache
+from asyncrl.util.routing import keep_routing
 
 
 @dataclass(slots=True, eq=False)
@@ -49,16 +50,9 @@ class Request:
         return len(self.tokens) - self.num_prompt
 
     def record_routing(self, start: int, experts: NDArray[np.uint8]) -> None:
-        """Keeps the experts [tokens, layers, chosen] of its tokens from `start` on, which have just been computed, but
-        not of tokens before which another pass sampled the next one."""
-        if self.routing is None:
-            return
-        end = start + len(experts)
-        before = min(end, self.num_prompt - 1)
-        if start < before:
-            self.routing[start:before] = experts[: before - start]
-        if end == len(self.tokens):
-            self.routing[end - 1] = experts[-1]
+        """Keeps the experts of its tokens from `start` on, as `keep_routing` does."""
+        if self.routing is not None:
+            keep_routing(self.routing, start, experts, num_prompt=self.num_prompt, num_tokens=len(self.tokens))
 
 
 class Scheduler:

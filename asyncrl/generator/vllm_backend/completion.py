@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from asyncrl.errors import InvariantError
 from asyncrl.generator.engine import Completion
@@ -14,8 +15,8 @@ if TYPE_CHECKING:
     from vllm import CompletionOutput
 
 
-def completion_of(key: str, output: CompletionOutput) -> Completion:
-    """Returns the completion in an output of vLLM."""
+def completion_of(key: str, output: CompletionOutput, routing: NDArray[np.uint8] | None) -> Completion:
+    """Returns the completion in an output of vLLM, with the experts of its prompt and tokens if these are recorded."""
     tokens = list(output.token_ids)
     spans = output.weight_versions
     if spans is None or output.logprobs is None:
@@ -27,4 +28,4 @@ def completion_of(key: str, output: CompletionOutput) -> Completion:
     if len(logprobs) != len(tokens):
         raise InvariantError(f"request {key}: {len(tokens)} tokens with {len(logprobs)} log-probs")
     status: Status = "completed" if output.finish_reason == "stop" else "truncated"
-    return Completion(key, tokens, logprobs, versions, status)
+    return Completion(key, tokens, logprobs, versions, status, routing=routing)

@@ -19,6 +19,7 @@ from asyncrl.errors import InvariantError
 from asyncrl.generator.engine import Completion, Sampling, Waking, check_request, check_whole
 from asyncrl.generator.vllm_backend.adapters import adapter_arguments, adapter_request, make_loader
 from asyncrl.generator.vllm_backend.completion import completion_of
+from asyncrl.generator.vllm_backend.routing_records import RoutingRecords
 from asyncrl.generator.vllm_backend.sent_weights import SentWeights, Weights
 from asyncrl.generator.vllm_backend.setup import build_engine, sampling_params, uses_adapter
 from asyncrl.generator.vllm_backend.sleeping import sleep, wake
@@ -27,6 +28,7 @@ from asyncrl.generator.vllm_backend.workers import Workers
 from asyncrl.generator.weight_fit import Shapes
 from asyncrl.types import NO_VERSION
 from asyncrl.util.memory import peak_memory_bytes
+from asyncrl.util.routing import replayed_routers
 from asyncrl.util.tokenizer import end_tokens, load_tokenizer
 from asyncrl.weights.bucket_plan import WeightPart
 
@@ -76,7 +78,13 @@ class VllmEngine:
         """The last prompt, kind, limit, salt and texts, with the request prepared from them."""
         self._sent = sent or SentWeights(config)  # first: vLLM changes classes of transformers that it runs itself
         self._labels = VersionLabels()
-        self._engine = build_engine(config, seed, self._labels, adapter_arguments(config, self._sent))
+        model = config.model
+        routers = replayed_routers(
+            config.algorithm.routing_replay, model.path, trust_remote_code=model.trust_remote_code
+        )
+        self._routing = None if routers is None else RoutingRecords(routers)
+        more = adapter_arguments(config, self._sent)
+        self._engine = build_engine(config, seed, self._labels, more, routing=self._routing)
         self._workers = Workers(self._engine, timeout_s=config.launch.heartbeat_timeout_s)
         self._loader = make_loader(config, self._engine, self._sent, self._workers)
         self._adapter: LoRARequest | None = None
@@ -234,8 +242,9 @@ class VllmEngine:
         check_whole(self)
         completions: list[Completion] = []
         for output in self._workers.call(self._engine.step):
-            del self._requests[output.request_id]
-            completions.append(completion_of(output.request_id, output.outputs[0]))  # type: ignore[union-attr]
+            request = self._requests.pop(output.request_id)
+            routing = self._routing.pop(request.id) if self._routing and request.kind == "training" else None
+            completions.append(completion_of(output.request_id, output.outputs[0], routing))  # type: ignore[union-attr]
         return completions
 
     def num_generated(self, key: str) -> int:

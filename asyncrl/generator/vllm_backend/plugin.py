@@ -25,6 +25,8 @@ NAME = "asyncrl"
 """Name of the entry point, and of the weight transfer engine in `WeightTransferConfig`."""
 GENERATOR = "ASYNCRL_ENGINE_PID"
 """Environment variable with the process that has an engine of asyncrl: the plug-in leaves other uses of vLLM alone."""
+ROUTING = "ASYNCRL_ENGINE_ROUTING"
+"""Environment variable that is there if this engine records the experts of tokens."""
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -47,6 +49,8 @@ def register() -> None:
 
     _remove_queue_names()
     _remove_rendezvous_names()
+    if ROUTING in os.environ:
+        _return_routing()
     if current_platform.is_cpu():
         import torch
 
@@ -77,6 +81,15 @@ def _keep_weights_beside_packed() -> None:
         pack(layer, remove_weight=False)
 
     utils.dispatch_cpu_unquantized_gemm = pack_and_keep
+
+
+def _return_routing() -> None:
+    """Makes vLLM's model runner on a GPU return the experts of every step."""
+    from vllm.distributed.aux_output_connector import worker
+
+    from asyncrl.generator.vllm_backend.routing_worker import StepRouting
+
+    worker.AuxOutputWorkerConnector = StepRouting  # type: ignore[assignment, misc]
 
 
 def _remove_queue_names() -> None:

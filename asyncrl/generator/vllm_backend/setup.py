@@ -18,7 +18,9 @@ import structlog
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.generator.engine import GPU_FRACTION
-from asyncrl.generator.vllm_backend.plugin import GENERATOR, GROUP, NAME, register
+from asyncrl.generator.vllm_backend.plugin import GENERATOR, GROUP, NAME, ROUTING, register
+from asyncrl.generator.vllm_backend.routing_records import RoutingRecords
+from asyncrl.generator.vllm_backend.routing_setup import explaining_routing, record_routing, return_on_cpu
 from asyncrl.generator.vllm_backend.version_labels import VersionLabels
 from asyncrl.util.files import read_json
 from asyncrl.util.hints import did_you_mean
@@ -59,9 +61,16 @@ CPU_KV_CACHE_BYTES = 1 << 30
 """Key-value cache on a CPU when `generator.kv_cache_bytes` is not set."""
 
 
-def build_engine(config: Config, seed: int, labels: VersionLabels, more: Mapping[str, Any] = {}) -> LLMEngine:
+def build_engine(
+    config: Config,
+    seed: int,
+    labels: VersionLabels,
+    more: Mapping[str, Any] = {},
+    *,
+    routing: RoutingRecords | None = None,
+) -> LLMEngine:
     """Builds the vLLM engine for `model.path`, as configured in sections `model` and `generator`, with `more` arguments
-    of `vllm.EngineArgs`. `labels` then labels its tokens."""
+    of `vllm.EngineArgs`. `labels` then labels its tokens, and `routing` records their experts."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     os.environ["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"] = str(math.ceil(config.launch.heartbeat_timeout_s))
@@ -73,19 +82,24 @@ def build_engine(config: Config, seed: int, labels: VersionLabels, more: Mapping
     if not on_gpu:
         check_cpu(config)
     arguments = {**_arguments(config, seed, on_gpu=on_gpu), **more}
-    with _environment_of_workers(config.generator.tensor_parallel):
-        return _build(config, arguments, labels)
+    records = routing is not None
+    with _environment_of_workers(config.generator.tensor_parallel, records), explaining_routing(config.model.path):
+        engine = _build(config, arguments, labels, routing)
+        if records and not on_gpu:
+            return_on_cpu(engine)
+    return engine
 
 
 @contextmanager
-def _environment_of_workers(count: int) -> Iterator[None]:
+def _environment_of_workers(count: int, records_routing: bool) -> Iterator[None]:
     """Sets what worker processes find in their environment when they start. Other children of this process get the
     former values, also of LD_PRELOAD, which vLLM sets."""
     import torch
 
-    names = ("LD_PRELOAD", "OMP_NUM_THREADS", GENERATOR)
+    names = ("LD_PRELOAD", "OMP_NUM_THREADS", GENERATOR, ROUTING)
     before = {name: os.environ.get(name) for name in names}
     os.environ |= {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // count)), GENERATOR: str(os.getpid())}
+    os.environ |= {ROUTING: "1"} if records_routing else {}
     try:
         register()
         yield
@@ -97,7 +111,10 @@ def _environment_of_workers(count: int) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _build(config: Config, arguments: dict[str, Any], labels: VersionLabels) -> LLMEngine:
+def _build(
+    config: Config, arguments: dict[str, Any], labels: VersionLabels, routing: RoutingRecords | None
+) -> LLMEngine:
+    import torch
     from vllm import EngineArgs
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -115,7 +132,11 @@ def _build(config: Config, arguments: dict[str, Any], labels: VersionLabels) -> 
         log.warning("vLLM schedules no batch ahead on this device", option="generator.engine_options.async_scheduling")
     # vLLM warns that schedulers of other projects may not fit; `Engine` checks what this one does.
     logging.getLogger("vllm.config.scheduler").setLevel(logging.ERROR)
-    scheduler.scheduler_cls = labels.scheduler(cast("type[Scheduler]", scheduler.get_scheduler_cls()))
+    base = cast("type[Scheduler]", scheduler.get_scheduler_cls())
+    if routing is not None:
+        record_routing(vllm_config, on_gpu=torch.cuda.is_available())
+        base = routing.scheduler(base)
+    scheduler.scheduler_cls = labels.scheduler(base)
     try:
         engine = LLMEngine.from_vllm_config(vllm_config, usage_context=context, disable_log_stats=True)
     except (AssertionError, NotImplementedError, ValueError) as error:

@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
 
 
-class _Labelling(ABCMeta):
-    """Type of the scheduler classes with labels. Pickled, one is the class that it extends: worker processes get it
-    with the config, but schedule nothing."""
+class OwnScheduler(ABCMeta):
+    """Type of the scheduler classes of asyncrl. Pickled, one is the class that it extends: worker processes get it with
+    the config, but schedule nothing."""
 
 
-copyreg.pickle(_Labelling, lambda scheduler: (_itself, (scheduler.__base__,)))  # type: ignore[arg-type]
+copyreg.pickle(OwnScheduler, lambda scheduler: (_itself, (scheduler.__base__,)))  # type: ignore[arg-type]
 
 
 def _itself(scheduler: type) -> type:
@@ -72,7 +72,7 @@ class VersionLabels:
         """Returns vLLM's scheduler class with labelled batches."""
         labels = self
 
-        class LabellingScheduler(base, metaclass=_Labelling):
+        class LabellingScheduler(base, metaclass=OwnScheduler):
             def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
                 batch = super().schedule(throttle_prefills)
                 labels.scheduled(batch)
