@@ -53,7 +53,6 @@ class HandedReceiver:
 class HandingSender:
     """The learner's side. As many rounds as the world's `failures` break off when the bucket is loaded."""
 
-
     def __init__(self, world: HandOverWorld) -> None:
         self.stats = WeightSyncStats()
         self._world = world

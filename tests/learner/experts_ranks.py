@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from send_ranks import TIMEOUT_S, make_sender, next_tensors
+from send_ranks import TIMEOUT_S, Received, make_sender
 from torch import Tensor, nn
 from worlds import copy_weights, endpoints, make_config, make_groups, make_trainer, pack_groups
 
@@ -23,7 +23,7 @@ from asyncrl.learner.distributed import Ranks, process_group
 from asyncrl.learner.model.deepspeed_import import deepspeed
 from asyncrl.learner.model.experts import gather_experts_together
 from asyncrl.learner.model.settings import deepspeed_config
-from asyncrl.weights.receiver import WeightReceiver
+from asyncrl.weights.buckets import WeightManifest
 
 STEPS = 8
 SECTIONS: dict[str, Any] = {
@@ -37,15 +37,10 @@ def train(folder: Path, ranks: Ranks, port: int) -> dict[str, Any]:
     """Returns the number of sends that were compared, the losses, and how many parameters of experts have changed."""
     config, places = make_config(folder, **SECTIONS), endpoints(port)
     trainer = make_trainer(config, ranks)
-    sender = make_sender(config, trainer, ranks, places)
+    sender = make_sender(config, WeightManifest.of(trainer.policy.sent_shapes()), ranks, places)
     receiver = engine = None
     if ranks.rank == 0:
-        engine = TransformersEngine(config, seed=0)
-        receiver = WeightReceiver(
-            places.weights, rank=1, transport="gloo", timeout_s=TIMEOUT_S, max_bytes=1 << 26, run_id=places.run_id
-        )
-        receiver.start()
-        receiver.engine_is_up()
+        engine, receiver = TransformersEngine(config, seed=0), Received(places)
     first, expected, compared = dict[str, Tensor](), dict[str, Tensor](), 0
     for version in range(STEPS + 1):
         sender.send(version, trainer.policy.sent_slices(), copy_later=True)
@@ -53,7 +48,7 @@ def train(folder: Path, ranks: Ranks, port: int) -> dict[str, Any]:
         expected = copy_weights(trainer.policy)
         first = first or expected
         if receiver is not None and engine is not None:
-            engine.swap(version, list(next_tensors(receiver, version).items()))
+            engine.swap(version, list(receiver.next(version).items()))
             loaded = engine._decoder._parameters._parameters
             assert loaded.keys() == expected.keys()
             assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items()), version

@@ -39,7 +39,7 @@ from asyncrl.weights.sender import WeightSender
 @pytest.mark.parametrize("transport", ["gloo", "chain"])
 def test_two_processes_receive_every_version(address: str, cleanup: list, transport: str) -> None:
     peers = [receiver_process(address, cleanup, rank=rank, transport=transport) for rank in (1, 2)]
-    sender = joined(make_sender(address, cleanup, transport=transport), 2)
+    sender = joined(make_sender(address, cleanup, transport=transport), 2, up=True)
     for version in range(4):
         sent = weights(version)
         sender.send(version, sent)
@@ -54,7 +54,7 @@ def test_two_processes_receive_every_version(address: str, cleanup: list, transp
 
 
 def test_weights_that_are_copied_in_the_background_may_change_after_copied(address: str, cleanup: list) -> None:
-    receiver, sender = make_receiver(address, cleanup), joined(make_sender(address, cleanup), 1)
+    receiver, sender = make_receiver(address, cleanup), joined(make_sender(address, cleanup), 1, up=True)
     goes_on = threading.Event()
     cleanup.append(goes_on.set)
     sent = weights(0)
@@ -101,7 +101,7 @@ def test_a_replaced_process_gets_the_current_version_and_the_next_one(
 ) -> None:
     staying = receiver_process(address, cleanup, rank=1, transport=transport)
     killed = receiver_process(address, cleanup, rank=2, transport=transport)
-    sender = joined(make_sender(address, cleanup, transport=transport), 2)
+    sender = joined(make_sender(address, cleanup, transport=transport), 2, up=True)
     sender.send(0, weights(0))
     assert [peer.next()["version"] for peer in (staying, killed)] == [0, 0]
     killed.end()
@@ -125,7 +125,7 @@ def test_an_address_in_use_is_an_error(address: str, cleanup: list) -> None:
 
 def test_staging_is_not_overwritten_while_in_use_and_newer_replaces_untaken(address: str, cleanup: list) -> None:
     receiver = make_receiver(address, cleanup)
-    sender = joined(make_sender(address, cleanup), 1)
+    sender = joined(make_sender(address, cleanup), 1, up=True)
     sender.send(0, weights(0))
     sender.wait()
     sender.send(1, weights(1))
@@ -147,7 +147,7 @@ def test_staging_is_not_overwritten_while_a_gpu_copies_from_it(
     copied = False
     monkeypatch.setattr(transports, "queued", lambda device: SimpleNamespace(query=lambda: copied))
     receiver = make_receiver(address, cleanup)
-    sender = joined(make_sender(address, cleanup), 1)
+    sender = joined(make_sender(address, cleanup), 1, up=True)
     sender.send(0, weights(0))
     staged = next_staged(receiver)
     receiver.loaded(staged)
@@ -161,7 +161,7 @@ def test_staging_is_not_overwritten_while_a_gpu_copies_from_it(
 
 def test_a_generator_that_left_is_not_waited_for(address: str, cleanup: list) -> None:
     first, second = (make_receiver(address, cleanup, rank=rank) for rank in (1, 2))
-    sender = joined(make_sender(address, cleanup), 2)
+    sender = joined(make_sender(address, cleanup), 2, up=True)
     sender.send(0, weights(0))
     sender.wait()
     first.close()
@@ -188,7 +188,7 @@ def test_corrupted_bytes_are_sent_once_more_and_are_not_staged(
 
     monkeypatch.setattr(GlooLink, "receive", corrupt)
     receiver = make_receiver(address, cleanup)
-    sender = joined(make_sender(address, cleanup), 1)
+    sender = joined(make_sender(address, cleanup), 1, up=True)
     with capture_logs() as logs:
         sender.send(0, weights(0))
         sender.wait()
