@@ -20,7 +20,7 @@ class HostMemory:
         self._copies: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
         """By the address of the storage; page-locked buffers are kept between two moves."""
         self._kept: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
-        """Those of the move before."""
+        """The buffers of the move before."""
         self.is_moved = False
         """True from `offload` to `reload`."""
 

@@ -1,4 +1,4 @@
-"""The transport ipc: from the learner's memory into that of generators on the same card, by no way over the host.
+"""The transport ipc: from the learner's memory into that of generators on the same card, without a copy on the host.
 
     rank 0                                              each receiver
 
@@ -39,10 +39,10 @@ _LOOK_S = 0.02
 
 
 class SharedMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a receiver finds the memory, and the socket."""
+    """The places where a receiver finds the memory and the socket."""
 
     address: str
-    """Of the socket, in the abstract namespace of Linux."""
+    """The address of the socket, in the abstract namespace of Linux."""
     num_bytes: int
     handle: bytes
     """Path of the file of host memory, or CUDA's handle."""

@@ -29,16 +29,16 @@ class RankSlices:
     layout: WeightManifest
     """The buffer: of each parameter a flat slice, which may be empty; with one rank the parameters."""
     starts: tuple[int, ...]
-    """Of each slice the first byte in the buffer of all weights."""
+    """The first byte of each slice in the buffer of all weights."""
 
     @property
     def own_spans(self) -> list[tuple[int, int]]:
-        """Of each slice its first byte in the rank's buffer, and its size."""
+        """The first byte of each slice in the rank's buffer, and its size."""
         return [(entry.offset, entry.num_bytes) for entry in self.layout.entries]
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """Of each slice its first byte in the buffer of all weights, and its size."""
+        """The first byte of each slice in the buffer of all weights, and its size."""
         return [(start, entry.num_bytes) for start, entry in zip(self.starts, self.layout.entries, strict=True)]
 
 

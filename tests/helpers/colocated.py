@@ -500,7 +500,7 @@ class World:
         return Sender(self.queue, self.card)
 
     def bury(self, role: str) -> None:
-        """What others see of the death of a role."""
+        """Shows others the death of a role."""
         self.card.bury(role)
 
     def _role(self, start: Callable[[], None]) -> None:

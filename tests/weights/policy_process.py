@@ -115,7 +115,7 @@ def learn(rank: int, ranks: int, address: str, folder: str, transport: str) -> N
 
 
 def await_engines(sender: WeightSender, count: int) -> None:
-    """Returns when so many generators are there."""
+    """Returns when `count` generators are there."""
     peers = sender._membership
     peers._await(lambda: sum(peer.up for peer in peers.present()) == count, 60.0)
 

@@ -43,7 +43,7 @@ class StepExperts:
     experts: Tensor
     """[tokens, layers of the model, chosen], uint8."""
     layers: Sequence[int]
-    """Those with experts."""
+    """The layers with experts."""
 
     def enqueue_cpu_copy(self, num_sampled: object, num_rejected: object) -> None:
         """Starts the copy to the host, on the current stream."""

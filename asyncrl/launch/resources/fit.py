@@ -118,7 +118,7 @@ class Card:
 
     @property
     def hand_over_bytes(self) -> int:
-        """What is needed while the engine loads the learner's weights: those of both, and what they pass through."""
+        """The memory that is needed while the engine loads the learner's weights: those of both, and the pieces."""
         if not self.hands_over:
             return 0
         moving = sum(need.parts.get(part, 0) for need in self.needs for part in ("weights", PIECE, "staged weights"))

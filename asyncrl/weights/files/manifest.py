@@ -116,7 +116,7 @@ class Manifest(Part, frozen=True):
     ranks: Annotated[int, Meta(ge=1, le=MAX_INDEX + 1)]
     """Learner ranks, each of which has written its slices."""
     sums: list[_Xxh3]
-    """Of each SUM_BYTES of rank 0's slices, one after another, then of those of rank 1, and so on."""
+    """The sums of each SUM_BYTES of rank 0's slices, one after another, then of those of rank 1, and so on."""
     ways: list[Way]
     earlier: list[Earlier]
     """The oldest one first."""

@@ -62,7 +62,7 @@ class Reader:
         """The latest start of the learner ranks of which it has read a manifest."""
         self._weights = weights
         self._slices: list[RankSlices] = []
-        """Those of the ranks that have written what is in the buffer."""
+        """The slices of the ranks that have written what is in the buffer."""
 
     def earlier(self, announced: Announced) -> list[Announced]:
         """The versions before an announced one that are still there, the oldest first, and itself. Raises
