@@ -106,11 +106,9 @@ def run(*, slow: bool) -> list[Part]:
         ("processes", selected, list(PROCESSES)),
         ("learner", selected, list(LEARNER)),
         ("weights", selected, list(WEIGHTS)),
-        ("system", f"{selected} and system", list(SYSTEM)),
         ("generator", selected, list(GENERATOR)),
+        ("system", f"{selected} and system", list(SYSTEM)),
     ]
-    if slow:
-        left[4:] = reversed(left[4:])
     parts: list[Part] = []
 
     def at_a_time() -> int:
