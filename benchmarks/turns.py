@@ -37,7 +37,8 @@ def engine_step(model: str, running: int) -> Callable[[], None]:
     config = load_config("demo", dict(parse_override(text) for text in overrides))
     from vllm import TokensPrompt
 
-    from asyncrl.generator.vllm_backend.setup import build_engine, sampling_params
+    from asyncrl.generator.vllm_backend.requests import sampling_params
+    from asyncrl.generator.vllm_backend.setup import build_engine
     from asyncrl.generator.vllm_backend.version_labels import VersionLabels
     from benchmarks.synchronous import all_prompts
 

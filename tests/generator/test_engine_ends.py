@@ -12,7 +12,7 @@ from transformers import Qwen2ForCausalLM
 
 from asyncrl.errors import InvariantError
 from asyncrl.generator.engine import Completion, Sampling
-from asyncrl.generator.vllm_backend import engine as engine_module
+from asyncrl.generator.vllm_backend import requests as requests_module
 from asyncrl.generator.vllm_backend.engine import VllmEngine
 from asyncrl.util.tokenizer import load_decoder
 
@@ -106,7 +106,7 @@ def test_other_end_tokens_than_the_learner_has_are_refused(
     model_path: str, monkeypatch: pytest.MonkeyPatch, make_engine: EngineMaker
 ) -> None:
     engine = make_engine(generator__min_new_tokens=MINIMUM, generator__stop=["!", "#", "$", "%", "&"])
-    monkeypatch.setattr(engine_module, "end_tokens", lambda *_, **__: [1])
+    monkeypatch.setattr(requests_module, "end_tokens", lambda *_, **__: [1])
     with pytest.raises(InvariantError, match=r"ends completions with the tokens \[1, 2\], the learner expects \[1\]"):
-        engine._check_end_tokens()
+        engine._builder.check_end_tokens()
     assert small_config(model_path).generator.stop_texts == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterable, Sequence
-from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,9 +18,10 @@ from asyncrl.errors import InvariantError
 from asyncrl.generator.engine import Completion, Sampling, Waking, check_request, check_whole
 from asyncrl.generator.vllm_backend.adapters import adapter_arguments, adapter_request, make_loader
 from asyncrl.generator.vllm_backend.completion import completion_of
+from asyncrl.generator.vllm_backend.requests import RequestBuilder
 from asyncrl.generator.vllm_backend.routing_records import RoutingRecords
 from asyncrl.generator.vllm_backend.sent_weights import SentWeights, Weights
-from asyncrl.generator.vllm_backend.setup import build_engine, sampling_params, uses_adapter
+from asyncrl.generator.vllm_backend.setup import build_engine, uses_adapter
 from asyncrl.generator.vllm_backend.sleeping import sleep, wake
 from asyncrl.generator.vllm_backend.version_labels import VersionLabels, check_first_versions
 from asyncrl.generator.vllm_backend.workers import Workers
@@ -29,19 +29,12 @@ from asyncrl.generator.weight_fit import Shapes
 from asyncrl.types import NO_VERSION
 from asyncrl.util.memory import peak_memory_bytes
 from asyncrl.util.routing import replayed_routers
-from asyncrl.util.tokenizer import end_tokens, load_tokenizer
 from asyncrl.weights.bucket_plan import WeightPart
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from vllm import SamplingParams
-    from vllm.lora.request import LoRARequest
-    from vllm.v1.engine import EngineCoreRequest
 
 log = structlog.get_logger()
-
-MAX_CACHED = 4096
-"""Sampling parameters that are kept for later requests."""
 
 
 @dataclass(slots=True)
@@ -74,8 +67,6 @@ class VllmEngine:
         self.version = NO_VERSION
         self._config = config
         self._requests: dict[str, _Request] = {}
-        self._last: tuple[list[int], Sampling, int | None, int, tuple[str, ...], EngineCoreRequest] | None = None
-        """The last prompt, kind, limit, salt and texts, with the request prepared from them."""
         self._sent = sent or SentWeights(config)  # first: vLLM changes classes of transformers that it runs itself
         self._labels = VersionLabels()
         model = config.model
@@ -87,29 +78,16 @@ class VllmEngine:
         self._engine = build_engine(config, seed, self._labels, more, routing=self._routing)
         self._workers = Workers(self._engine, timeout_s=config.launch.heartbeat_timeout_s)
         self._loader = make_loader(config, self._engine, self._sent, self._workers)
-        self._adapter: LoRARequest | None = None
-        """Marks requests as those of the policy, from its first version on, where the engine has its adapter."""
-        self._has_tokenizer = False
-        if config.generator.stop_texts:
-            self._load_tokenizer()
-        self._sampling: dict[Sampling, dict[str, float]] = {
-            # Of the full distribution: log-probs of a cut one would bias importance ratios.
-            "training": {"temperature": config.generator.temperature},
-            "evaluation": config.eval.sampling.model_dump(),
-            "greedy": {"temperature": 0.0},
-        }
-        """vLLM's sampling parameters; those that are left out exclude no token."""
-        self._limited: dict[tuple[Sampling, int | None, tuple[str, ...]], SamplingParams] = {}
-        """Sampling parameters by kind and maximum length."""
+        self._builder = RequestBuilder(config, self._engine)
         self._warm_up()
-        self._check_end_tokens()
+        self._builder.check_end_tokens()
         gc.collect()
         gc.freeze()  # keeps the engine's many objects out of later collections
 
     @property
     def prefix_caching(self) -> bool:
         """True if the engine shares the keys and values of equal prompts."""
-        return bool(self._engine.vllm_config.cache_config.enable_prefix_caching)
+        return self._builder.prefix_caching
 
     @property
     def window_tokens(self) -> int:
@@ -144,9 +122,11 @@ class VllmEngine:
 
     def _start(self, key: str, one: _Request) -> None:
         engine = self._engine
-        if one.stop:
-            self._load_tokenizer()
-        request = self._prepared(one.prompt, one.kind, one.seed, one.max_tokens, one.salt, one.stop)
+        # Salting with the version keeps a cached prompt from being reused under other weights.
+        salt = self.version if one.salt is None else one.salt
+        request = self._builder.build(
+            one.prompt, one.kind, salt=salt, seed=one.seed, max_tokens=one.max_tokens, stop=one.stop
+        )
         request.request_id, request.priority = key, one.priority
         engine.input_processor.assign_request_id(request)
         engine.output_processor.add_request(request, None, None, 0)
@@ -154,62 +134,13 @@ class VllmEngine:
         one.id = request.request_id
         self._requests[key] = one
 
-    def _load_tokenizer(self) -> None:
-        """Loads what turns tokens into the texts that stop completions, unless it is loaded. They are those that
-        rewards see: vLLM may load another class of tokenizer."""
-        if self._has_tokenizer:
-            return
-        self._has_tokenizer = True
-        own = load_tokenizer(self._config.model.path, trust_remote_code=self._config.model.trust_remote_code)
-        self._engine.output_processor.tokenizer = own
-
-    def _prepared(
-        self,
-        prompt: list[int],
-        kind: Sampling,
-        seed: int | None,
-        max_tokens: int | None = None,
-        salt: int | None = None,
-        stop: tuple[str, ...] = (),
-    ) -> EngineCoreRequest:
-        """A request without an id. The last one is cached and copied: the members of a group differ only in their id,
-        and checking and preparing a request is half of the cost of adding it."""
-        from vllm.inputs.engine import tokens_input
-
-        # Salting with the version keeps a cached prompt from being reused under other weights.
-        salt = self.version if salt is None else salt
-        wanted = prompt, kind, max_tokens, salt, stop
-        if seed is None and self._last is not None and self._last[:5] == wanted:
-            return copy(self._last[5])
-        engine = self._engine
-        cache_salt = str(salt) if self.prefix_caching else None
-        request = engine.input_processor.process_inputs(
-            "",
-            tokens_input(prompt, cache_salt=cache_salt),
-            self._sampling_params(kind, seed, max_tokens, stop),
-            lora_request=self._adapter,
-            supported_tasks=engine.get_supported_tasks(),
-        )
-        self._last = (*wanted, copy(request)) if seed is None else None
-        return request
-
-    def _sampling_params(
-        self, kind: Sampling, seed: int | None, max_tokens: int | None, stop: tuple[str, ...] = ()
-    ) -> SamplingParams:
-        if seed is None and (kind, max_tokens, stop) in self._limited:
-            return self._limited[kind, max_tokens, stop]
-        params = sampling_params(self._config, self._sampling[kind], seed, max_tokens, stop)
-        if seed is None and len(self._limited) < MAX_CACHED:
-            self._limited[kind, max_tokens, stop] = params
-        return params
-
     def _warm_up(self) -> None:
         """Runs the first steps, which load code for longer than a running generator may go without a heartbeat.
         Raises RunError if a token of them does not carry the version of the step that scheduled it."""
         from vllm.inputs.engine import tokens_input
 
-        for kind in self._sampling:
-            params = self._sampling_params(kind, None, None).clone()
+        for kind in self._builder.kinds:
+            params = self._builder.params(kind).clone()
             params.max_tokens = 2
             params.min_tokens = min(params.min_tokens, 2)
             params.ignore_eos = True
@@ -220,21 +151,6 @@ class VllmEngine:
             finished += self._engine.step()
         self._labels.version = NO_VERSION
         check_first_versions(finished[0].outputs[0].weight_versions)
-
-    def _check_end_tokens(self) -> None:
-        """Raises InvariantError if the engine excludes other tokens before `generator.min_new_tokens` than the learner,
-        whose log-probs would be those of another distribution."""
-        config = self._config
-        if not config.generator.min_new_tokens:
-            return
-        params = self._prepared([0], "training", None).sampling_params
-        assert params is not None
-        expected = end_tokens(config.model.path, trust_remote_code=config.model.trust_remote_code)
-        if sorted(params.all_stop_token_ids) != expected:
-            raise InvariantError(
-                f"generator.min_new_tokens = {config.generator.min_new_tokens}: the engine ends completions with the "
-                f"tokens {sorted(params.all_stop_token_ids)}, the learner expects {expected}"
-            )
 
     def step(self) -> list[Completion]:
         """Runs one decoding step of all requests and returns the completions that ended in it. Raises InvariantError
@@ -299,8 +215,8 @@ class VllmEngine:
     def commit(self, version: int) -> None:
         """As `Engine.commit`."""
         self._loader.finish(is_first=self.version == NO_VERSION)
-        if self._adapter is None and uses_adapter(self._config):
-            self._adapter = adapter_request()
+        if self._builder.adapter is None and uses_adapter(self._config):
+            self._builder.adapter = adapter_request()
         self._set_version(version)
         if self._config.weights.kv_cache == "recompute":
             self._engine.reset_prefix_cache(reset_running_requests=True)

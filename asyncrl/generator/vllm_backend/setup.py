@@ -1,4 +1,4 @@
-"""Builds vLLM engines: their environment, arguments and sampling."""
+"""Builds vLLM engines: their environment and arguments."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib.util
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -26,7 +26,6 @@ from asyncrl.util.files import read_json
 from asyncrl.util.hints import did_you_mean
 
 if TYPE_CHECKING:
-    from vllm import SamplingParams
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -292,31 +291,3 @@ def check_cpu(config: Config) -> None:
             f"model.dtype = 'bfloat16': {fault}; use model.dtype=float32, or a kernel (Linux 5.16 or newer) and "
             "container that permit them"
         )
-
-
-def sampling_params(
-    config: Config,
-    sampling: Mapping[str, float],
-    seed: int | None = None,
-    max_tokens: int | None = None,
-    stop: Sequence[str] = (),
-) -> SamplingParams:
-    """The sampling of completions, by the names of vLLM's parameters, and the outputs that the engine returns.
-    `max_tokens` is by default `generator.max_new_tokens`; `stop` are texts in addition to `generator.stop`."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return SamplingParams(
-        **cast("dict[str, Any]", sampling),
-        seed=seed,
-        max_tokens=max_tokens or config.generator.max_new_tokens,
-        min_tokens=min(config.generator.min_new_tokens, max_tokens or config.generator.min_new_tokens),
-        stop=[*config.generator.stop_texts, *stop],
-        detokenize=bool(config.generator.stop_texts or stop),
-        include_stop_str_in_output=True,  # keeps the tokens of the text that stops a completion
-        skip_special_tokens=False,
-        logprobs=0,
-        flat_logprobs=True,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_clone=True,  # requests share them unchanged; a deep copy for each is slow
-    )
