@@ -39,7 +39,7 @@ MAX_THREADS = 32
 MAX_FOLDER_FILES = 100
 OPEN_FILES = 32
 START_S = 20.0
-"""Deadline for the interpreter to start, also on a busy machine; the start does not count towards the program's time."""
+"""Deadline for the interpreter to start on a busy machine; the start does not count towards the program's time."""
 
 KILL_S = 5.0
 """Deadline for the kernel to end a process."""
