@@ -20,8 +20,8 @@ PARTS = {
     "processes": "tests/launch/test_processes.py",
     "learner": "tests/learner/test_learner.py",
     "weights": "tests/weights/test_weights.py",
-    "system": "tests/system/test_system.py",
     "generator": "tests/generator/test_generator.py",
+    "system": "tests/system/test_system.py",
 }
 """In the order in which they start."""
 CONFTEST = f"""
@@ -86,12 +86,12 @@ def run(folder: Path, *arguments: str, may_skip: bool = True) -> tuple[int, str,
 def test_four_parts_run_at_a_time_and_the_next_starts_when_one_has_ended(tmp_path: Path) -> None:
     write_tests(
         tmp_path,
-        others="await_file('generator.pid')",
-        processes="await_file('generator.pid')",
-        learner="await_file('generator.pid')",
+        others="await_file('system.pid')",
+        processes="await_file('system.pid')",
+        learner="await_file('system.pid')",
         weights="await_file('others.pid'); await_file('processes.pid'); await_file('learner.pid')",
-        system="assert Path('weights').exists()",
-        generator="assert Path('system').exists()",
+        generator="assert Path('weights').exists()",
+        system="assert Path('generator').exists()",
     )
     code, output, passed = run(tmp_path)
     assert (code, passed) == (0, list(PARTS)), output
@@ -105,7 +105,7 @@ def test_four_parts_run_at_a_time_and_the_next_starts_when_one_has_ended(tmp_pat
     ("failing", "body"),
     [
         (["others"], "pytest.skip('not here')"),
-        pytest.param(["system", "generator"], "assert False", marks=pytest.mark.slow),
+        pytest.param(["generator", "system"], "assert False", marks=pytest.mark.slow),
         pytest.param(["learner"], "os._exit(3)", marks=pytest.mark.slow),
     ],
 )
@@ -117,7 +117,7 @@ def test_a_part_that_fails_hides_no_other(tmp_path: Path, failing: list[str], bo
 
 
 def test_a_skipped_test_fails_only_where_nothing_may_be_skipped(tmp_path: Path) -> None:
-    write_tests(tmp_path, generator="pytest.skip('not here')")
+    write_tests(tmp_path, system="pytest.skip('not here')")
     code, output, passed = run(tmp_path)
     assert (code, passed) == (0, list(PARTS)[:-1]), output
 
@@ -141,10 +141,10 @@ def test_slow_tests_run_in_all_and_a_part_may_have_none(tmp_path: Path) -> None:
     code, output, passed = run(tmp_path, "all")
     assert (code, passed, (tmp_path / "slow").exists()) == (0, [], True), output
     (tmp_path / "slow").unlink()
-    (tmp_path / PARTS["generator"]).unlink()
+    (tmp_path / PARTS["system"]).unlink()
     code, output, passed = run(tmp_path)
     assert (code, passed, (tmp_path / "slow").exists()) == (1, list(PARTS)[:-1], False), output
-    assert output.endswith(" s, failed: generator\n"), "a part without tests has lost them"
+    assert output.endswith(" s, failed: system\n"), "a part without tests has lost them"
 
 
 def test_an_interrupted_runner_leaves_no_part(tmp_path: Path) -> None:
