@@ -9,11 +9,14 @@ from typing import Any
 
 import torch
 from nccl_like import await_true
-from weight_parts import make_receiver, weights
+from rank_parts import slices
+from weight_parts import joined, make_receiver, weights
 
 from asyncrl.generator.weight_swaps import WeightSwaps
 from asyncrl.types import NO_VERSION
+from asyncrl.weights.background import BackgroundSender
 from asyncrl.weights.bucket_plan import WeightPart
+from asyncrl.weights.sender import WeightSender
 
 
 class LoadingEngine:
@@ -109,3 +112,20 @@ class Generator:
         await_true(lambda: self.error or (self.engine.steps and self.engine.steps[-1] == version), f"version {version}")
         if self.error is not None:
             raise self.error
+
+
+def assert_versions_come(senders: Sequence[BackgroundSender], address: str, cleanup: list) -> None:
+    """Three versions of all ranks come into the engines of two generators, over one group."""
+    cleanup.extend(sender.close for sender in senders)
+    first = senders[0]
+    assert isinstance(first, WeightSender)
+    generators = [Generator(address, cleanup, rank=rank) for rank in (1, 2)]
+    joined(first, 2, up=True)
+    for version in range(3):
+        for rank, sender in enumerate(senders):
+            sender.send(version, slices(version, rank, len(senders)))
+        for sender in senders:
+            sender.copied()
+        for generator in generators:
+            generator.await_version(version)
+    assert (first.stats.count, first.stats.dropped, first._delivery.group_number) == (3, 0, 1)

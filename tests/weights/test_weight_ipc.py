@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from loading_engine import Generator
+from loading_engine import Generator, assert_versions_come
 from nccl_like import await_true
-from rank_parts import make_rank, slices
+from rank_parts import make_rank
 from structlog.testing import capture_logs
 from test_weight_references import Learner
 from torch.multiprocessing import reductions
@@ -151,19 +151,7 @@ def test_only_processes_of_the_same_user_are_admitted(monkeypatch: pytest.Monkey
 def test_versions_come_into_engines(ranks: int, address: str, cleanup: list, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ipc, "PIECE_BYTES", 50_000)
     senders = [make_rank(rank, ranks, address, copies=False, transport="ipc") for rank in range(ranks)]
-    cleanup.extend(sender.close for sender in senders)
-    first = senders[0]
-    assert isinstance(first, WeightSender)
-    generators = [Generator(address, cleanup, rank=rank) for rank in (1, 2)]
-    joined(first, 2, up=True)
-    for version in range(3):
-        for rank, sender in enumerate(senders):
-            sender.send(version, slices(version, rank, ranks))
-        for sender in senders:
-            sender.copied()
-        for generator in generators:
-            generator.await_version(version)
-    assert (first.stats.count, first.stats.dropped, first._delivery.group_number) == (3, 0, 1)
+    assert_versions_come(senders, address, cleanup)
 
 
 def make_learner(address: str, cleanup: list) -> tuple[WeightSender, list[tuple[str, torch.Tensor]]]:

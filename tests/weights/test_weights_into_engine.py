@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from loading_engine import Generator
+from loading_engine import Generator, assert_versions_come
 from nccl_like import await_true, use_nccl_like
 from rank_parts import make_rank, slices
 from test_weight_references import Learner
@@ -54,19 +54,7 @@ def test_two_ranks_and_two_generators(
         make_rank(rank, 2, address, copies=False, transport="gloo" if transport == "nccl" else transport)
         for rank in (0, 1)
     ]
-    cleanup.extend(sender.close for sender in senders)
-    first = senders[0]
-    assert isinstance(first, WeightSender)
-    generators = [Generator(address, cleanup, rank=rank) for rank in (1, 2)]
-    joined(first, 2, up=True)
-    for version in range(3):
-        for rank, sender in enumerate(senders):
-            sender.send(version, slices(version, rank, 2))
-        for sender in senders:
-            sender.copied()
-        for generator in generators:
-            generator.await_version(version)
-    assert (first.stats.count, first.stats.dropped, first._delivery.group_number) == (3, 0, 1)
+    assert_versions_come(senders, address, cleanup)
 
 
 def test_a_version_is_offered_again_when_a_generator_ends_in_it(address: str, cleanup: list) -> None:
