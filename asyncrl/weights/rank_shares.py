@@ -91,7 +91,8 @@ class OtherShares:
 
     def send(self, order: SendShare, own: Callable[[], int], check: Callable[[], None]) -> int:
         """Has them send their shares while `own` sends that of rank 0. Returns the sum of all checksums. Raises what
-        `own` and `order` raise, once all have heard of it."""
+        `own` and `order` raise, once all have heard of it: with the causes of all ranks, since rank 0 may see the end
+        of a link before it hears why it ended."""
         if self._ranks is None:
             return own()
         self._ranks.send(order)
@@ -101,8 +102,11 @@ class OtherShares:
         except AsyncrlError:
             raise
         except (RuntimeError, OSError) as error:
-            self._ranks.abort(problem(error))
-            self._ranks.answers(check)
+            reason = problem(error)
+            self._ranks.abort(reason)
+            others = self._ranks.answers(check)
+            if causes := [one for one in others if one.problem and reason not in one.problem]:
+                _raise_for([*causes, Done(problem=f"learner rank 0: {reason}")])
             raise
         answers = self._ranks.answers(check)
         _raise_for(answers)
@@ -115,9 +119,9 @@ class OtherShares:
 
 
 def _raise_for(answers: list[Done]) -> None:
-    for answer in answers:
-        if answer.problem:
-            raise (VersionGoneError if answer.is_ahead else RuntimeError)(answer.problem)
+    if problems := [answer.problem for answer in answers if answer.problem]:
+        is_ahead = any(answer.is_ahead for answer in answers)
+        raise (VersionGoneError if is_ahead else RuntimeError)("; ".join(problems))
 
 
 def link_of(store: Store | RemoteStore, way: Transport, group: int, member: Member) -> Link:

@@ -148,6 +148,9 @@ class Queue:
         self.groups: dict[int, Group] = {}
         self.batches: dict[int, list[int]] = {}
         self.evaluated: dict[int, int] = {}
+        """By version: 1 if it was evaluated, 0 while it is."""
+        self.dropped: set[int] = set()
+        """Versions to evaluate that no generator can have any more."""
         self.sent: tuple[int, Tensor] | None = None
         self.order: list[str] = []
         """Versions as they are sent and loaded."""
@@ -161,7 +164,12 @@ class Queue:
     @property
     def done(self) -> bool:
         wanted = {v for v in range(self.config.steps + 1) if self.config.evaluates(v)}
-        return self.steps >= self.config.steps and all(self.evaluated.get(v) for v in wanted)
+        return self.steps >= self.config.steps and all(self.evaluated.get(v) or v in self.dropped for v in wanted)
+
+    def drop_stranded(self, version: int) -> None:
+        """Drops the evaluations of versions before the one that the only generator has loaded."""
+        earlier = range(min(version, self.config.steps + 1))
+        self.dropped |= {v for v in earlier if self.config.evaluates(v) and not self.evaluated.get(v)}
 
     def lease(self, version: int, count: int) -> list[int]:
         tickets: list[int] = []
@@ -202,6 +210,7 @@ class Client:
         (version, groups, evaluations), self._asked = self._asked, None
         queue = self._queue
         with queue.lock:
+            queue.drop_stranded(version)
             tickets = queue.lease(version, groups)
             self.leased.update(tickets)
             leases = [_lease(ticket) for ticket in tickets]
@@ -370,6 +379,8 @@ class Batches:
         queue = self._queue
         with queue.lock:
             queue.steps = max(queue.steps, step)
+            if step < queue.config.steps:
+                queue.compose(step + 1)  # the learner asks for it while it trains, which takes no time here
             return Committed({}, b"", False, False, queue.num_waiting)
 
     def evaluations(self, should_stop: Callable[[], bool]) -> list[Any]:

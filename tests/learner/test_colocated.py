@@ -38,6 +38,7 @@ def run(tmp_path: Path, config: Config, dies: tuple[str, str, int] | None = None
     assert len(set(trained)) == len(trained) == config.steps * config.replay.groups_per_step
     assert all(0 <= one <= config.replay.max_staleness for one in world.staleness)
     assert world.card.peak == 2 * BYTES, "the other has left the card"
+    assert not queue.dropped or world.deaths, "a version was not evaluated"
     return world
 
 
