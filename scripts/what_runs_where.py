@@ -64,16 +64,28 @@ FEATURES = (
         "weights/test_weight_nccl.py",
         ("test_gpu_weights.py::test_a_receiver*nccl*",),
     ),
-    Feature("Versions in buckets into a running engine (`weights.staging`)", "weights/test_weights_into_engine.py"),
+    Feature(
+        "Versions in buckets into a running engine (`weights.staging`)",
+        "weights/test_weights_into_engine.py",
+        ("test_gpu_colocated.py::test_the_demo*ipc*",),
+    ),
     Feature("Every learner rank sends its part", "weights/test_weight_ranks.py"),
     Feature("Learner ranks that share long sequences", "learner/test_sequence_parallel.py"),
-    Feature("Mixtures of experts, with replay of the engine's experts", "learner/test_routing_replay.py"),
+    Feature(
+        "Mixtures of experts, with replay of the engine's experts",
+        "learner/test_routing_replay.py",
+        ("test_gpu_learner.py::test_experts*", "test_gpu_engine.py::test_a_token_has_the_experts*transformers*"),
+    ),
     Feature(
         "The experts of vLLM's tokens for the replay, over swaps",
         "generator/test_engine_routing.py",
         ("test_gpu_engine.py::test_a_token_has_the_experts*vllm*",),
     ),
-    Feature("LoRA: trained, sent alone, resumed, exported", "system/test_lora_runs.py"),
+    Feature(
+        "LoRA: trained, sent alone, resumed, exported",
+        "system/test_lora_runs.py",
+        ("test_gpu_learner.py::test_a_step*lora*", "test_gpu_run.py::test_adapters*transformers*"),
+    ),
     Feature(
         "Engine on transformers: log-probs, versions, swaps",
         "generator/test_engine_contract.py",

@@ -43,9 +43,9 @@ class Stage:
     file: str
     limit_s: float
     select: str = ""
-    """Words that the names of its checks contain."""
+    """The names of its checks, as pytest's option `-k` selects them."""
     alone: bool = False
-    """True if it measures time, and so runs when no other stage does."""
+    """True if it measures time or the memory of the card, and so runs when no other stage does."""
 
 
 STAGES = (
@@ -53,8 +53,10 @@ STAGES = (
     Stage("weights", "test_gpu_weights.py", 180),
     Stage("transformers", "test_gpu_engine.py", 300, "transformers"),
     Stage("vLLM", "test_gpu_engine.py", 900, "vllm"),
-    Stage("run", "test_gpu_run.py", 900),
-    Stage("colocated", "test_gpu_colocated.py", 1200),
+    Stage("run", "test_gpu_run.py", 900, "demo"),
+    Stage("adapters", "test_gpu_run.py", 900, "adapters"),
+    Stage("colocated", "test_gpu_colocated.py", 1200, "demo"),
+    Stage("card memory", "test_gpu_colocated.py", 300, "not demo", alone=True),
     Stage("figures", "test_gpu_figures.py", 300, alone=True),
 )
 

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from asyncrl.launch.resources.network import find_port
+from asyncrl.learner.distributed import Ranks, process_group
 from tests.gpu_check import report
 from tests.helpers.runs import Launched
 
@@ -22,6 +24,15 @@ def gpu() -> torch.device:
     if not torch.cuda.is_available():
         pytest.skip("torch finds no GPU")
     return torch.device("cuda", 0)
+
+
+@pytest.fixture(scope="module")
+def one_rank(gpu: torch.device) -> Iterator[Ranks]:
+    """The process group of a single learner rank in this process."""
+    from worlds import endpoints
+
+    with process_group(endpoints(find_port()), 0, 1, start_timeout_s=60, timeout_s=60) as ranks:
+        yield ranks
 
 
 @pytest.fixture
@@ -54,7 +65,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
         if result.skipped and isinstance(result.longrepr, tuple):
             reason = result.longrepr[2].removeprefix("Skipped: ")
         elif result.failed:
-            reason = result.longreprtext.strip().splitlines()[-1]
+            reason = _cause(result.longreprtext)
         report(
             {
                 "name": _name(item.nodeid),
@@ -65,6 +76,16 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
             }
         )
     return result
+
+
+def _cause(text: str) -> str:
+    """Returns the first line of the last error of a report."""
+    lines = text.strip().splitlines()
+    errors = [line for line in lines if line.startswith("E  ")]
+    firsts = [
+        line for line, before in zip(lines, ["", *lines], strict=False) if line in errors and before not in errors
+    ]
+    return (firsts or lines)[-1].removeprefix("E").strip()
 
 
 def _name(nodeid: str) -> str:

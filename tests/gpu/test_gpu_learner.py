@@ -14,16 +14,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from routing_parts import FAMILIES, config_of, errors_of, groups_of, live, move_routers
 from safetensors.torch import load_file
 from train_steps import CASES
-from worlds import make_config, make_model
+from worlds import make_config, make_model, pack_groups
 
+from asyncrl.generator.transformers_backend.engine import TransformersEngine
 from asyncrl.launch.resources.memory import PROCESS_BYTES, learner_parts
 from asyncrl.launch.resources.network import find_port
 from asyncrl.launch.resources.shape import Shape
+from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.model import logprob_head, varlen
 from asyncrl.learner.model.logprob_head import LogprobHead
 from asyncrl.learner.model.packed_attention import Layout, attend_in_buckets, find_firsts, make_layout
+from asyncrl.learner.model.policy import Policy
+from benchmarks.families import save_family
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -79,6 +84,21 @@ def test_a_step_is_that_of_the_cpu(case: str, trained: dict[Path, Future]) -> No
     for name in (name for name in here if name.startswith("gradient/1/")):
         scale = float(here[name].abs().max())
         assert float((there[name] - here[name]).abs().max()) <= tolerance * scale + 1e-6, name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_are_replayed(family: str, one_rank: Ranks, tmp_path: Path) -> None:
+    config = config_of(save_family(family, tmp_path))
+    engine = TransformersEngine(config, seed=1)
+    engine.use_own_weights(0)
+    groups = groups_of(config, engine)
+    engine.close()
+    micros = [micro.to(one_rank.device) for micro in pack_groups(config, groups).micro_batches]
+    replaying, routing = Policy(config, one_rank), Policy(live(config), one_rank)
+    assert errors_of(replaying, micros).max() < 1e-3
+    move_routers(replaying)
+    move_routers(routing)
+    assert errors_of(replaying, micros).mean() < 0.7 * errors_of(routing, micros).mean()
 
 
 @pytest.mark.parametrize("window", [None, 2, 100])

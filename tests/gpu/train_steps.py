@@ -15,7 +15,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "learner"))
 
 from safetensors.torch import save_file
-from worlds import CRITIC, endpoints, make_config, make_groups, record
+from worlds import CRITIC, LORA, endpoints, make_config, make_groups, record
 
 from asyncrl.learner.distributed import process_group
 
@@ -26,6 +26,8 @@ CASES: dict[str, dict[str, Any]] = {
     "offload-zero2": {"learner": {"zero_stage": 2, "offload": "optimizer"}},
     "offload-zero3": {"learner": {"zero_stage": 3, "offload": "all"}},
     "bfloat16-offload3": {"learner": {"zero_stage": 3, "offload": "all"}, "model": {"dtype": "bfloat16"}},
+    "lora-zero2": {"learner": {"zero_stage": 2, "lora": LORA}},
+    "lora-zero3": {"learner": {"zero_stage": 3, "lora": LORA}},
     "critic": {**CRITIC, "learner": {"zero_stage": 0}},
     "gspo": {"algorithm": {"loss": "gspo"}},
     "cispo": {"algorithm": {"loss": "cispo"}},

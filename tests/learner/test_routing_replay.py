@@ -4,98 +4,34 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from routing_parts import (
+    CHOSEN,
+    FAMILIES,
+    LAYERS,
+    PROMPTS,
+    config_of,
+    errors_of,
+    groups_of,
+    live,
+    move_routers,
+    run_all,
+)
 from torch import Tensor
-from worlds import make_config, pack_groups
+from worlds import pack_groups
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, InvariantError
-from asyncrl.generator.engine import Completion
-from asyncrl.generator.groups import Running, make_group
 from asyncrl.generator.transformers_backend.engine import TransformersEngine
-from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.model.policy import Policy
 from asyncrl.learner.repacking import repack
 from asyncrl.replay.codec import pack_group, unpack_group
-from asyncrl.rewards.workers import Scored
-from asyncrl.types import Group, Lease, Prompt
+from asyncrl.types import Group
 from benchmarks.families import save_family
-
-FAMILIES = ["mixtral", "qwen3_moe"]
-LAYERS, CHOSEN = 2, 2
-PROMPTS = [[3, 9, 27, 81, 55], [4, 16, 64, 17, 68, 80, 33]]
-
-
-def config_of(folder: Path, **sections: Any) -> Config:
-    values: dict[str, Any] = {
-        "algorithm": {"routing_replay": "engine"},
-        "generator": {
-            "engine": "transformers",
-            "max_running_groups": 2,
-            "kv_cache_bytes": 1 << 22,
-            "engine_options": {"max_model_len": 64},
-        },
-        "learner": {"tokens_per_microbatch": 64},
-    }
-    for name, section in sections.items():
-        values[name] = values.get(name, {}) | section
-    return make_config(folder, **values)
-
-
-def run_all(
-    engine: TransformersEngine, swaps: dict[int, list[tuple[str, Tensor]]] | None = None
-) -> dict[str, Completion]:
-    """Completes all requests. Before the steps of `swaps` the engine gets other weights."""
-    done: dict[str, Completion] = {}
-    step = 0
-    while engine.num_running:
-        if swaps and step in swaps:
-            engine.swap(engine.version + 1, swaps[step])
-        done |= {one.key: one for one in engine.step()}
-        step += 1
-    return done
-
-
-def groups_of(config: Config, engine: TransformersEngine) -> list[Group]:
-    """Samples a group for each of PROMPTS, as a generator makes it."""
-    size = config.generator.group_size
-    leases = [
-        Running(Lease(ticket, 0, Prompt(ticket, np.array(tokens, np.int32), "", "test")), size, engine.version, 0.0)
-        for ticket, tokens in enumerate(PROMPTS)
-    ]
-    for running in leases:
-        for key in running.engine_keys():
-            engine.add(key, running.lease.prompt.tokens)
-    done = run_all(engine)
-    groups: list[Group] = []
-    for running in leases:
-        running.completions = {index: [done[key]] for index, key in enumerate(running.engine_keys())}
-        rewards = [float(index % 2) for index in range(size)]
-        scored = Scored(running.key, rewards, [{} for _ in rewards], ["" for _ in rewards])
-        groups.append(make_group(running, scored, generator=0))
-    return groups
-
-
-def errors_of(policy: Policy, micros: list[MicroBatch]) -> Tensor:
-    return torch.cat([(policy.logprobs(micro) - micro.behavior_logprobs).abs() for micro in micros])
-
-
-def live(config: Config) -> Config:
-    return config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"routing_replay": "off"})})
-
-
-@torch.no_grad()
-def move_routers(policy: Policy) -> None:
-    """Adds noise to the weights of the routers, so that other experts win for some tokens."""
-    noise = torch.Generator().manual_seed(5)
-    for name, parameter in policy.model.named_parameters():
-        if name.endswith("gate.weight"):
-            parameter.add_(0.3 * parameter.std() * torch.randn(parameter.shape, generator=noise))
 
 
 @pytest.fixture(params=FAMILIES)
