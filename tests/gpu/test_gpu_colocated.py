@@ -67,10 +67,10 @@ def test_a_sleeping_engine_frees_its_memory_and_loses_no_token(
     assert used_bytes() - before > 0.9 * cache_bytes
     try:
         engine.swap(0, weights_of(policy))
-        prompt = [3, 9, 4, 17]
-        engine.add("0", prompt)
-        for _ in range(4):
-            engine.step()
+        prompts = {str(index): [3 + index, 9, 4, 17] for index in range(8)}
+        for key, prompt in prompts.items():
+            engine.add(key, prompt)
+        done = {one.key: one for _ in range(4) for one in engine.step()}
         asleep: list[int] = []
         for version in range(1, ROUNDS + 1):
             awake = used_bytes()
@@ -82,10 +82,12 @@ def test_a_sleeping_engine_frees_its_memory_and_loses_no_token(
             engine.wake("cache")
         figure(f"colocated, {name}: GiB freed by sleep", (awake - asleep[-1]) / (1 << 30))
         assert asleep[-1] - asleep[1] < 64 << 20, "memory is lost in each turn"
-        (done,) = run_all(engine).values()
-        expected = reference_logprobs(policy, prompt, done.tokens, 1.0)
-        assert float(np.abs(done.logprobs - expected).max()) < TOLERANCE
-        assert set(done.versions.tolist()) == {0, ROUNDS}
+        done |= run_all(engine)
+        for key, one in done.items():
+            expected = reference_logprobs(policy, prompts[key], one.tokens, 1.0)
+            assert float(np.abs(one.logprobs - expected).max()) < TOLERANCE
+        assert done.keys() == prompts.keys()
+        assert {version for one in done.values() for version in one.versions.tolist()} == {0, ROUNDS}
     finally:
         engine.close()
 

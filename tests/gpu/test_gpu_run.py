@@ -33,7 +33,9 @@ def test_the_demo_trains_on_gpus(count: int, engine: str, demo: Callable[..., La
 
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
 def test_adapters_are_trained_and_sent_alone(engine: str, demo: Callable[..., Launched]) -> None:
-    demo(engine, [gpu.name for gpu in visible_gpus()][:1], "learner.lora.rank=8", "learner.lr=5e-3")
+    # With such a rate, keys and values that are kept over a swap are too far from those of the learner.
+    settings = ("learner.lora.rank=8", "learner.lr=5e-3", "weights.kv_cache=recompute")
+    demo(engine, [gpu.name for gpu in visible_gpus()][:1], *settings)
 
 
 @pytest.fixture
