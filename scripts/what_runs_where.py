@@ -67,7 +67,7 @@ FEATURES = (
     Feature(
         "Versions in buckets into a running engine (`weights.staging`)",
         "weights/test_weights_into_engine.py",
-        ("test_gpu_colocated.py::test_the_demo*ipc*",),
+        ("test_gpu_colocated.py::test_the_demo*transformers-ipc*",),
     ),
     Feature("Every learner rank sends its part", "weights/test_weight_ranks.py"),
     Feature("Learner ranks that share long sequences", "learner/test_sequence_parallel.py"),
@@ -103,18 +103,23 @@ FEATURES = (
         ("test_gpu_run.py::*1-transformers*",),
     ),
     Feature(
-        "Generator and learner on one card in turn (`launch.colocate`)",
+        "Generator and learner on one card in turn (`launch.colocate`), the engine on transformers",
         "learner/test_colocated.py",
         (
-            "test_gpu_colocated.py::*sleeping*",
+            "test_gpu_colocated.py::*sleeping*transformers*",
             "test_gpu_colocated.py::*leave_the_card*",
-            "test_gpu_colocated.py::*auto*",
+            "test_gpu_colocated.py::*transformers-auto*",
         ),
+    ),
+    Feature(
+        "The same with vLLM",
+        "system/test_colocated_runs.py",
+        ("test_gpu_colocated.py::*sleeping*vllm*", "test_gpu_colocated.py::*vllm-auto*"),
     ),
     Feature(
         "Weights from card memory to card memory (`weights.transport: ipc`)",
         "weights/test_weight_ipc.py",
-        ("test_gpu_colocated.py::*versions_go*", "test_gpu_colocated.py::*ipc*"),
+        ("test_gpu_colocated.py::*versions_go*", "test_gpu_colocated.py::*transformers-ipc*"),
     ),
     Feature(
         "A complete run with vLLM",

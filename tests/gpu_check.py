@@ -2,8 +2,9 @@
 
 Each stage is a process with a deadline, so that one which hangs or crashes is one line. Checks of what is not there are
 skipped with the reason: vLLM, a second GPU, a GPU at all. Needs no installation beyond what a check imports:
-PYTHONPATH=. is enough. The results go to `benchmarks/results/CARD.json`, or to FILE; the table "What runs where" of the
-README is made from them (`python -m scripts.what_runs_where`).
+PYTHONPATH=. is enough. The results go to `benchmarks/results/CARD.json`, or to FILE, each with the commit that was
+checked; those of stages that do not run stay there. The table "What runs where" of the README is made from them
+(`python -m scripts.what_runs_where`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,7 @@ class Check:
     """Why it was skipped, or the end of its failure."""
     seconds: float = 0.0
     figures: dict[str, float] = field(default_factory=dict)
+    commit: str = ""
 
 
 def main() -> int:
@@ -91,8 +93,10 @@ def main() -> int:
     cards = origin["machine"]["gpus"]
     out = arguments.out or (RESULTS / f"{slug(cards[0])}.json" if cards else None)
     if out is not None:
+        before = json.loads(out.read_text())["checks"] if out.exists() else []
         seconds = round(time.monotonic() - started)
-        results = {**origin, "seconds": seconds, "checks": [asdict(check) for check in checks]}
+        now = [asdict(replace(check, commit=origin["commit"])) for check in checks]
+        results = {**origin, "seconds": seconds, "checks": updated(before, now)}
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(results, indent=1) + "\n")
         print(f"written to {out}")
@@ -164,6 +168,17 @@ class Running:
         self._output.close()
         self._folder.cleanup()
         return [done[name] for name in names or done]
+
+
+def updated(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the checks of the last run and, of those before it, the ones of other stages, in the order of the stages.
+    Checks of stages that there are no longer are left out."""
+    stages, names = {check["stage"] for check in now}, {check["name"] for check in now}
+    kept = [check for check in before if check["stage"] not in stages and check["name"] not in names]
+    order = [stage.name for stage in STAGES]
+    return sorted(
+        (check for check in now + kept if check["stage"] in order), key=lambda check: order.index(check["stage"])
+    )
 
 
 def counts(checks: list[Check]) -> str:

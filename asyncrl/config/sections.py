@@ -236,7 +236,7 @@ class LaunchConfig(Section):
     colocate: Literal["off", "on", "force"] = "off"
     """on: each learner rank and a generator share a card, of which one of them uses it at a time; on a CPU the card is
     a part of the cores. There are as many learner ranks as generators, times `generator.tensor_parallel`. force: on
-    GPUs, too, where this is not proven."""
+    GPUs with an engine other than transformers, too, where this is not proven."""
     pin_cores: bool = True
     """On a CPU, generators and learners have cores of their own."""
     start_timeout_s: float = Field(default=180.0, gt=0.0)

@@ -94,7 +94,7 @@ def test_a_sleeping_engine_frees_its_memory_and_loses_no_token(
 
 @pytest.fixture(scope="module")
 def larger_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose states are large beside the workspaces of CUDA's libraries."""
+    """A model whose states are large next to the workspaces of CUDA's libraries."""
     folder = tmp_path_factory.mktemp("larger")
     sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 1024, "intermediate_size": 4096}
     sizes |= {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8}
@@ -181,7 +181,8 @@ def test_the_demo_trains_on_one_gpu_in_turn(
     assert request.config.cache is not None
     folder = make_demo(tmp_path, request.config.cache)
     overrides = ["--steps", str(STEPS), "launch.start_timeout_s=400", f"generator.engine={engine}"]
-    overrides += ["launch.colocate=force", f"weights.transport={transport}"]
+    overrides += [f"weights.transport={transport}"]
+    overrides += ["launch.colocate=on" if engine == "transformers" else "launch.colocate=force"]
     run = start_launch(folder, "turns", *overrides, preloaded=None)
     started.append(run)
     code, output = run.end(timeout_s=550)

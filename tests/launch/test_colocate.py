@@ -106,11 +106,12 @@ def test_the_card_of_a_generator_is_that_of_its_ranks(tmp_path: Any) -> None:
     assert cards_of(small_config(), 0, tmp_path) is None
 
 
-def test_gpus_are_shared_only_by_force(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_shared_with_an_unproven_engine_only_by_force(monkeypatch: pytest.MonkeyPatch) -> None:
     show(monkeypatch, 2)
     config = on(launch__generators=2, launch__learners=2)
-    with pytest.raises(ConfigError, match=r"on GPUs: .*not proven on a GPU.*launch.colocate=force"):
+    with pytest.raises(ConfigError, match=r"engine = 'vllm': .*not proven on a GPU.*launch.colocate=force"):
         place_roles(config)
+    place_roles(on(launch__generators=2, launch__learners=2, generator__engine="transformers"))
     config = on(launch__generators=2, launch__learners=2, launch__colocate="force")
     placement = place_roles(config)
     assert [one.gpus for one in placement.generators] == [one.gpus for one in placement.learners] == [("0",), ("1",)]

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.what_runs_where import FEATURES, Feature, figures, gpu_cell, read_results, table
+from tests.gpu_check import updated
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,3 +41,13 @@ def test_a_feature_is_proven_by_checks_that_all_passed() -> None:
         assert gpu_cell(feature, [found]) == cell
     assert gpu_cell(feature, [result("Card", **{"a.py::test_y": "passed"})]) == "written only"
     assert gpu_cell(Feature("none", ""), [result("Card", **{"a.py::test_x": "passed"})]) == "written only"
+
+
+def test_results_of_stages_that_do_not_run_stay() -> None:
+    def check(stage: str, name: str, commit: str) -> dict[str, str]:
+        return {"stage": stage, "name": name, "commit": commit}
+
+    before = [check("learner", "a", "1"), check("run", "moves to weights", "1"), check("run", "b", "1")]
+    before += [check("weights", "is no longer", "1"), check("no such stage", "c", "1")]
+    now = [check("weights", "moves to weights", "2")]
+    assert updated(before, now) == [check("learner", "a", "1"), *now, check("run", "b", "1")]

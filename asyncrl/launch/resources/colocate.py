@@ -15,6 +15,9 @@ from asyncrl.launch.resources.hosts import Host, Member
 from asyncrl.launch.resources.memory import PROCESS_BYTES
 from asyncrl.launch.resources.role_resources import RoleResources
 
+_PROVEN_ENGINES = ("transformers",)
+"""Engines that `make gpu-check` has shown to share a GPU."""
+
 
 def on_shared_cards(config: Config, host: Host, members: Sequence[Member]) -> dict[Member, RoleResources]:
     """Returns the resources of roles that share the cards of a host. A generator that joined later has GPUs of its own,
@@ -53,11 +56,12 @@ def check_colocate(config: Config, hosts: Sequence[Host]) -> None:
             f"{key} on {len(hosts)} hosts: the locks of the cards are files that processes of one machine lock; use "
             "one host, or launch.colocate=off"
         )
-    if hosts[0].gpus and config.launch.colocate != "force":
+    engine = config.generator.engine
+    if hosts[0].gpus and config.launch.colocate != "force" and engine not in _PROVEN_ENGINES:
         raise ConfigError(
-            f"{key} on GPUs: vLLM's sleep mode, and moving the learner's states to the host, are not proven on a GPU "
-            "by a stage of `make gpu-check`; launch.colocate=force uses them all the same, launch.colocate=off takes "
-            "separate GPUs"
+            f"{key} on GPUs with generator.engine = {engine!r}: its sleep is not proven on a GPU by a stage of "
+            "`make gpu-check`; launch.colocate=force uses it all the same, generator.engine=transformers is proven, "
+            "launch.colocate=off takes separate GPUs"
         )
 
 
