@@ -162,7 +162,9 @@ def test_what_does_not_fit_changes_nothing(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("load", ["adapter", "merged"])
 def test_two_workers_take_their_parts_of_an_adapter_in_flight(
+    load: str,
     maker: Callable[..., Engine],
     sent: list[Sent],
     merged_policies: list[Qwen2ForCausalLM],
@@ -170,7 +172,7 @@ def test_two_workers_take_their_parts_of_an_adapter_in_flight(
 ) -> None:
     largest = max(tensor.nbytes for _, tensor in sent[0])
     monkeypatch.setattr(shared_weights, "BUCKET_BYTES", 4 * largest)
-    engine = maker("vllm", "adapter", generator__tensor_parallel=2)
+    engine = maker("vllm", load, generator__tensor_parallel=2)
     for key, one in swap_in_flight(engine, merged_policies, PROMPTS, weights=sent).items():
         assert worst(one.logprobs, kept_cache_logprobs(merged_policies, PROMPTS[key], one, 1.0)) < TOLERANCE
     for version, policy in zip(sent, merged_policies, strict=True):
