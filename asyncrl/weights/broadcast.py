@@ -157,8 +157,9 @@ class Delivery:
         if not peers:
             return
         self._go(peers)
+        assert self.way is not None
         # A receiver that still connects does not see the abort before its own deadline, even if the sender is through.
-        connect_deadline_s = 0.0 if self.link else time.monotonic() + self.timeout_s
+        connect_deadline_s = 0.0 if self.link else time.monotonic() + min(self.way.connect_s, self.timeout_s)
         reason, patience_s = "", self.timeout_s
         try:
             checksum = self._send(version, buffer, peers)
@@ -167,17 +168,13 @@ class Delivery:
         except (RuntimeError, OSError) as error:
             reason = problem(error)
             self.gone = version if isinstance(error, VersionGoneError) else self.gone
-            patience_s = max(0.0, connect_deadline_s - time.monotonic()) + self._grace_s
+            answer_s = max(1.0, min(5.0, self.timeout_s / 4))  # of a receiver that sees the abort
+            patience_s = max(0.0, connect_deadline_s - time.monotonic()) + answer_s
             self.membership.tell(peers, Abort, reason=reason)
         else:
             self.checksums = {version: checksum}
             self.membership.tell(peers, Sent, checksum=checksum)
         self._conclude(peers, version, reason, patience_s)
-
-    @property
-    def _grace_s(self) -> float:
-        """Deadline for the answer to an "abort"."""
-        return max(1.0, min(5.0, self.timeout_s / 4))
 
     def _answers(self, peers: Sequence[Peer], kind: type[T], phase: str, timeout_s: float) -> list[tuple[Peer, T]]:
         """Returns each peer with its answer. Drops peers that did not do `phase` in time, or sent a bad message."""

@@ -16,7 +16,7 @@ from itertools import islice
 
 from torch import Tensor
 
-from asyncrl.weights.process_groups import GlooLink, connect_deadline_s
+from asyncrl.weights.process_groups import CONNECT_S, GlooLink, connect_deadline_s
 from asyncrl.weights.transports import Link, Member, Transport
 
 MESSAGE_S = 1e-4
@@ -115,4 +115,5 @@ CHAIN = Transport(
     ChainLink,
     what="By TCP through host memory, from each generator to the next; for many of them on several hosts.",
     needs_group=True,
+    connect_s=CONNECT_S,
 )

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import ConfigError
-from asyncrl.weights.process_groups import connect_deadline_s
+from asyncrl.weights.process_groups import CONNECT_S, connect_deadline_s
 from asyncrl.weights.transports import Link, Member, Transport
 from asyncrl.weights.waits import Wait
 
@@ -246,4 +246,5 @@ IPC = Transport(
     on_device=True,
     needs_group=True,
     on_one_device=True,
+    connect_s=CONNECT_S,
 )

@@ -222,7 +222,9 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
                     os.environ[name] = value
 
 
-GLOO = Transport(GlooLink, what="By TCP through host memory, with or without GPUs.", needs_group=True)
+GLOO = Transport(
+    GlooLink, what="By TCP through host memory, with or without GPUs.", needs_group=True, connect_s=CONNECT_S
+)
 NCCL = Transport(
     NcclLink,
     what="From GPU to GPU; the learner and every generator need one each.",

@@ -6,6 +6,7 @@ again.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from abc import ABC, abstractmethod
@@ -124,6 +125,8 @@ class Transport:
     """True if `Member.store` is needed."""
     on_one_device: bool = False
     """True if generators need to be on the device of learner rank 0."""
+    connect_s: float = math.inf
+    """The longest that `connect` blocks, if that is less than the deadline of the member."""
 
 
 TRANSPORTS: dict[str, Transport | str] = {

@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from asyncrl.config import load_config
 from asyncrl.weights import buckets, membership, session
 from asyncrl.weights.buckets import WeightManifest
+from asyncrl.weights.process_groups import CONNECT_S
 from asyncrl.weights.rank_share_sender import RankShareSender
 from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.sender import WeightSender
@@ -34,7 +35,8 @@ from asyncrl.wire.endpoints import Endpoints
 from tests.helpers.forked_scripts import print_json
 
 BUCKET_BYTES = 1 << 16
-TIMEOUT_S = 10.0
+TIMEOUT_S = 2 * CONNECT_S
+"""Leaves time for a second round after one in which a receiver did not connect."""
 PROMPTS = [[3 + (7 * i + 5 * j) % 40 for j in range(4 + i)] for i in range(4)]
 wanted = ""
 """The moment at which this process ends."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -155,6 +156,24 @@ def test_a_new_one_that_never_connects_does_not_hold_the_others_for_a_deadline(
     assert time.monotonic() - started < 30
     (reason,) = drops(logs)
     assert reason.startswith("generator 0 did not survive the broadcast of version 0 of the weights")
+
+
+def test_an_answer_to_an_abort_is_awaited_no_longer_than_a_receiver_may_connect(
+    address: str, cleanup: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_groups, "CONNECT_S", 1.0)
+    monkeypatch.setattr(process_groups, "GLOO", replace(process_groups.GLOO, connect_s=1.0))
+    sender = make_sender(address, cleanup, timeout_s=12.0)
+    gone = RawReceiver(address, cleanup).join(1)
+    gone.say("up", {})
+    receiver = make_receiver(address, cleanup, rank=2, timeout_s=12.0)
+    joined(sender, 2, up=True)
+    started_s = time.monotonic()
+    sender.send(0, weights(0))
+    assert gone.next()[0] == "offer"
+    gone.say("ready", {"round": 1, "loaded": None})
+    load_next(receiver, 0)
+    assert time.monotonic() - started_s < 9.0
 
 
 def test_only_a_silent_one_that_was_ready_fails_before_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -205,7 +205,7 @@ class RawReceiver:
 
 
 class Process:
-    """A process of this folder and the lines of JSON that it printed."""
+    """A process of this folder and the lines of JSON that it printed. Its log is printed."""
 
     def __init__(self, cleanup: list, script: str, *arguments: object) -> None:
         lines, output = os.pipe()
@@ -219,8 +219,10 @@ class Process:
     def _read(self, output: int) -> None:
         with open(output) as lines:
             for line in lines:
-                if line.startswith("{"):  # the rest is the log
+                if line.startswith("{"):
                     self._lines.put(line)
+                else:
+                    print(self.process.pid, line, end="")
 
     def say(self, *lines: str) -> None:
         self.process.stdin.write("".join(f"{line}\n" for line in lines).encode())
