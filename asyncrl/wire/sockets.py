@@ -65,14 +65,24 @@ def bind_router(
     router.setsockopt(zmq.RCVHWM, RECEIVE_MESSAGES)
     router.setsockopt(zmq.ROUTER_MANDATORY, 0)
     router.setsockopt(zmq.ROUTER_HANDOVER, 1)
-    try:
-        router.bind(address)
-    except zmq.ZMQError as error:
-        router.close()
-        raise ConfigError(
-            f"{what} address {address}: {zmq.strerror(error.errno or 0)}; choose another port in launch.address"
-        ) from None
+    _bind(router, address, what)
     return router
+
+
+def _bind(router: zmq.Socket[bytes], address: str, what: str) -> None:
+    """Binds the socket, or closes it and raises ConfigError. A port may be that of a socket which still closes."""
+    deadline_s = time.monotonic() + CLOSING_S
+    while True:
+        try:
+            router.bind(address)
+            return
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EADDRINUSE or time.monotonic() > deadline_s:
+                router.close()
+                raise ConfigError(
+                    f"{what} address {address}: {zmq.strerror(error.errno or 0)}; choose another port in launch.address"
+                ) from None
+        time.sleep(0.01)
 
 
 def connect_dealer(

@@ -395,7 +395,10 @@ def test_port_taken(endpoints: Endpoints, tmp_path: Path) -> None:
     server = ReplayServer(queue, endpoints)
     with pytest.raises(ConfigError, match=r"Address already in use; choose another port in launch\.address"):
         ReplayServer(queue, endpoints)
-    server.close()
+    closing = threading.Timer(0.1, server.close)
+    closing.start()
+    ReplayServer(queue, endpoints).close()  # the port of a server that still closes is waited for
+    closing.join()
 
 
 def test_evaluation_over_the_wire(endpoints: Endpoints, tmp_path: Path) -> None:
