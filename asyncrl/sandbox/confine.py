@@ -27,6 +27,7 @@ WRITE_FILE, READ_FILE, READ_DIR, REMOVE_DIR, REMOVE_FILE, MAKE_DIR, MAKE_REG = (
     1 << bit for bit in (1, 2, 3, 4, 5, 7, 8)
 )
 TRUNCATE = 1 << 14
+WHOLE_FOLDER = READ_FILE | READ_DIR | WRITE_FILE | REMOVE_DIR | REMOVE_FILE | MAKE_DIR | MAKE_REG | TRUNCATE
 ACCESSES = {1: 13, 2: 14, 3: 15, 4: 15}
 """Landlock version -> number of access rights; 16 since version 5."""
 
@@ -82,8 +83,9 @@ class Unconfined(Exception):
     """The kernel lacks or refused a means of confinement."""
 
 
-def confine(folder: str, *, cpu_s: int, memory_bytes: int, file_bytes: int, open_files: int) -> None:
-    """Confines this process; it may write files only below `folder`. Raises Unconfined when the kernel cannot."""
+def confine(ruleset: int, folder: str, *, cpu_s: int, memory_bytes: int, file_bytes: int, open_files: int) -> None:
+    """Confines this process; it may write files only below `folder`. `ruleset`: as `readable_files` returns it; the
+    folder is added to it. Raises Unconfined when the kernel cannot."""
     _limit(resource.RLIMIT_CPU, cpu_s)
     _limit(resource.RLIMIT_AS, memory_bytes)
     _limit(resource.RLIMIT_FSIZE, file_bytes)
@@ -93,7 +95,10 @@ def confine(folder: str, *, cpu_s: int, memory_bytes: int, file_bytes: int, open
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
         raise Unconfined(f"PR_SET_NO_NEW_PRIVS: {_reason()}")
-    _restrict_files(libc, folder)
+    _allow(libc, ruleset, folder, WHOLE_FOLDER & _handled(libc))
+    if libc.syscall(LANDLOCK_RESTRICT_SELF, ruleset, 0):
+        raise Unconfined(f"landlock_restrict_self: {_reason()}")
+    os.close(ruleset)
     _restrict_calls(libc)
 
 
@@ -103,23 +108,28 @@ def _limit(which: int, value: int) -> None:
     resource.setrlimit(which, (value, value))
 
 
-def _restrict_files(libc: ctypes.CDLL, folder: str) -> None:
-    version = libc.syscall(LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), LANDLOCK_CREATE_RULESET_VERSION)
-    if version < 1:
-        raise Unconfined(f"Landlock (Linux 5.13 or later, in its list of security modules): {_reason()}")
-    handled = (1 << ACCESSES.get(version, 16)) - 1
+def readable_files() -> int:
+    """Returns the descriptor of a Landlock ruleset in which the interpreter's files can be read and no file be written.
+    Raises Unconfined when the kernel has no Landlock."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    handled = _handled(libc)
     attributes = struct.pack("=Q", handled)
     ruleset = libc.syscall(LANDLOCK_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0)
     if ruleset < 0:
         raise Unconfined(f"landlock_create_ruleset: {_reason()}")
-    own = READ_FILE | READ_DIR | WRITE_FILE | REMOVE_DIR | REMOVE_FILE | MAKE_DIR | MAKE_REG | TRUNCATE
     readable = dict.fromkeys(map(os.path.realpath, (*READABLE, os.path.join(sys.base_prefix, "lib"), *sys.path)))
     rules = {part: access for path in readable for part, access in _without_packages(path)}
-    for path, access in (rules | DEVICES | {folder: own}).items():
+    for path, access in (rules | DEVICES).items():
         _allow(libc, ruleset, path, access & handled)
-    if libc.syscall(LANDLOCK_RESTRICT_SELF, ruleset, 0):
-        raise Unconfined(f"landlock_restrict_self: {_reason()}")
-    os.close(ruleset)
+    return ruleset
+
+
+def _handled(libc: ctypes.CDLL) -> int:
+    """The access rights that this kernel's Landlock knows."""
+    version = libc.syscall(LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), LANDLOCK_CREATE_RULESET_VERSION)
+    if version < 1:
+        raise Unconfined(f"Landlock (Linux 5.13 or later, in its list of security modules): {_reason()}")
+    return (1 << ACCESSES.get(version, 16)) - 1
 
 
 def _without_packages(path: str) -> Iterator[tuple[str, int]]:

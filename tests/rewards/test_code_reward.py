@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 
 import pytest
@@ -121,13 +122,37 @@ def test_programs_that_do_harm_get_nothing(program: str) -> None:
     assert rewards({"inputs": [""], "outputs": ["3"]}, "print(3)") == [1]
 
 
-def test_a_group_keeps_to_its_time() -> None:
+def test_a_program_that_the_groups_time_cuts_off_has_no_score() -> None:
+    """Its own limit gives 0. Loops do not keep others from a score."""
     started = time.monotonic()
-    loops = ["while True: pass"] * 6
     truth = {"inputs": [""] * 50, "outputs": ["3"] * 50}
-    scores = score(truth, *loops, "print(3)", timeout_s=3.0, partial=True)
-    assert time.monotonic() - started < 10.0
-    assert [s[1]["out_of_time"] for s in scores[:6]] == [1.0] * 6
+    *loops, right = score(truth, *["while True: pass"] * 6, "print(3)", timeout_s=6.0, time_limit_s=1.5)
+    assert time.monotonic() - started < 12.0
+    assert right[0] == 1.0
+    verdicts = [(reward, error) for reward, parts, error in loops if parts]
+    assert set(verdicts) == {(0.0, "")} and len(verdicts) < 6
+    errors = {error for _, parts, error in loops if not parts}
+    assert all("the group's time was over after 0 of the program's 50 test cases" in error for error in errors)
+
+
+def test_a_right_program_with_sixty_tests_gets_its_reward() -> None:
+    inputs, outputs = [f"{i} {i + 1}\n" for i in range(60)], [f"{2 * i + 1}\n" for i in range(60)]
+    right = "a, b = map(int, input().split())\nprint(a + b)"
+    started = time.monotonic()
+    assert rewards({"inputs": inputs, "outputs": outputs}, right, right, *["print(0)"] * 6) == [1, 1, *[0] * 6]
+    assert time.monotonic() - started < 9.0 or os.getloadavg()[0] > 3
+
+
+def test_cases_of_a_module_go_on_where_the_groups_time_cut_them_off() -> None:
+    truth = [f"assert f({i}) == {i}" for i in range(6)]
+    slow = "import time\ndef f(x): time.sleep(0.2); return x"
+    (reward, parts, error), *_ = score(truth, slow, "def f(x): return x", timeout_s=4.0)
+    assert (reward, parts["passed"], error) == (1.0, 1.0, "")
+
+
+def test_long_values_are_compared() -> None:
+    truth = {"fn_name": "f", "inputs": [[30000]], "outputs": [list(range(30000))]}
+    assert rewards(truth, "def f(n): return list(range(n))", "def f(n): return list(range(n - 1))") == [1, 0]
 
 
 @pytest.mark.parametrize(

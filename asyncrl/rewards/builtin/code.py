@@ -7,13 +7,14 @@ import json
 import math
 import re
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
+from asyncrl.rewards.calling import Failed
 from asyncrl.sandbox.inside import plain
-from asyncrl.sandbox.run import Limits, check_sandbox, run_program
+from asyncrl.sandbox.run import Ended, Limits, Sandbox, check_sandbox
 
 FORMS = (
     '{"inputs": [...], "outputs": [...]} with "fn_name" or without, {"assert_case": ["assert ...", ...]}, '
@@ -43,7 +44,7 @@ def code(
     partial: bool = False,
     time_limit_s: float = 2.0,
     memory_bytes: int = 1 << 30,
-) -> list[dict[str, float]]:
+) -> list[dict[str, float] | Failed]:
     """1 when the program in the completion passes all its test cases, else 0; with `partial`, the fraction passed.
 
     The program is the last ```python block, or the complete text: Python with the standard library, in the sandbox.
@@ -54,9 +55,10 @@ def code(
       Arguments are a list, or text with one JSON value per line; a value may be JSON text or a list's only element.
     - {"assert_case": [...]} or a list: "assert" statements.
 
-    A program has `time_limit_s` for each case, and for all cases an equal share of the time that the group has left
-    before generator.reward_timeout_s; a program that takes longer fails. Parts: "passed", the fraction of the cases
-    (up to the first that fails unless `partial`), and "out_of_time".
+    A program has `time_limit_s` for each case. The group has the time before generator.reward_timeout_s: each program
+    may use half of an equal share of it, then those that are not done continue, one after the other, the one with most
+    cases done first. One that is cut off then has no score. Parts: "passed", the fraction of the cases (up to the
+    first that fails unless `partial`), and "out_of_time", 1 for a program that exceeded its own limit.
 
     Outputs are compared outside of the program's process, and so is f(...) in `assert f(...) == literal`: the program
     cannot see or forge those. Other assert statements run in its process, so a malicious program could make them pass
@@ -66,14 +68,17 @@ def code(
     tests = [parse_tests(truth) for truth in ground_truth]
     deadline_s = time.monotonic() + time_left_s
     limits = Limits(time_s=time_limit_s, memory_bytes=memory_bytes)
-    scores: list[dict[str, float]] = []
-    for number, (text, test) in enumerate(zip(completion_texts, tests, strict=True)):
-        share_s = (deadline_s - time.monotonic()) / (len(tests) - number)
-        run = _run_script if test.inputs else _run_module
-        passed, out_of_time = run(extract_program(text), test, limits, share_s, partial)
-        score = passed if partial else float(passed == 1.0)
-        scores.append({"score": score, "passed": passed, "out_of_time": float(out_of_time)})
-    return scores
+    programs = [
+        _Program(extract_program(text), test, limits, partial=partial)
+        for text, test in zip(completion_texts, tests, strict=True)
+    ]
+    slice_s = time_left_s / len(programs) / 2
+    with Sandbox() as sandbox:
+        for program in programs:
+            program.run(sandbox, min(time.monotonic() + slice_s, deadline_s))
+        for program in sorted(programs, key=lambda program: -program.num_ended):
+            program.run(sandbox, deadline_s)
+    return [program.score() for program in programs]
 
 
 def check_code(config: Config) -> None:
@@ -129,35 +134,71 @@ def same_output(output: str, expected: str) -> bool:
     )
 
 
-def _run_script(source: str, test: Tests, limits: Limits, share_s: float, partial: bool) -> tuple[float, bool]:
-    """The fraction of inputs with the expected output, and True if a time limit ended the program."""
-    deadline_s = time.monotonic() + share_s
-    passed, out_of_time = 0, False
-    for stdin, expected in zip(test.inputs, test.expected, strict=True):
-        left_s = deadline_s - time.monotonic()
-        if left_s <= 0:
-            out_of_time = True
-            break
-        outcome = run_program(source, stdin=stdin, limits=limits, within_s=left_s)
-        ended_well = outcome.ended == "exited" and outcome.exit_code == 0
-        right = ended_well and same_output(outcome.output.decode(errors="replace"), expected)
-        passed += right
-        out_of_time |= outcome.ended == "out of time"
-        if not right and not partial:
-            break
-    return passed / len(test.inputs), out_of_time
+class _Program:
+    """A completion's program, which runs its test cases in order."""
 
+    def __init__(self, source: str, tests: Tests, limits: Limits, *, partial: bool) -> None:
+        self._source = source
+        self._tests = tests
+        self._partial = partial
+        # Values as long as the expected ones, in the form in which they come, are needed.
+        value_bytes = 4 * max((len(json.dumps(value)) for value in tests.expected), default=0)
+        self._limits = replace(limits, value_bytes=max(limits.value_bytes, value_bytes))
+        self._right: list[bool] = []
+        """Of each case that has ended."""
+        self._out_of_time = False
 
-def _run_module(source: str, test: Tests, limits: Limits, share_s: float, partial: bool) -> tuple[float, bool]:
-    """The same for cases, which one process runs in sequence; when it ends early, the remaining cases fail."""
-    outcome = run_program(source, cases=test.cases, limits=limits, within_s=share_s)
-    is_right = _same_value if test.is_call else _equal
-    right = [
-        number in outcome.values and is_right(outcome.values[number], expected)
-        for number, expected in enumerate(test.expected)
-    ]
-    passed = sum(right) if partial or all(right) else right.index(False)
-    return passed / len(right), outcome.ended == "out of time"
+    @property
+    def num_ended(self) -> int:
+        """Number of cases that have ended."""
+        return len(self._right)
+
+    @property
+    def done(self) -> bool:
+        """True if no further case can change the score."""
+        return len(self._right) == len(self._tests.expected) or not (self._partial or all(self._right))
+
+    def run(self, sandbox: Sandbox, until_s: float) -> None:
+        """Runs the cases that are left, until this time of the monotonic clock."""
+        while not self.done and (left_s := until_s - time.monotonic()) > 0:
+            ended = (self._run_script if self._tests.inputs else self._run_module)(sandbox, left_s)
+            if ended == "cut off":
+                return
+            self._out_of_time |= ended == "out of time"
+
+    def score(self) -> dict[str, float] | Failed:
+        """The reward and its parts, or the reason why there is none."""
+        total = len(self._tests.expected)
+        if not self.done:
+            return Failed(
+                f"the group's time was over after {len(self._right)} of the program's {total} test cases: raise "
+                "generator.reward_timeout_s, or lower reward_options.code.time_limit_s"
+            )
+        passed = (sum(self._right) if self._partial or all(self._right) else self._right.index(False)) / total
+        score = passed if self._partial else float(passed == 1.0)
+        return {"score": score, "passed": passed, "out_of_time": float(self._out_of_time)}
+
+    def _run_script(self, sandbox: Sandbox, within_s: float) -> Ended:
+        number = len(self._right)
+        outcome = sandbox.run(self._source, stdin=self._tests.inputs[number], limits=self._limits, within_s=within_s)
+        if outcome.ended != "cut off":
+            ended_well = outcome.ended == "exited" and outcome.exit_code == 0
+            output = outcome.output.decode(errors="replace")
+            self._right.append(ended_well and same_output(output, self._tests.expected[number]))
+        return outcome.ended
+
+    def _run_module(self, sandbox: Sandbox, within_s: float) -> Ended:
+        """All cases that are left, in one process; when it ends early, the remaining ones fail."""
+        first = len(self._right)
+        cases = self._tests.cases[first:]
+        outcome = sandbox.run(self._source, cases=cases, limits=self._limits, within_s=within_s)
+        is_right = _same_value if self._tests.is_call else _equal
+        ended = outcome.answered if outcome.ended == "cut off" else len(cases)
+        self._right += [
+            number in outcome.values and is_right(outcome.values[number], self._tests.expected[first + number])
+            for number in range(ended)
+        ]
+        return outcome.ended
 
 
 def _parse_assert(statement: str) -> tuple[dict[str, Any], Any]:
