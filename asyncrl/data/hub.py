@@ -10,11 +10,13 @@ from rich.console import Console
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
+from asyncrl.util.files import WEIGHT_SUFFIXES
 
 MODEL = re.compile(r"[\w.-]+/[\w.-]+")
 DATA_FILE = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+?)(?:@([\w./-]+?))?/(.+)")
 """`hf://datasets/OWNER/NAME/FILE`, with a revision as `NAME@REVISION`."""
-MODEL_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+LEFT_OUT = [*(f"*{suffix}" for suffix in WEIGHT_SUFFIXES if suffix != ".safetensors"), "original/*", "onnx/*", ".*"]
+"""Files of a model that are not downloaded: its weights in other formats."""
 
 
 def fetch(config: Config, console: Console) -> Config:
@@ -44,12 +46,12 @@ def fetch_model(config: Config, console: Console) -> str:
     from huggingface_hub import snapshot_download
 
     name = config.model.path
-    code = ["*.py"] if config.model.trust_remote_code else []
+    left_out = LEFT_OUT if config.model.trust_remote_code else [*LEFT_OUT, "*.py"]
     return _download(
         "model.path",
         name,
         console,
-        lambda offline: snapshot_download(name, allow_patterns=[*MODEL_FILES, *code], local_files_only=offline),
+        lambda offline: snapshot_download(name, ignore_patterns=left_out, local_files_only=offline),
     )
 
 

@@ -232,7 +232,7 @@ class Learner:
 
     def _save_models(self) -> None:
         """Writes the policy, and the critic where there is one."""
-        save_model(self.trainer.policy, self.run_dir / "model", tokenizer=self.config.model.path)
+        save_model(self.trainer.policy, self.run_dir / "model")
         if self.trainer.critic is not None:
             self.trainer.critic.save(self.run_dir / "critic")
 

@@ -162,7 +162,7 @@ class Trainer:
     def snapshot(self, folder: Path) -> Files:
         """Returns this rank's files of the checkpoint in `folder`, copied to the CPU. All ranks call it."""
         rank = self.ranks.rank
-        files = model_files(self.policy, "policy", tokenizer=self.config.model.path)
+        files = model_files(self.policy, "policy")
         files[f"random/rank-{rank}.safetensors"] = tensors_file(random_state())
         if rank == 0:
             files["trainer.json"] = bytes_file(json.dumps({"kl_reward_coef": self.kl_control.coef}).encode())

@@ -14,6 +14,11 @@ from asyncrl.errors import ConfigError
 MAX_TENSOR_HEADER_BYTES = 100_000_000
 """Largest header of a safetensors file, as in the format's own library."""
 
+WEIGHT_SUFFIXES = (
+    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".npz", ".onnx", ".onnx_data", ".ot",
+)  # fmt: skip
+"""Ends of the names of files with weights in a model's folder."""
+
 
 def replace_file(path: Path, content: str | bytes, *, mode: int = 0o666) -> None:
     """Replaces the file atomically and syncs it to the disk; it has this mode, less the umask. Raises OSError."""
@@ -87,6 +92,11 @@ def read_tensor_descriptions(path: Path) -> dict[str, Any]:
             "again"
         ) from None
     return {str(name): value for name, value in header.items() if name != "__metadata__"}
+
+
+def is_weight_file(name: str) -> bool:
+    """True if a file of a model's folder has weights, is an index of such files, or belongs to an adapter."""
+    return name.endswith((*WEIGHT_SUFFIXES, ".index.json")) or name.startswith("adapter_")
 
 
 def next_free_path(folder: Path, prefix: str) -> Path:

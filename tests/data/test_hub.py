@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 from rich.console import Console
 
 from asyncrl.config import Config, load_config
@@ -41,6 +43,24 @@ def test_a_model_in_the_cache_is_its_folder(cache: Path) -> None:
     config = fetch(config_with(), Console(file=output))
     assert Path(config.model.path) == cache / "models--some--model" / "snapshots" / COMMIT
     assert output.getvalue() == ""
+
+
+def test_all_files_of_a_model_are_downloaded_but_weights_in_other_formats(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {
+        "config.json": True, "model-00001-of-00002.safetensors": True, "qwen.tiktoken": True, "spiece.model": True,
+        "additional_chat_templates/tool_use.jinja": True, "vocab.txt": True, "pytorch_model.bin": False,
+        "model.gguf": False, "onnx/model.onnx_data": False, "original/params.json": False, ".gitattributes": False,
+        "modeling_own.py": False,
+    }  # fmt: skip
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **options: asked.append(options) or "folder")
+    for trusted in (False, True):
+        fetch(config_with(model__trust_remote_code=str(trusted).lower()), Console())
+        patterns = asked[-1]["ignore_patterns"]
+        expected = {name for name, wanted in files.items() if wanted} | ({"modeling_own.py"} if trusted else set())
+        assert set(filter_repo_objects(files, ignore_patterns=patterns)) == expected
 
 
 def test_a_file_of_a_dataset_in_the_cache_is_its_path(cache: Path) -> None:

@@ -60,10 +60,10 @@ def compare(models: Path, out: Path, ranks: Ranks) -> None:
     hf_export.MIN_SHARE_BYTES = 1
     for index, (name, learner) in enumerate(CASES):
         model = make_policy(models / name, learner, ranks)
-        save_model(model, out / str(index) / "model", tokenizer=str(models / "qwen2"))
+        save_model(model, out / str(index) / "model")
         write_complete(model, out / str(index) / "expected")
         if index == CHECKPOINT:
-            for name, content in model_files(model, "policy", tokenizer=str(models / "qwen2")).items():
+            for name, content in model_files(model, "policy").items():
                 target = out / "checkpoint" / name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 content.write(target)
@@ -82,12 +82,12 @@ def fail(models: Path, out: Path, ranks: Ranks) -> dict[str, str]:
 
     with patch.object(hf_export, "write_file", full):
         try:
-            save_model(model, out / "full", tokenizer=str(models / "qwen2"))
+            save_model(model, out / "full")
         except RunError as error:
             found["full"] = str(error)
     hf_export.SEEN_S = 0.2
     before = copy_weights(model)
-    save_model(model, out / f"host-{ranks.rank}", tokenizer=str(models / "qwen2"))
+    save_model(model, out / f"host-{ranks.rank}")
     assert all(torch.equal(weight, before[name]) for name, weight in model.weights())
     return found | {"left": " ".join(sorted(path.name for path in out.glob("full*")))}
 
@@ -98,7 +98,7 @@ def measure(models: Path, out: Path, ranks: Ranks) -> dict[str, int]:
     settings = {"zero_stage": 3}
     warm, large = (make_policy(models / name, settings, ranks) for name in ("warm", "large"))
     ways: dict[str, Any] = {
-        "shares": lambda model, folder: save_model(model, folder, tokenizer=str(models / "warm")),
+        "shares": lambda model, folder: save_model(model, folder),
         "complete": write_complete,
     }
     peak, found = Peak(), dict[str, int]()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -14,12 +15,18 @@ from export_ranks import CASES, CHECKPOINT
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-from worlds import make_model, spawn
+from worlds import CRITIC, make_config, make_model, spawn
 
+from asyncrl.errors import ConfigError
 from asyncrl.learner.checkpoint import hf_export
-from asyncrl.learner.checkpoint.hf_export import FILE_BYTES, WeightFile, weight_files, write_file
+from asyncrl.learner.checkpoint.hf_export import FILE_BYTES, WeightFile, save_model, weight_files, write_file
+from asyncrl.learner.critic.value_function import Critic
+from asyncrl.learner.distributed import Ranks
+from asyncrl.learner.model.loading import load_policy_model, read_other_files
 from asyncrl.learner.model.partitioned_loading import INDEX, SINGLE, files_of_tensors
+from asyncrl.learner.model.policy import Policy
 from asyncrl.util.files import read_tensor_descriptions
+from asyncrl.util.tokenizer import load_tokenizer
 from asyncrl.weights.checkpoint import CheckpointTensor
 from benchmarks.families import save_family
 
@@ -38,6 +45,8 @@ def results(tmp_path_factory: pytest.TempPathFactory, free_port: Callable[[], in
     make_model(models / "qwen2")
     for name in {name for name, _ in CASES} - {"qwen2"}:
         save_family(name, models / name)
+        for path in (models / "qwen2").glob("tokenizer*"):
+            shutil.copy(path, models / name)
     return out, spawn_ranks(models, out, free_port())
 
 
@@ -87,6 +96,115 @@ def test_rank_0_writes_all_files_if_another_does_not_see_its_folder(results: Res
     found, expected = weights_in(out / "host-0"), weights_in(out / "0" / "expected")
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
     assert not (out / "host-0" / INDEX).exists() and (out / "host-0" / SINGLE).exists()
+
+
+LETTERS = """
+from transformers import PreTrainedTokenizer
+
+
+class LettersTokenizer(PreTrainedTokenizer):
+    vocab_files_names = {"vocab_file": "letters.vocab"}
+
+    def __init__(self, vocab_file, **options):
+        self.letters = open(vocab_file).read().split()
+        super().__init__(**options)
+
+    @property
+    def vocab_size(self):
+        return len(self.letters)
+
+    def get_vocab(self):
+        return {letter: index for index, letter in enumerate(self.letters)}
+
+    def _tokenize(self, text):
+        return list(text)
+
+    def _convert_token_to_id(self, token):
+        return self.letters.index(token) if token in self.letters else 0
+
+    def _convert_id_to_token(self, index):
+        return self.letters[index]
+"""
+GENERATION: list[dict[str, Any]] = [
+    {"do_sample": False, "temperature": 0.6, "top_p": 0.9, "eos_token_id": 1, "pad_token_id": 0},
+    {"temperature": 0.7},
+    {"do_sample": False, "top_k": 20},
+    {"do_sample": False, "temperature": 1e-6},
+    {"length_penalty": 0.8},
+    {"do_sample": True, "temperature": 0.6, "eos_token_id": [1, 2], "of_a_later_version": {"a": None}},
+]
+"""Contents of generation_config.json. The library reads all of them and writes only the last one."""
+
+
+@pytest.mark.parametrize("generation", [*GENERATION, None])
+def test_generation_settings_are_saved_as_they_were(
+    generation: dict[str, Any] | None, tiny_model: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder)
+    if generation is None:
+        (folder / "generation_config.json").unlink()
+        settings = json.loads((folder / "config.json").read_text()) | {"temperature": 0.6, "eos_token_id": [1, 2]}
+        (folder / "config.json").write_text(json.dumps(settings))
+    else:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    files = read_other_files(load_policy_model(make_config(folder), str(folder)), [str(folder)])
+    assert ("generation_config.json" in files) == (generation is not None)
+    for name in ("tokenizer.json", "tokenizer_config.json", *(["generation_config.json"] if generation else [])):
+        assert files[name] == (folder / name).read_bytes()
+    if generation is None:
+        assert json.loads(files["config.json"])["eos_token_id"] == [1, 2], "the ends of completions stay"
+
+
+def add_unusual_files(folder: Path) -> None:
+    """A tokenizer with code of its own, and files of other programs."""
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+    settings = {"tokenizer_class": "LettersTokenizer"}
+    settings |= {"auto_map": {"AutoTokenizer": ["tokenization_letters.LettersTokenizer", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "tokenization_letters.py").write_text(LETTERS)
+    (folder / "letters.vocab").write_text("a b c")
+    (folder / "generation_config.json").write_text(json.dumps(GENERATION[0]))
+    for name in ("pytorch_model.bin", "model.safetensors.index.json.old", "adapter_model.bin", ".hidden", "x.gguf"):
+        (folder / name).write_text("{}")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ messages }}")
+    (folder / "checkpoint-5").mkdir()
+    (folder / "checkpoint-5" / "config.json").write_text("{}")
+
+
+def test_models_of_policy_and_critic_have_all_files_but_weights(
+    one_rank: Ranks, tiny_model: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(tiny_model, tmp_path / "source")
+    add_unusual_files(tmp_path / "source")
+    config = make_config(tmp_path / "source", **CRITIC)
+    policy, critic = Policy(config, one_rank), Critic(config, one_rank)
+    shutil.rmtree(tmp_path / "source")  # all of them were read before the training
+    save_model(policy, tmp_path / "model")
+    critic.save(tmp_path / "critic")
+    for folder in (tmp_path / "model", tmp_path / "critic"):
+        found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+        assert found == {
+            "config.json", "generation_config.json", "model.safetensors", "tokenization_letters.py", "letters.vocab",
+            "tokenizer_config.json", "model.safetensors.index.json.old", "additional_chat_templates/tool_use.jinja",
+        }  # fmt: skip
+        assert json.loads((folder / "generation_config.json").read_text()) == GENERATION[0]
+        assert load_tokenizer(str(folder), trust_remote_code=True).encode("cab") == [2, 0, 1]
+    kinds = [json.loads((tmp_path / name / "config.json").read_text())["architectures"] for name in ("model", "critic")]
+    assert kinds == [["Qwen2ForCausalLM"], ["Qwen2ForTokenClassification"]]
+
+
+def test_a_model_that_cannot_be_saved_is_refused_before_it_is_trained(
+    one_rank: Ranks, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any) -> None:
+        raise ValueError("generation parameters are set in the model config")
+
+    monkeypatch.setattr("transformers.Qwen2Config.save_pretrained", refuse)
+    with pytest.raises(ConfigError, match="could not be saved after training: ValueError: generation parameters"):
+        Policy(make_config(tiny_model), one_rank)
 
 
 def tensor_of(name: str, elements: int, dtype: torch.dtype = torch.float32) -> CheckpointTensor:

@@ -250,7 +250,7 @@ def test_a_saved_model_has_the_same_logits(one_rank: Ranks, tiny_model: Path, tm
     trainer.train(pack_groups(config, make_groups(2)), step=1)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "old").touch()
-    save_model(policy, tmp_path / "model", tokenizer=config.model.path)
+    save_model(policy, tmp_path / "model")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert not (tmp_path / "model" / "old").exists()
     names = {name for name, _ in policy.weights()}

@@ -135,7 +135,7 @@ def test_the_reference_is_the_model_without_adapters(one_rank: Ranks, tiny_model
 
 def test_folders_of_model_and_adapter(one_rank: Ranks, tiny_model: Path, tmp_path: Path) -> None:
     policy = trained(tiny_model, one_rank).policy
-    save_model(policy, tmp_path / "model", tokenizer=str(tiny_model))
+    save_model(policy, tmp_path / "model")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "model"]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     weights = copy_weights(policy)

@@ -52,11 +52,11 @@ def bytes_file(data: bytes) -> PartContent:
     return PartContent(len(data), lambda path: path.write_bytes(data))
 
 
-def model_files(trained: TrainedModel, name: str, *, tokenizer: str) -> Files:
+def model_files(trained: TrainedModel, name: str) -> Files:
     """Returns the checkpoint files of a model that this rank writes: its part of the training state in the folder
     `name`; its part of the model in Hugging Face format, in the folder `model` for the policy and `NAME_model`
-    otherwise, on rank 0 with the tokenizer of the model at `tokenizer`; and on rank 0 adapters in peft's format in the
-    folder `adapter`. Tensors are copied to the CPU. All ranks call it."""
+    otherwise, on rank 0 with the files other than weights; and on rank 0 adapters in peft's format in the folder
+    `adapter`. Tensors are copied to the CPU. All ranks call it."""
     rank = trained.ranks.rank
     files = {f"{name}/rank-{rank}.safetensors": tensors_file(collect_state(trained))}
     folder = "model" if name == "policy" else f"{name}_model"
@@ -70,7 +70,7 @@ def model_files(trained: TrainedModel, name: str, *, tokenizer: str) -> Files:
     factors = trained.factors()
     if rank:
         return files
-    files |= {f"{folder}/{name}": bytes_file(content) for name, content in export.other_files(tokenizer).items()}
+    files |= {f"{folder}/{name}": bytes_file(content) for name, content in export.other_files.items()}
     if trained.adapters is not None:
         num_bytes = sum(matrix.nbytes for one in factors.values() for matrix in (one.a, one.b))
         files[ADAPTER_FOLDER] = PartContent(num_bytes, partial(trained.adapters.write, factors=factors))

@@ -14,13 +14,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import structlog
 import torch
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.utils.hub import cached_file
 
 from asyncrl.errors import RunError
 from asyncrl.learner.distributed import Ranks
@@ -34,18 +32,6 @@ log = structlog.get_logger()
 
 ADAPTER_FOLDER = "adapter"
 """Folder of adapters in peft's format, next to that of the merged model."""
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
-"""Copied unchanged, since loading and saving a tokenizer may change it."""
 MIN_SHARE_BYTES = 64 << 20
 """Fewer ranks write a model of which each would have less than this."""
 FILE_BYTES = 5 << 30
@@ -108,18 +94,11 @@ class Export:
             for tensor in parts[name]:
                 yield tensor.of(weight)
 
-    def other_files(self, tokenizer: str) -> dict[str, bytes]:
-        """Returns the contents of the files other than weights by name, with those of the tokenizer at `tokenizer`."""
-        with TemporaryDirectory() as made:
-            self._trained.model.save_pretrained(made, state_dict={})
-            contents = {path.name: path.read_bytes() for path in sorted(Path(made).iterdir()) if path.name != SINGLE}
-        for name in TOKENIZER_FILES:
-            source = cached_file(tokenizer, name, _raise_exceptions_for_missing_entries=False)
-            if source is not None:
-                contents[name] = Path(source).read_bytes()
-        if [file.name for file in self.files] != [SINGLE]:
-            contents[INDEX] = _index(self.files)
-        return contents
+    @property
+    def other_files(self) -> dict[str, bytes]:
+        """Contents of the files other than weights, by path in the model's folder; on rank 0."""
+        index = {} if [file.name for file in self.files] == [SINGLE] else {INDEX: _index(self.files)}
+        return self._trained.other_files | index
 
 
 def weight_files(tensors: Sequence[CheckpointTensor], writers: int) -> list[WeightFile]:
@@ -160,10 +139,10 @@ def write_file(path: Path, file: WeightFile, contents: Iterator[Tensor]) -> None
             target.write(content.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
-def save_model(trained: TrainedModel, folder: Path, *, tokenizer: str) -> None:
-    """Writes the model, and the tokenizer of the model at `tokenizer`, to `folder`, and adapters to the folder
-    `adapter` next to it. They are replaced only when the new files are complete. Rank 0 alone writes unless all ranks
-    see its folder. All ranks call it. Raises RunError on all of them if it cannot be written."""
+def save_model(trained: TrainedModel, folder: Path) -> None:
+    """Writes the model to `folder`, and adapters to the folder `adapter` next to it. They are replaced only when the
+    new files are complete. Rank 0 alone writes unless all ranks see its folder. All ranks call it. Raises RunError on
+    all of them if it cannot be written."""
     ranks, partial = trained.ranks, folder.with_name(f"{folder.name}.partial")
     factors = trained.factors()
 
@@ -172,7 +151,8 @@ def save_model(trained: TrainedModel, folder: Path, *, tokenizer: str) -> None:
             write_file(partial / file.name, file, tensors)
 
     def complete() -> None:
-        for name, content in export.other_files(tokenizer).items():
+        for name, content in export.other_files.items():
+            (partial / name).parent.mkdir(exist_ok=True)
             (partial / name).write_bytes(content)
         _replace(folder, partial)
         if trained.adapters is not None:

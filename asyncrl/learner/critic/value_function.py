@@ -101,7 +101,8 @@ class CriticModel(TrainedModel):
             path, key = config.model.path, "model.path"
         model, head = load_value_model(config, path, key)
         network = ValueNetwork(model, head)
-        super().__init__(config, ranks, model, network, lr=config.critic.lr)
+        # The tokens are those of the policy's tokenizer.
+        super().__init__(config, ranks, model, network, lr=config.critic.lr, folders=[path, config.model.path])
         check_packing(model, self.score, ranks.device, name := f"{key} = {path!r}")
         network.parallel = checked(ranks.parallel, model, name)
 
@@ -184,10 +185,10 @@ class Critic:
         return self._metrics
 
     def save(self, folder: Path) -> None:
-        save_model(self.model, folder, tokenizer=self.config.model.path)
+        save_model(self.model, folder)
 
     def snapshot(self, folder: Path) -> Files:
-        return model_files(self.model, "critic", tokenizer=self.config.model.path)
+        return model_files(self.model, "critic")
 
     def restore(self, folder: Path) -> None:
         restore_state(self.model, folder / "critic")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,6 +17,7 @@ from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.model.deepspeed_import import BF16_Optimizer, ZeROOptimizer, deepspeed
 from asyncrl.learner.model.experts import gather_experts_together
+from asyncrl.learner.model.loading import read_other_files
 from asyncrl.learner.model.lora import Adapters
 from asyncrl.learner.model.optimizers import make_optimizer
 from asyncrl.learner.model.settings import deepspeed_config
@@ -38,10 +39,16 @@ class TrainedModel:
         network: nn.Module,
         *,
         lr: float,
+        folders: Sequence[str],
         adapters: Adapters | None = None,
     ) -> None:
+        """The model is saved with the files other than weights in these folders. Raises ConfigError if they cannot be
+        read or the model's config cannot be written."""
         self.ranks = ranks
         self.model = model
+        other_files = read_other_files(model, folders)  # on all ranks, so that all raise its error
+        self.other_files = {} if ranks.rank else other_files
+        """Contents of the files of the saved model that are not weights, by path in its folder; on rank 0."""
         self.adapters = adapters
         """The only trained parameters; None if all are trained."""
         self.network = network.to(ranks.device)

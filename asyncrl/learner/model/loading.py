@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from copy import copy
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -15,6 +19,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.model.packed_attention import PACKED
 from asyncrl.learner.model.sequence_parallel import SequenceParallel
+from asyncrl.util.files import is_weight_file
 
 HEADS = ("score", "classifier")
 """Attribute names of the head of a token-classification model."""
@@ -100,6 +105,29 @@ def _load(
     if config.learner.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model, missing
+
+
+def read_other_files(model: PreTrainedModel, folders: Sequence[str]) -> dict[str, bytes]:
+    """Returns the contents of the files of the saved model that are not weights, by path in its folder: the model's
+    config, and the other files of these folders unchanged, since loading and saving a tokenizer or a generation config
+    may change or refuse it. A later folder wins. Raises ConfigError if they cannot be read or written."""
+    contents: dict[str, bytes] = {}
+    try:
+        for folder in map(Path, folders):
+            for path in sorted((*folder.glob("*"), *folder.glob("additional_chat_templates/*"))):
+                if path.is_file() and not path.name.startswith(".") and not is_weight_file(path.name):
+                    contents[str(path.relative_to(folder))] = path.read_bytes()
+        config = copy(model.config)
+        config.architectures = [type(model).__name__]
+        with TemporaryDirectory() as made:
+            config.save_pretrained(made)
+            contents["config.json"] = (Path(made) / "config.json").read_bytes()
+    except (OSError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{folders[0]}: the model could not be saved after training: {type(error).__name__}: {error}; mend its "
+            "config.json or the file that is named"
+        ) from error
+    return contents
 
 
 def switch_dropout_off(model: nn.Module) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.modeling_utils import set_zero3_state
 
@@ -56,8 +56,6 @@ def load_partitioned(
         )
     model.tie_weights()
     _fill(model, [tensor for tensor in tensors if tensor.name not in missing], files)
-    if model.can_generate() and (Path(path) / "generation_config.json").exists():
-        model.generation_config = GenerationConfig.from_pretrained(path)
     return model.eval(), {"missing_keys": missing, "mismatched_keys": set()}
 
 

@@ -79,7 +79,8 @@ class Policy(TrainedModel):
         reference and the critic are other models, and route live."""
         self.excluded = network.excluded
         """Tokens that the engine excludes early in a completion; None if there are none."""
-        super().__init__(config, ranks, model, network, lr=config.learner.lr, adapters=adapters)
+        folders, lr = [config.model.path], config.learner.lr
+        super().__init__(config, ranks, model, network, lr=lr, folders=folders, adapters=adapters)
         check_packing(model, self.score, ranks.device, name := f"model.path = {config.model.path!r}")
         network.parallel = checked(ranks.parallel, model, name)
 
