@@ -1,10 +1,11 @@
-"""Files of rows as Arrow tables: Parquet, JSON lines, JSON, CSV, and folders of `datasets.save_to_disk`."""
+"""Files of rows: Parquet, CSV and folders of `datasets.save_to_disk` as Arrow tables, JSON as it is."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute
 import pyarrow.parquet as pq
 
+from asyncrl.data.values import is_missing
 from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.util.files import read_json
 
@@ -20,8 +22,33 @@ from asyncrl.util.files import read_json
 pc: Any = pyarrow.compute
 
 
-READERS: dict[str, Callable[[str], pa.Table]] = {}
+class JsonRows:
+    """The rows of a JSON file, each as its text. Arrow would demand one type of a column, and turn 72 into 72.0 where
+    another row has 1.5."""
+
+    def __init__(self, texts: list[str], names: Sequence[str]) -> None:
+        self._texts = texts
+        self.column_names = list(names)
+        """The names that any row has."""
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._texts)
+
+    def row(self, number: int) -> dict[str, Any]:
+        """The columns of a row; None where it lacks one that others have."""
+        return dict.fromkeys(self.column_names) | json.loads(self._texts[number])
+
+    def column(self, dotted: str) -> list[Any]:
+        """The values of a column, or of a field of objects in it; None where there is none."""
+        return [value_at(self.row(number), dotted) for number in range(self.num_rows)]
+
+
+Table = pa.Table | JsonRows
+READERS: dict[str, Callable[[str], Table]] = {}
 """The reader of the files with an ending; Parquet has none, since it is not read as a whole."""
+MAX_CSV_CHARACTERS = 2**31 - 1
+"""Limit of a CSV field; that of Python's module is 131,072."""
 
 
 def is_parquet(file: str) -> bool:
@@ -29,25 +56,35 @@ def is_parquet(file: str) -> bool:
     return Path(file).suffix not in READERS and not Path(file).is_dir()
 
 
-def read_table(file: str) -> pa.Table:
-    """All rows of a file, or of a folder of `datasets.save_to_disk`. Raises ConfigError if it has another format."""
+def read_table(file: str) -> Table:
+    """All rows of a file, or of a folder of `datasets.save_to_disk`. Raises ConfigError if it cannot be read."""
     if Path(file).is_dir():
         return read_saved_dataset(Path(file))
-    reader = READERS.get(Path(file).suffix)
-    return reader(file) if reader is not None else pq.read_table(file, memory_map=True)
-
-
-def read_schema(file: str) -> tuple[pa.Schema, int]:
-    """Schema and number of rows; reads no row of a Parquet file. Raises ConfigError if the file has no known format."""
-    if not is_parquet(file):
-        table = read_table(file)
-        return table.schema, table.num_rows
+    if Path(file).suffix in READERS:
+        return READERS[Path(file).suffix](file)
     try:
-        with pq.ParquetFile(file) as parquet:
-            return parquet.schema_arrow, parquet.metadata.num_rows
-    except (pa.ArrowInvalid, OSError) as error:
-        others = ", ".join(READERS)
-        raise ConfigError(f"{file} is not a Parquet file: {error}; other formats end in {others}") from None
+        return pq.read_table(file, memory_map=True)
+    except (pa.ArrowException, OSError) as error:
+        raise _unreadable(file, error) from None
+
+
+def read_schema(file: str) -> tuple[pa.Schema | JsonRows, int]:
+    """Schema, or the rows of a JSON file, and number of rows; reads no row of a Parquet file. Raises ConfigError if the
+    file has no known format, or two columns of one name."""
+    if is_parquet(file):
+        try:
+            with pq.ParquetFile(file) as parquet:
+                schema, num_rows = parquet.schema_arrow, parquet.metadata.num_rows
+        except (pa.ArrowException, OSError) as error:
+            others = ", ".join(READERS)
+            raise ConfigError(f"{file} is not a Parquet file: {error}; other formats end in {others}") from None
+    else:
+        table = read_table(file)
+        if isinstance(table, JsonRows):
+            return table, table.num_rows
+        schema, num_rows = table.schema, table.num_rows
+    _check_names(schema.names, file)
+    return schema, num_rows
 
 
 def column_path(dotted: str, names: Sequence[str]) -> list[str]:
@@ -55,16 +92,32 @@ def column_path(dotted: str, names: Sequence[str]) -> list[str]:
     return [dotted] if dotted in names else dotted.split(".")
 
 
-def read_column(file: str, dotted: str) -> Iterator[pa.Array]:
-    """The values of one column, or of one field of a struct column, in pieces; reads no other column."""
-    if not is_parquet(file):
-        table = read_table(file)
-        path = column_path(dotted, table.column_names)
-        yield from (_field(batch.column(path[0]), path[1:]) for batch in table.to_batches())
-        return
-    with pq.ParquetFile(file) as parquet:
-        path = column_path(dotted, parquet.schema_arrow.names)
-        yield from (_field(batch.column(0), path[1:]) for batch in parquet.iter_batches(columns=[dotted]))
+def value_at(row: dict[str, Any], dotted: str) -> Any:
+    """The value of a column, or of a field of a struct in it; None if there is none."""
+    value: Any = row
+    for part in column_path(dotted, list(row)):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def read_column(file: str, dotted: str, *, rows_at_once: int = 65_536) -> Iterator[list[Any]]:
+    """The values of one column, or of one field of a struct column, in pieces; reads no other column of a Parquet file.
+    Raises ConfigError if it cannot be read."""
+    for values in _pieces(file, dotted, rows_at_once):
+        yield values if isinstance(values, list) else values.to_pylist(maps_as_pydicts="lossy")
+
+
+def count_values(file: str, dotted: str) -> Counter[Any]:
+    """The number of rows with each value of a column; a list or struct counts as its text."""
+    counts: Counter[Any] = Counter()
+    for values in _pieces(file, dotted):
+        if isinstance(values, list) or pa.types.is_nested(values.type):
+            items = values if isinstance(values, list) else values.to_pylist()
+            counts.update(str(value) if isinstance(value, list | dict) else value for value in items)
+        else:
+            for counted in values.value_counts().to_pylist():
+                counts[counted["values"]] += counted["counts"]
+    return counts
 
 
 def first_missing(file: str, dotted: str) -> int | None:
@@ -72,7 +125,9 @@ def first_missing(file: str, dotted: str) -> int | None:
     if is_parquet(file) and _counted_without_nulls(file, dotted):
         return None
     before = 0
-    for values in read_column(file, dotted):
+    for values in _pieces(file, dotted):
+        if isinstance(values, list):
+            return next((number for number, value in enumerate(values) if is_missing(value)), None)
         row = pc.index(pc.is_null(values, nan_is_null=True), True).as_py()
         if row >= 0:
             return before + row
@@ -84,6 +139,35 @@ def to_table(rows: Sequence[dict[str, Any]]) -> pa.Table:
     """A table with the union of the columns of all rows; null where a row lacks one."""
     names = dict.fromkeys(name for row in rows for name in row)
     return pa.table({name: pa.array([row.get(name) for row in rows]) for name in names})
+
+
+def _pieces(file: str, dotted: str, rows_at_once: int = 65_536) -> Iterator[pa.Array | list[Any]]:
+    """The values of a column: arrays, or one list for a JSON file."""
+    if not is_parquet(file):
+        table = read_table(file)
+        if isinstance(table, JsonRows):
+            yield table.column(dotted)
+            return
+        path = column_path(dotted, table.column_names)
+        yield from (_field(batch.column(path[0]), path[1:]) for batch in table.to_batches(rows_at_once))
+        return
+    try:
+        with pq.ParquetFile(file) as parquet:
+            path = column_path(dotted, parquet.schema_arrow.names)
+            for batch in parquet.iter_batches(rows_at_once, columns=[dotted]):
+                yield _field(batch.column(0), path[1:])
+    except (pa.ArrowException, OSError) as error:
+        raise _unreadable(file, error) from None
+
+
+def _unreadable(file: str, error: Exception) -> ConfigError:
+    return ConfigError(f"{file}: cannot be read: {error}")
+
+
+def _check_names(names: Sequence[str], file: str) -> None:
+    twice = next((name for name, count in Counter(names).items() if count > 1), None)
+    if twice is not None:
+        raise ConfigError(f"{file}: has two columns named {twice!r}; rename or delete one of them")
 
 
 def _field(values: pa.Array, path: Sequence[str]) -> pa.Array:
@@ -107,41 +191,44 @@ def _counted_without_nulls(file: str, dotted: str) -> bool:
     return True
 
 
-def _read_json_lines(file: str) -> pa.Table:
-    # Not pyarrow.json: it converts strings that look like timestamps.
-    lines = _text_of(file).split("\n")
-    numbered = enumerate(lines, start=1)
-    rows = [json_object(line, f"{file}, line {number}", ConfigError) for number, line in numbered if line.strip()]
-    return _as_table(rows, file)
+def _read_json_lines(file: str) -> JsonRows:
+    texts, names = list[str](), dict[str, None]()
+    for number, line in enumerate(_text_of(file).split("\n"), start=1):
+        if line.strip():
+            names |= dict.fromkeys(json_object(line, f"{file}, line {number}", ConfigError))
+            texts.append(line)
+    return JsonRows(texts, list(names))
 
 
-def _read_json(file: str) -> pa.Table:
+def _read_json(file: str) -> JsonRows:
     """A list of objects, or JSON lines with the ending of JSON."""
     text = _text_of(file)
     if not text.lstrip().startswith("["):
         return _read_json_lines(file)
     try:
         rows = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: not JSON: {error}") from None
     for number, row in enumerate(rows):
         if not isinstance(row, dict):
             raise ConfigError(f"{file}, row {number}: {type(row).__name__}; every row must be a JSON object")
-    return _as_table(rows, file)
+    return JsonRows([json.dumps(row) for row in rows], list(dict.fromkeys(name for row in rows for name in row)))
 
 
 def _read_csv(file: str) -> pa.Table:
     """All values are strings, so that 007 stays what it is; an empty one is null."""
     rows: list[dict[str, Any]] = []
+    csv.field_size_limit(MAX_CSV_CHARACTERS)
     try:
         reader = csv.DictReader(io.StringIO(_text_of(file)), strict=True)
+        _check_names(reader.fieldnames or [], file)
         for row in reader:
             if None in row or None in row.values():
                 raise ConfigError(f"{file}, line {reader.line_num}: not as many values as columns; quote commas")
             rows.append({name: value or None for name, value in row.items()})
     except csv.Error as error:
         raise ConfigError(f"{file}: not CSV: {error}") from None
-    return _as_table(rows, file)
+    return to_table(rows)
 
 
 READERS |= {".jsonl": _read_json_lines, ".json": _read_json, ".csv": _read_csv}
@@ -178,18 +265,11 @@ def _text_of(file: str) -> str:
         raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
 
 
-def _as_table(rows: list[dict[str, Any]], file: str) -> pa.Table:
-    try:
-        return to_table(rows)
-    except pa.ArrowException as error:
-        raise ConfigError(f"{file}: a column has values of different types: {error}") from None
-
-
 def json_object(text: str, where: str, kind: type[AsyncrlError]) -> dict[str, Any]:
     """The object that a text is in JSON. Raises an error of this kind, which names the place, if it is none."""
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise kind(f"{where}: not JSON: {error}") from None
     if not isinstance(found, dict):
         raise kind(f"{where}: {type(found).__name__}; it must be a JSON object")

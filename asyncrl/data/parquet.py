@@ -16,10 +16,19 @@ import structlog
 
 from asyncrl.config import Config, did_you_mean
 from asyncrl.data.custom import load_filter
-from asyncrl.data.files import column_path, first_missing, read_column, read_schema, to_table
+from asyncrl.data.files import (
+    JsonRows,
+    column_path,
+    count_values,
+    first_missing,
+    read_column,
+    read_schema,
+    to_table,
+    value_at,
+)
 from asyncrl.data.rows import Split, dataset_files, raw_rows
 from asyncrl.data.sampler import check_sampler
-from asyncrl.data.values import chat_messages, ground_truth_text, missing, plain
+from asyncrl.data.values import chat_messages, check_text_only, ground_truth_text, missing, plain
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.types import MAX_NAME_CHARACTERS
 from asyncrl.util.files import check_writable, read_json
@@ -30,6 +39,10 @@ CHECK_S = 20.0
 """Time after which rows of a user's dataset are no longer checked before the start."""
 WRITTEN_HERE = {b"asyncrl": b"dataset"}
 """Schema metadata of files that `write_rows` wrote, and may replace."""
+MEDIA_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
+"""Columns with what a model for text cannot read, by the names that trainers give them."""
+MEDIA_ROWS = 1024
+"""Rows of such a column that are read at once."""
 NO_GROUND_TRUTH = "; for data without any, set data.columns.ground_truth to null"
 
 
@@ -67,9 +80,8 @@ def count_sources(config: Config, splits: Sequence[Split] = ("train", "eval")) -
         if _column_type(schema, dotted) is None:
             sources.update({Path(file).stem: rows} if rows else {})
             continue
-        for values in read_column(file, dotted):
-            for counted in values.value_counts().to_pylist():
-                sources[str(counted["values"] or Path(file).stem)] += counted["counts"]
+        for value, count in count_values(file, dotted).items():
+            sources[str(value or Path(file).stem)] += count
     return dict(sources)
 
 
@@ -120,7 +132,11 @@ def _check_file(file: str, key: str, config: Config) -> int:
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from None
     prompt, ground_truth = config.data.columns.prompt, config.data.columns.ground_truth
-    _check_prompt_type(file, _check_column(file, schema, "data.columns.prompt", prompt), config)
+    kind = _check_column(file, schema, "data.columns.prompt", prompt)
+    if isinstance(schema, JsonRows):
+        _check_prompt_values(file, schema.column(prompt), config)
+    else:
+        _check_prompt_type(file, kind, config)
     columns = {prompt: ""}
     if ground_truth is not None:
         _check_column(file, schema, "data.columns.ground_truth", ground_truth, NO_GROUND_TRUTH)
@@ -129,28 +145,56 @@ def _check_file(file: str, key: str, config: Config) -> int:
         row = first_missing(file, dotted)
         if row is not None:
             raise missing(f"{file}, row {row}: {dotted!r}", way_out=way_out)
+    for name in MEDIA_COLUMNS:
+        if _column_type(schema, name) is not None:
+            pieces = read_column(file, name, rows_at_once=MEDIA_ROWS)
+            for row, value in enumerate(value for piece in pieces for value in piece):
+                check_text_only(name, value, f"{file}, row {row}")
     return rows
 
 
-def _check_column(file: str, schema: pa.Schema, key: str, dotted: str, way_out: str = "") -> pa.DataType:
+def _check_column(file: str, schema: pa.Schema | JsonRows, key: str, dotted: str, way_out: str = "") -> Any:
     kind = _column_type(schema, dotted)
     if kind is None:
-        hint = did_you_mean(dotted, schema.names) or "."
+        names = _names(schema)
+        hint = did_you_mean(dotted, names) or "."
         raise ConfigError(
-            f"{file}: column {dotted!r} is missing ({key}){hint} The columns are {', '.join(schema.names)}; "
+            f"{file}: column {dotted!r} is missing ({key}){hint} The columns are {', '.join(names)}; "
             f"set {key} to one of them{way_out}"
         )
     return kind
 
 
-def _column_type(schema: pa.Schema, dotted: str) -> pa.DataType | None:
-    """The type of a column or of a field of a struct column; None if it does not exist."""
+def _names(schema: pa.Schema | JsonRows) -> list[str]:
+    return schema.column_names if isinstance(schema, JsonRows) else schema.names
+
+
+def _column_type(schema: pa.Schema | JsonRows, dotted: str) -> Any:
+    """The type of a column or of a field of a struct column, in JSON that of its first value; None if it does not
+    exist."""
+    if isinstance(schema, JsonRows):
+        if column_path(dotted, schema.column_names)[0] not in schema.column_names:
+            return None
+        first = next((value for value in schema.column(dotted) if value is not None), None)
+        return type(first) if first is not None or dotted in schema.column_names else None
     kind: Any = pa.struct(list(schema))
     for part in column_path(dotted, schema.names):
         if not pa.types.is_struct(kind) or kind.get_field_index(part) < 0:
             return None
         kind = kind.field(part).type
     return kind
+
+
+def _check_prompt_values(file: str, prompts: Sequence[Any], config: Config) -> None:
+    chats = False
+    for row, prompt in enumerate(prompts):
+        if isinstance(prompt, list) and not chats:
+            _check_template(f"{file}: the prompts are chats", config)
+            chats = True
+        if not isinstance(prompt, str | list | None):
+            raise _not_a_prompt(f"{file}, row {row}: {config.data.columns.prompt!r}", prompt)
+    if not chats and config.data.string_prompts == "user":
+        _check_template("data.string_prompts = 'user'", config)
 
 
 def _check_prompt_type(file: str, kind: Any, config: Config) -> None:
@@ -167,6 +211,10 @@ def _check_prompt_type(file: str, kind: Any, config: Config) -> None:
             "a string or a list of messages, each a struct with role and content"
         )
     _check_template(f"{file}: the prompts are chats", config)
+
+
+def _not_a_prompt(where: str, value: Any) -> DataError:
+    return DataError(f"{where}: is of type {type(value).__name__}; it must be a string or a list of messages")
 
 
 def _check_template(why: str, config: Config) -> None:
@@ -212,6 +260,8 @@ class PromptTable:
     def of_values(self, row: int, values: dict[str, Any]) -> dict[str, Any]:
         """The row of these columns."""
         where = self.raw.where(row)
+        for name in MEDIA_COLUMNS:
+            check_text_only(name, values.get(name), where)
         used = {
             column_path(dotted, list(values))[0]
             for dotted in (self._columns.prompt, self._columns.ground_truth, self._columns.data_source)
@@ -229,7 +279,7 @@ class PromptTable:
         }
 
     def _source(self, values: dict[str, Any], row: int, where: str) -> str:
-        source = str(_find(values, self._columns.data_source) or self.raw.source(row))
+        source = str(value_at(values, self._columns.data_source) or self.raw.source(row))
         if len(source) > MAX_NAME_CHARACTERS:
             raise DataError(
                 f"{where}: the data source has {len(source)} characters, at most {MAX_NAME_CHARACTERS} are allowed; "
@@ -238,26 +288,19 @@ class PromptTable:
         return source
 
     def _prompt(self, values: dict[str, Any], where: str) -> str | list[dict[str, Any]]:
-        prompt = _find(values, self._columns.prompt)
+        prompt = value_at(values, self._columns.prompt)
         where = f"{where}: {self._columns.prompt!r}"
         if prompt is None:
             raise missing(where)
         if isinstance(prompt, np.ndarray):
             prompt = prompt.tolist()
         if not isinstance(prompt, str | list | tuple):
-            raise DataError(f"{where}: is of type {type(prompt).__name__}; it must be a string or a list of messages")
-        return prompt if isinstance(prompt, str) else chat_messages(list(prompt), where)
+            raise _not_a_prompt(where, prompt)
+        return plain(prompt, where) if isinstance(prompt, str) else chat_messages(list(prompt), where)
 
     def _ground_truth(self, values: dict[str, Any], where: str) -> str:
         dotted = self._columns.ground_truth
-        return "" if dotted is None else ground_truth_text(_find(values, dotted), f"{where}: {dotted!r}")
-
-
-def _find(values: dict[str, Any], dotted: str) -> Any:
-    value: Any = values
-    for part in column_path(dotted, list(values)):
-        value = value.get(part) if isinstance(value, dict) else None
-    return value
+        return "" if dotted is None else ground_truth_text(value_at(values, dotted), f"{where}: {dotted!r}")
 
 
 def _extra_info(value: Any, where: str) -> dict[str, Any]:

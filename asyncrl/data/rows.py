@@ -6,9 +6,12 @@ from bisect import bisect_right
 from pathlib import Path
 from typing import Any, Literal
 
+import pyarrow as pa
+
 from asyncrl.config import Config
 from asyncrl.data.custom import OwnRows, RawRows
-from asyncrl.data.files import read_table
+from asyncrl.data.files import JsonRows, read_table
+from asyncrl.errors import DataError
 
 Split = Literal["train", "eval"]
 
@@ -34,9 +37,15 @@ class FileRows:
         self._starts = [sum(self.sizes[:number]) for number in range(len(self.sizes))]
 
     def values(self, row: int) -> dict[str, Any]:
-        """The columns of the row."""
+        """The columns of the row. Raises DataError for a value that Python has no type for."""
         number, local = self._find(row)
-        return self._tables[number].slice(local, 1).to_pylist(maps_as_pydicts="lossy")[0]
+        table = self._tables[number]
+        if isinstance(table, JsonRows):
+            return table.row(local)
+        try:
+            return table.slice(local, 1).to_pylist(maps_as_pydicts="lossy")[0]
+        except (pa.ArrowException, ValueError, OverflowError) as error:  # such as a timestamp after the year 9999
+            raise DataError(f"{self.where(row)}: cannot be read: {error}") from None
 
     def where(self, row: int) -> str:
         """The file, and the row's number in it."""

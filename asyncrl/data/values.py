@@ -15,18 +15,24 @@ from asyncrl.errors import DataError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles of the messages of a chat."""
+MIN_INT, MAX_INT = -(2**63), 2**64 - 1
+"""The integers of msgpack."""
 
 
 def plain(value: Any, where: str) -> Any:
     """The value converted to None, bool, int, float, str, list and dict with string keys.
 
-    Dates and times become ISO 8601 strings, decimal numbers and UTF-8 bytes become strings. None entries of a dict are
-    dropped: a struct column has every field in every row, with None for the missing ones. Raises DataError, with
-    `where` in its text, for anything else.
+    Dates and times become ISO 8601 strings, decimal numbers, integers above 64 bits and UTF-8 bytes become strings.
+    None entries of a dict are dropped: a struct column has every field in every row, with None for the missing ones.
+    Raises DataError, with `where` in its text, for anything else.
     """
     match value:
-        case None | bool() | int() | float() | str():
+        case int() if not MIN_INT <= value <= MAX_INT:
+            return str(value)
+        case None | bool() | int() | float():
             return value
+        case str():
+            return _utf8(value, where)
         case Mapping():
             for key in value:
                 if not isinstance(key, str):
@@ -51,10 +57,15 @@ def ground_truth_text(value: Any, where: str) -> str:
 
     Raises DataError when the value is missing.
     """
-    if value is None or (isinstance(value, float) and math.isnan(value)):
+    if is_missing(value):
         raise missing(where)
     value = plain(value, where)
     return json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else str(value)
+
+
+def is_missing(value: Any) -> bool:
+    """True for null and NaN."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def missing(where: str, *, way_out: str = "") -> DataError:
@@ -79,6 +90,24 @@ def _message(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(content, str):
         raise DataError(f"{where}: content = {content!r}; it must be a string")
     return message
+
+
+def check_text_only(column: str, value: Any, where: str) -> None:
+    """Raises DataError if a column of images, videos or sounds has any in a row."""
+    if value is not None and not (hasattr(value, "__len__") and len(value) == 0):
+        raise DataError(
+            f"{where}: {column!r} holds {type(value).__name__}; {column} are not supported, the model would read the "
+            "text alone; leave such rows out, or rename the column if it is something else"
+        )
+
+
+def _utf8(value: str, where: str) -> str:
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(f"{where}: is no text in UTF-8: {error.reason} at character {error.start}") from None
+    return value
 
 
 def _decode(value: bytes, where: str) -> str:
