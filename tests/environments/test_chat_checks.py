@@ -19,7 +19,19 @@ from asyncrl.environments.dialogue.display import Display, Shown
 from asyncrl.errors import ConfigError
 from asyncrl.launch.commands.play import play
 from asyncrl.launch.preflight import check_environments
-from tests.helpers.chat_models import FAMILIES, QWEN, STRIPPING, THINKING, TOOLLESS, save_chat_model
+from tests.helpers.chat_models import (
+    CALLING,
+    FAMILIES,
+    HARMONY,
+    HARMONY_TOKENS,
+    OPENING,
+    QWEN,
+    STRIPPING,
+    TEXT_ARGUMENTS,
+    THINKING,
+    TOOLLESS,
+    save_chat_model,
+)
 
 TOOLS = f"{Path(__file__).with_name('tool_environments.py')}:Calculator"
 CHAT = [{"role": "user", "content": "What is 12*34?"}]
@@ -55,7 +67,7 @@ def checked(config: Config) -> str:
     return "\n".join(line for line in output.getvalue().splitlines() if not line.startswith("importing "))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *CALLING])
 def test_good_templates_are_accepted_without_a_word(tmp_path: Path, family: str) -> None:
     save_chat_model(tmp_path, family)
     assert checked(make(tmp_path)) == ""
@@ -71,6 +83,25 @@ def test_a_stop_token_that_the_engine_does_not_know_is_refused(tmp_path: Path) -
     assert checked(make(tmp_path, generator={"stop": "<|im_end|>"})) == ""
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [390, 392]}))
     assert checked(make(tmp_path)) == ""
+
+
+def test_a_template_whose_calls_are_not_read_is_refused(tmp_path: Path) -> None:
+    """Before, the policy's calls would be taken as its final answers."""
+    save_chat_model(tmp_path, template=HARMONY, special=HARMONY_TOKENS, stop="<|return|>")
+    stops = {"stop": ["<|call|>", "<|end|>"]}
+    text = r"Calculator has tools, but a call is not read as the model's chat template writes it .*to=functions\.NAME"
+    with pytest.raises(ConfigError, match=text) as caught:
+        checked(make(tmp_path, generator=stops))
+    assert "set environment.tool_format" in str(caught.value) and "response_template" in str(caught.value)
+    with pytest.raises(ConfigError, match=r"environment\.tool_format is hermes"):
+        checked(make(tmp_path, generator=stops, environment={"tool_format": "hermes"}))
+    assert "is not read" not in checked(make(tmp_path, generator=stops, environment={"tool_format": "none"}))
+
+
+@pytest.mark.parametrize("template", [OPENING, TEXT_ARGUMENTS], ids=["opens reasoning", "text arguments"])
+def test_calls_are_read_back_behind_reasoning_and_with_text_arguments(tmp_path: Path, template: str) -> None:
+    save_chat_model(tmp_path, template=template)
+    checked(make(tmp_path))
 
 
 def test_a_template_without_tools_is_refused_for_tools_only(tmp_path: Path) -> None:

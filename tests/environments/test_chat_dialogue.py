@@ -12,8 +12,9 @@ from transformers import PreTrainedTokenizerFast
 
 from asyncrl.environments import Message, ToolCall
 from asyncrl.environments.dialogue import MARK, ChatDialogue, DialogueError
+from asyncrl.environments.dialogue.checks import call_turn
 from asyncrl.errors import ConfigError
-from tests.helpers.chat_models import FAMILIES, QWEN, STRIPPING, save_chat_model
+from tests.helpers.chat_models import CALLING, FAMILIES, QWEN, STRIPPING, save_chat_model
 
 TOOL: dict[str, Any] = {
     "type": "function",
@@ -353,3 +354,17 @@ def test_stripped_reasoning_stays_in_what_is_appended(tmp_path: Path) -> None:
     """`follow` does not depend on how the template shows earlier turns."""
     first, second = made(tmp_path / "a", QWEN), made(tmp_path / "b", STRIPPING)
     assert first.follow([ASK], [], closed=True) == second.follow([ASK], [], closed=True)
+
+
+@pytest.mark.parametrize("family", CALLING)
+def test_calls_between_special_tokens_are_read(tmp_path: Path, family: str) -> None:
+    """Two calls in a turn, text before them, and one that was cut."""
+    save_chat_model(tmp_path, family)
+    dialogue = load(tmp_path)
+    one = call_turn(dialogue, TOOL, {"expression": "12*34"})
+    read = dialogue.read([*dialogue.rendering.encode("Well." + one + one), dialogue.ends.last], [TOOL])
+    assert [call.arguments for call in read.calls] == [{"expression": "12*34"}] * 2
+    assert (read.message["content"], read.problems) == ("Well.", ())
+    cut = one[: one.index("12")]
+    read = dialogue.read(dialogue.rendering.encode(cut), [TOOL])
+    assert read.calls == () and len(read.problems) == 1

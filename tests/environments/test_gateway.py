@@ -14,7 +14,8 @@ import pytest
 
 from asyncrl.environments.episode import Limits, Turn
 from asyncrl.environments.gateway.access import Access
-from asyncrl.environments.gateway.errors import EpisodeOverError
+from asyncrl.environments.gateway.errors import BadRequestError, EpisodeOverError
+from asyncrl.environments.gateway.requests import chat_request
 from asyncrl.environments.gateway.server import Gateway
 from asyncrl.environments.gateway.session import Session
 from asyncrl.wire.environment_messages import SayNext
@@ -193,10 +194,10 @@ def test_streams_come_in_the_form_of_the_api() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"n": 4}, "one completion for each request; send 4 requests"),
+        ({"n": 4}, "n = 4: one completion for each request; send several requests"),
         ({"response_format": {"type": "json_object"}}, "it changes the distribution from which the policy is trained"),
         ({"tool_choice": "required", "tools": [TOOL]}, "use auto or none"),
-        ({"logit_bias": {"5": 10}}, "logit_bias: it changes the distribution"),
+        ({"logit_bias": {"5": 10}}, "logit_bias = {'5': 10}: it changes the distribution"),
         ({"logprobs": True}, "they stay in the generator"),
         ({"max_tokens": 0}, "it has to be a positive number"),
         ({"stop": ["x" * 1000]}, "stop: at most 16 texts of at most 200 characters"),
@@ -222,6 +223,40 @@ def test_what_cannot_be_trained_is_refused(options: dict[str, Any], message: str
     assert message in str(error) and not policy.wishes
     if "maximum context" in message:
         assert error.code == "context_length_exceeded" and policy.session.refused is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("chat_template_kwargs", {"enable_thinking": False}),
+        ("reasoning_effort", "low"),
+        ("functions", [TOOL["function"]]),
+        ("function_call", "auto"),
+        ("parallel_tool_calls", False),
+        ("min_tokens", 5),
+        ("bad_words", ["no"]),
+        ("stop_token_ids", [5]),
+        ("allowed_token_ids", [5]),
+        ("ignore_eos", True),
+        ("guided_choice", ["a", "b"]),
+        ("guided_grammar", "root ::= 'a'"),
+        ("guided_json", {}),
+        ("continue_final_message", True),
+        ("add_generation_prompt", False),
+        ("prompt_logprobs", 1),
+        ("a_field_of_next_year", 1),
+    ],
+)
+def test_a_field_that_would_change_what_is_read_or_sampled_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(BadRequestError, match=f"{name} = "):
+        chat_request({"messages": [USER], name: value}, b"", {})
+
+
+def test_fields_without_an_effect_and_defaults_are_taken() -> None:
+    """Also None, by which clients say that a field is not set."""
+    fields = {"model": "m", "user": "u", "n": 1, "min_tokens": 0, "parallel_tool_calls": True, "guided_choice": None}
+    request = chat_request({"messages": [USER], "temperature": 0.5, "logprobs": False, **fields}, b"", {})
+    assert request.max_tokens is None and request.stop == ()
 
 
 def test_keys_ends_and_turns_are_checked() -> None:
@@ -265,8 +300,6 @@ def test_clients_reach_the_gateway_without_the_proxy_of_the_machine(monkeypatch:
 def test_a_session_that_is_over_refuses_and_ends_who_waits() -> None:
     async def run() -> None:
         session = Session("0", CharacterDialogue(), Limits(WINDOW, 50, 8, 1.0, 1.0), lambda wish, tokens: None)
-        from asyncrl.environments.gateway.requests import chat_request
-
         waiting = asyncio.ensure_future(session.complete(chat_request({"messages": [USER]}, b"1", {})))
         await asyncio.sleep(0)
         session.close()

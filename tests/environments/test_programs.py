@@ -18,6 +18,7 @@ import pytest
 
 from asyncrl.config import Options
 from asyncrl.environments.episode import Limits, Turn
+from asyncrl.environments.gateway.access import Access
 from asyncrl.environments.gateway.server import Gateway
 from asyncrl.environments.programs import foreign_program
 from asyncrl.environments.programs.foreign_program import ForeignProgram
@@ -278,3 +279,27 @@ def test_names_are_told_apart() -> None:
     assert isinstance(load_agent("json:loads", options, None), FunctionProgram)
     assert isinstance(load_agent("json:loads", options, sys.executable), ForeignProgram)
     assert isinstance(load_agent("node agent.js", options, None), CommandProgram)
+
+
+@pytest.mark.parametrize("stream", ["", " >&2"])
+def test_what_a_command_writes_without_end_is_bounded(stream: str) -> None:
+    program = CommandProgram(f'yes "a line of the log"{stream}', {})
+
+    async def play() -> int:
+        running = asyncio.ensure_future(program.run({}, Access("http://127.0.0.1:1/v1", "key"), stuck=[]))
+        await asyncio.sleep(0.3)
+        before = psutil.Process().memory_info().rss
+        await asyncio.sleep(1.0)
+        grown = psutil.Process().memory_info().rss - before
+        running.cancel()
+        await asyncio.wait({running})
+        await program.close()
+        return grown
+
+    assert asyncio.run(play()) < 8 << 20
+
+
+def test_a_command_that_does_not_read_its_task_and_writes_much_has_its_reward() -> None:
+    program = CommandProgram("head -c 3000000 /dev/zero | tr '\\0' 'x'; echo; echo 0.5", {})
+    task = {"text": "y" * 1_000_000}
+    assert asyncio.run(program.run(task, Access("http://127.0.0.1:1/v1", "key"), stuck=[])) == 0.5

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from asyncrl.config import Config
 from asyncrl.environments.dialogue.chat import ChatDialogue
 from asyncrl.environments.dialogue.dialogue import Dialogue
+from asyncrl.environments.dialogue.formats import END_THINK, FORMATS, THINK
 from asyncrl.environments.dialogue.plain import DialogueError
 from asyncrl.environments.environment import Message, Schema
 from asyncrl.errors import ConfigError
@@ -32,7 +35,7 @@ def check_chat(config: Config, prompt: Prompt, tools: Mapping[str, Sequence[Sche
         dialogue = Dialogue.of(config).chat
         _check_stops(config, dialogue, any(tools.values()))
         for name, schemas in tools.items():
-            _check_tools(dialogue, name, schemas)
+            _check_tools(config, dialogue, name, schemas)
         notes = [_compared(dialogue, ()), _reasoning(dialogue)]
         notes += [_compared_with_tools(dialogue, schemas) for schemas in tools.values() if schemas]
         notes.append(_first_prompt(dialogue, prompt))
@@ -58,12 +61,15 @@ def _check_stops(config: Config, dialogue: ChatDialogue, has_tools: bool) -> Non
         )
 
 
-def _check_tools(dialogue: ChatDialogue, name: str, tools: Sequence[Schema]) -> None:
-    """Raises ConfigError if there are tools that the template does not show, or whose calls it cannot show."""
+def _check_tools(config: Config, dialogue: ChatDialogue, name: str, tools: Sequence[Schema]) -> None:
+    """Raises ConfigError if there are tools that the template does not show, whose calls it cannot show, or whose calls
+    are not read as it shows them."""
     if not tools:
         return
-    function = {"name": SENTINEL, "description": SENTINEL, "parameters": {"type": "object", "properties": {}}}
-    shown = dialogue.rendering.render([USER], [{"type": "function", "function": function}], generate=True)
+    parameters = {"type": "object", "properties": {"key": {"type": "string"}, "count": {"type": "integer"}}}
+    function = {"name": SENTINEL, "description": SENTINEL, "parameters": parameters}
+    tool: Schema = {"type": "function", "function": function}
+    shown = dialogue.rendering.render([USER], [tool], generate=True)
     if SENTINEL not in shown:
         raise ConfigError(
             f"environment.name: {name} has tools, which the model's chat template does not show; use a model whose "
@@ -71,6 +77,36 @@ def _check_tools(dialogue: ChatDialogue, name: str, tools: Sequence[Schema]) -> 
         )
     answer: Message = {"role": "tool", "tool_call_id": "call00000", "name": SENTINEL, "content": "1"}
     dialogue.follow([answer], tools, closed=True)
+    arguments = {"key": "x", "count": 3}
+    turn = call_turn(dialogue, tool, arguments)
+    calls = [(call.name, call.arguments) for call in dialogue.read(dialogue.rendering.encode(turn), [tool]).calls]
+    if calls != [(SENTINEL, arguments)] and config.environment.tool_format != "none":
+        written = dialogue.rendering.plain(turn).replace(SENTINEL, "NAME")
+        formats = ", ".join(FORMATS)
+        raise ConfigError(
+            f"environment.name: {name} has tools, but a call is not read as the model's chat template writes it "
+            f"({written!r}): set environment.tool_format to the form in which the model writes calls ({formats}), or "
+            f"give its tokenizer a response_template; environment.tool_format is {config.environment.tool_format}"
+        )
+
+
+def call_turn(dialogue: ChatDialogue, tool: Schema, arguments: dict[str, Any]) -> str:
+    """Returns the turn with a call of the tool as the template writes it, with the names of special tokens, without the
+    token that ends it."""
+    rendering = dialogue.rendering
+    text = json.dumps(arguments) if dialogue.turns.has_text_arguments else arguments
+    call = {"id": "call00000", "type": "function", "function": {"name": tool["function"]["name"], "arguments": text}}
+    spoken: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    before, prompt = (rendering.render([USER], [tool], generate=generate) for generate in (False, True))
+    turn = rendering.render([USER, spoken], [tool], generate=False)
+    # Templates leave the reasoning out of earlier turns, also where their generation prompt writes its tags.
+    think = rendering.name_of(rendering.special_tokens[THINK]) if THINK in rendering.special_tokens else THINK
+    header = prompt if turn.startswith(prompt) else prompt.partition(think)[0]
+    turn = turn.removeprefix(header if turn.startswith(header) else before)
+    if dialogue.opens_reasoning and END_THINK not in turn:
+        turn = f"{END_THINK}\n\n{turn}"
+    ends = [position for token, position in rendering.special_in(turn) if token in dialogue.end_tokens]
+    return turn[: ends[-1]] if ends else turn
 
 
 def _compared(dialogue: ChatDialogue, tools: Sequence[Schema]) -> str:

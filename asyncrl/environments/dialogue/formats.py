@@ -10,8 +10,15 @@ from typing import Any, NamedTuple, cast
 from asyncrl.environments.environment import Message, Schema, ToolCall
 
 THINK, END_THINK = "<think>", "</think>"
-TAGS = {THINK, END_THINK, "<tool_call>", "</tool_call>"}
-CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+DEEPSEEK_CALL, DEEPSEEK_SEPARATOR, DEEPSEEK_END = (
+    f"<\uff5ctool\u2581{name}\uff5c>" for name in ("call\u2581begin", "sep", "call\u2581end")
+)
+KIMI_CALL, KIMI_ARGUMENTS, KIMI_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+TAGS = {
+    *(THINK, END_THINK, "<tool_call>", "</tool_call>"),
+    *(DEEPSEEK_CALL, DEEPSEEK_SEPARATOR, DEEPSEEK_END, KIMI_CALL, KIMI_ARGUMENTS, KIMI_END),
+}
+"""What formats read, also where it is a special token."""
 FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>\s*|\Z)", re.DOTALL)
 PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)</parameter>", re.DOTALL)
 
@@ -49,6 +56,16 @@ def qwen3_coder(text: str, tools: Sequence[Schema]) -> Written:
     return _each_call(text, lambda body: _of_xml(body, types))
 
 
+def deepseek(text: str, tools: Sequence[Schema]) -> Written:
+    """The calls of DeepSeek V3 (a name and a block of JSON behind "function") and V3.1 (a name and JSON)."""
+    return _each_call(text, _of_deepseek, DEEPSEEK_CALL, DEEPSEEK_END)
+
+
+def kimi(text: str, tools: Sequence[Schema]) -> Written:
+    """The calls of Kimi K2: an id such as `functions.NAME:0`, and JSON."""
+    return _each_call(text, _of_kimi, KIMI_CALL, KIMI_END)
+
+
 def json_only(text: str, tools: Sequence[Schema]) -> Written:
     """A turn that is one JSON object with "name" and "arguments" or "parameters", or a list of these."""
     if not text.lstrip().startswith(("{", "[")):
@@ -71,6 +88,8 @@ def no_calls(text: str, tools: Sequence[Schema]) -> Written:
 FORMATS: Mapping[str, Format] = {
     "hermes": hermes,
     "qwen3_coder": qwen3_coder,
+    "deepseek": deepseek,
+    "kimi": kimi,
     "json": json_only,
     "none": no_calls,
 }
@@ -81,7 +100,7 @@ def format_of(template: str) -> Format:
     """The format that a template uses to show the calls of earlier turns."""
     if "<tool_call>" in template:
         return qwen3_coder if "<function=" in template else hermes
-    return json_only
+    return deepseek if DEEPSEEK_CALL in template else kimi if KIMI_CALL in template else json_only
 
 
 def split_reasoning(text: str, *, opened: bool) -> tuple[str, str]:
@@ -128,7 +147,12 @@ def cleaned(value: Any) -> Any:
     return [cleaned(item) for item in cast("list[Any]", value)] if isinstance(value, list) else value
 
 
-def _each_call(text: str, read: Callable[[str], tuple[str, dict[str, Any], str | None]]) -> Written:
+def _each_call(
+    text: str,
+    read: Callable[[str], tuple[str, dict[str, Any], str | None]],
+    begin: str = "<tool_call>",
+    end: str = "</tool_call>",
+) -> Written:
     calls: list[tuple[str, dict[str, Any], str | None]] = []
     problems: list[str] = []
 
@@ -140,12 +164,30 @@ def _each_call(text: str, read: Callable[[str], tuple[str, dict[str, Any], str |
             return match[0]
         return ""
 
-    rest = CALL.sub(take, text)
+    rest = re.sub(rf"{re.escape(begin)}(.*?)(?:{re.escape(end)}|\Z)", take, text, flags=re.DOTALL)
     return Written(rest.strip() if calls else rest, calls, problems)
 
 
 def _of_json(body: str) -> tuple[str, dict[str, Any], str | None]:
     return _call_of(_loads(body))
+
+
+def _of_deepseek(body: str) -> tuple[str, dict[str, Any], str | None]:
+    name, separator, arguments = body.partition(DEEPSEEK_SEPARATOR)
+    if name.strip() == "function" and "```json" in arguments:
+        name, separator, arguments = arguments.partition("```json")
+        arguments = arguments.rpartition("```")[0]
+    if not separator:
+        raise ValueError("nothing separates its name from its arguments")
+    return _call_of({"name": name.strip(), "arguments": arguments})
+
+
+def _of_kimi(body: str) -> tuple[str, dict[str, Any], str | None]:
+    own, separator, arguments = body.partition(KIMI_ARGUMENTS)
+    if not separator:
+        raise ValueError("nothing separates its id from its arguments")
+    name = own.strip().removeprefix("functions.").rpartition(":")[0]
+    return _call_of({"name": name, "arguments": arguments, "id": own.strip()})
 
 
 def _of_xml(body: str, types: Mapping[str, Mapping[str, Any]]) -> tuple[str, dict[str, Any], str | None]:

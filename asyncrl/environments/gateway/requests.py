@@ -1,6 +1,7 @@
 """Reads requests in the form of the OpenAI API.
 
-What changes the distribution of the policy's turns is refused: the engine's log-probs would not be the learner's.
+A field is honoured, has no effect on the policy, is a sampling parameter, in whose place the run's holds, or is
+refused: nothing that would change what the policy reads or samples is left out silently.
 """
 
 from __future__ import annotations
@@ -17,10 +18,52 @@ from asyncrl.environments.gateway.session import Request
 from asyncrl.wire.environment_messages import MAX_STOP_CHARACTERS, MAX_STOPS
 
 MAX_MESSAGES = 4096
+MAX_SHOWN_CHARACTERS = 80
 SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
 )  # fmt: skip
 """Ignored: the sampling is that of the run."""
+READ = frozenset({
+    "messages", "prompt", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stop", "stream",
+    "stream_options", "return_token_ids", "model",
+})  # fmt: skip
+NO_EFFECT = frozenset({
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "priority", "request_id",
+})  # fmt: skip
+"""Fields that change neither what the policy reads nor what it samples."""
+DEFAULTS: Mapping[str, Any] = {
+    "n": 1, "best_of": 1, "echo": False, "logprobs": False, "top_logprobs": 0, "response_format": {"type": "text"},
+    "parallel_tool_calls": True, "function_call": "none", "add_generation_prompt": True,
+    "continue_final_message": False, "ignore_eos": False, "min_tokens": 0, "skip_special_tokens": True,
+    "spaces_between_special_tokens": True, "include_stop_str_in_output": False, "logit_bias": {},
+}  # fmt: skip
+"""Fields whose default is taken; other values are refused."""
+DISTRIBUTION = "it changes the distribution from which the policy is trained"
+STAYS = "they stay in the generator, which trains with them; leave this out"
+TEMPLATE = "options of the chat template are those of the run; set data.template_options"
+REASONS: Mapping[str, str] = {
+    "n": "one completion for each request; send several requests",
+    "best_of": "one completion for each request; send several requests",
+    "tool_choice": f"{DISTRIBUTION}; use auto or none",
+    "parallel_tool_calls": f"{DISTRIBUTION}; a turn may have several calls",
+    "logprobs": STAYS,
+    "top_logprobs": STAYS,
+    "prompt_logprobs": STAYS,
+    "chat_template": TEMPLATE,
+    "chat_template_kwargs": TEMPLATE,
+    "reasoning_effort": TEMPLATE,
+    "functions": "the older form of tools; send tools",
+    "function_call": "the older form of tool_choice; send tools and tool_choice",
+    "add_generation_prompt": "the policy always begins a turn of its own",
+    "continue_final_message": "the policy always begins a turn of its own",
+} | dict.fromkeys(
+    (
+        "response_format", "logit_bias", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+        "structured_outputs", "min_tokens", "bad_words", "stop_token_ids", "allowed_token_ids", "ignore_eos",
+    ),
+    DISTRIBUTION,
+)  # fmt: skip
+"""Why fields are refused; of others it is said that they are unknown."""
 RETRY_COUNT, IDEMPOTENCY = "x-stainless-retry-count", "idempotency-key"
 """Headers by which clients say that a request repeats another."""
 
@@ -38,7 +81,7 @@ def read_body(content: bytes) -> dict[str, Any]:
 
 def chat_request(body: Mapping[str, Any], content: bytes, headers: Mapping[str, str]) -> Request:
     """The request of `chat/completions`. Raises BadRequestError."""
-    _check_distribution(body)
+    _check_fields(body)
     messages = body.get("messages")
     if not isinstance(messages, list) or not 0 < len(messages) <= MAX_MESSAGES:
         raise BadRequestError(f"messages: a list of 1 to {MAX_MESSAGES} messages is required")
@@ -51,7 +94,7 @@ def chat_request(body: Mapping[str, Any], content: bytes, headers: Mapping[str, 
 
 def text_request(body: Mapping[str, Any], content: bytes, headers: Mapping[str, str]) -> Request:
     """The request of `completions`, whose prompt is a list of tokens. Raises BadRequestError."""
-    _check_distribution(body)
+    _check_fields(body)
     prompt = body.get("prompt")
     if not isinstance(prompt, list) or not prompt or not all(type(token) is int and token >= 0 for token in prompt):
         raise BadRequestError("prompt: a list of tokens is required; texts are for chat/completions")
@@ -89,17 +132,20 @@ def _stop(body: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _check_distribution(body: Mapping[str, Any]) -> None:
-    """Raises BadRequestError for a setting that changes the policy's distribution."""
-    reason = "it changes the distribution from which the policy is trained"
-    if body.get("n") not in (None, 1):
-        raise BadRequestError(f"n = {body['n']}: one completion for each request; send {body['n']} requests")
-    if (form := body.get("response_format")) not in (None, {"type": "text"}):
-        raise BadRequestError(f"response_format {form.get('type') if isinstance(form, dict) else form!r}: {reason}")
+def _check_fields(body: Mapping[str, Any]) -> None:
+    """Raises BadRequestError for a field that is not known, or whose value would change what the policy reads or
+    samples."""
     if body.get("tool_choice") not in (None, "auto", "none"):
-        raise BadRequestError(f"tool_choice {body['tool_choice']!r}: {reason}; use auto or none")
-    for name in ("logit_bias", "guided_json", "guided_regex", "structured_outputs"):
-        if body.get(name):
-            raise BadRequestError(f"{name}: {reason}")
-    if body.get("logprobs") or body.get("top_logprobs"):
-        raise BadRequestError("logprobs: they stay in the generator, which trains with them; leave this out")
+        raise BadRequestError(f"tool_choice {_shown(body['tool_choice'])}: {REASONS['tool_choice']}")
+    for name, value in body.items():
+        if name in READ or name in NO_EFFECT or name in SAMPLING or value is None:
+            continue
+        if name in DEFAULTS and value == DEFAULTS[name]:
+            continue
+        reason = REASONS.get(name, "this server has no such field; leave it out")
+        raise BadRequestError(f"{name} = {_shown(value)}: {reason}")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}..."

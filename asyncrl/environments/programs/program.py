@@ -16,8 +16,8 @@ from asyncrl.config import Options
 from asyncrl.environments.gateway.access import MODEL, Access
 from asyncrl.wire.environment_messages import GroupPlace
 
-MAX_OUTPUT_BYTES = 16 << 20
-"""Of a command's standard output; what comes before is dropped."""
+MAX_OUTPUT_BYTES = 1 << 20
+"""Of a command's standard output and of its errors; what comes before is dropped."""
 MAX_ERROR_CHARACTERS = 400
 END_S = 3.0
 """Deadline for a killed command to end."""
@@ -139,15 +139,21 @@ class CommandProgram:
         )  # fmt: skip
         self._running.add(process.pid)
         given = json.dumps({**task, "options": dict(self._options)}).encode()
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         try:
-            output, errors = await process.communicate(given)
+            output, errors, *_ = await asyncio.gather(
+                _tail(process.stdout), _tail(process.stderr), _feed(process.stdin, given), process.wait()
+            )
         finally:
             self._end(process.pid)
-            await asyncio.wait({asyncio.ensure_future(process.wait())}, timeout=END_S)  # closes its pipes
+            ends = (process.wait(), _tail(process.stdout), _tail(process.stderr))  # at their ends its pipes are closed
+            _, late = await asyncio.wait(map(asyncio.ensure_future, ends), timeout=END_S)
+            for end in late:
+                end.cancel()
         if process.returncode:
             text = errors.decode(errors="replace").strip()[-MAX_ERROR_CHARACTERS:]
             raise ProgramError(f"exit code {process.returncode}: {text}")
-        return _last_json(output[-MAX_OUTPUT_BYTES:].decode(errors="replace"))
+        return _last_json(output.decode(errors="replace"))
 
     async def close(self) -> None:
         for group in list(self._running):
@@ -161,6 +167,23 @@ class CommandProgram:
         self._running.discard(group)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)
+
+
+async def _tail(stream: asyncio.StreamReader) -> bytes:
+    """Reads the stream to its end, and returns its last MAX_OUTPUT_BYTES."""
+    tail = bytearray()
+    while chunk := await stream.read(1 << 16):
+        tail += chunk
+        if len(tail) > 2 * MAX_OUTPUT_BYTES:
+            del tail[:-MAX_OUTPUT_BYTES]
+    return bytes(tail[-MAX_OUTPUT_BYTES:])
+
+
+async def _feed(stream: asyncio.StreamWriter, content: bytes) -> None:
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended, or does not read its input
+        stream.write(content)
+        await stream.drain()
+    stream.close()
 
 
 def _returned(stuck: list[asyncio.Future[Any]], future: asyncio.Future[Any]) -> None:
