@@ -24,6 +24,13 @@ skips a row, and _OutOfTimeError (util/user_code.py) interrupts user code at its
 from __future__ import annotations
 
 import errno
+from collections import Counter
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import structlog
+
+log = structlog.get_logger()
 
 
 class AsyncrlError(Exception):
@@ -77,3 +84,20 @@ def is_disk_full(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
+
+
+observer_failures: Counter[str] = Counter()
+"""Failures in this process of what only observes the run, by what failed."""
+
+
+@contextmanager
+def observing(what: str) -> Generator[None]:
+    """Turns any error in the block into a warning and a count: what only observes the run must not end it. Repeated
+    failures are logged at every power of two."""
+    try:
+        yield
+    except Exception as error:
+        observer_failures[what] += 1
+        count = observer_failures[what]
+        if count & (count - 1) == 0:
+            log.warning("an observer failed", what=what, failures=count, error=f"{type(error).__name__}: {error}")

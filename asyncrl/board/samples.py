@@ -27,7 +27,7 @@ def evaluated_group(run_dir: Path, *, version: int, row: int) -> list[dict[str, 
     a damaged file."""
     if version not in evaluated_versions(run_dir):
         raise ConfigError(f"version {version}: its evaluation is not stored")
-    samples = read_evaluated(run_dir, version).where(row=row)
+    samples = read_evaluated(run_dir, version, rows=[row])
     if not len(samples):
         raise ConfigError(f"version {version}: row {row} was not evaluated")
     return _rows(samples.with_column("step", [version] * len(samples)), run_dir, "eval")

@@ -300,9 +300,9 @@ class ObserveConfig(Section):
     """Metrics and logs."""
 
     trackers: list[str] = Field(default=["jsonl"])
-    """Destinations of the step metrics: trackers of `asyncrl list`, or your own as `module:Class` or `file.py:Class`;
-    all but jsonl get the samples, too. wandb and swanlab are offline unless WANDB_MODE or SWANLAB_MODE says
-    otherwise."""
+    """Destinations of the step metrics: trackers of `asyncrl list`, or custom ones as `module:Class` or
+    `file.py:Class`; all but jsonl also receive samples. wandb and swanlab are offline unless WANDB_MODE or SWANLAB_MODE
+    says otherwise. A tracker that fails is tried again and never stops the run."""
     samples: int = Field(default=2, ge=0, le=5)
     """Trajectories that the live view shows of a recent step: the best, the worst, the first without a reward, the
     longest and the median, this many of them in this order. All five are recorded in `samples/`, every few seconds,

@@ -116,6 +116,12 @@ def show_end(console: Console, summary: dict[str, Any]) -> None:
         console.print(summary["error"], style="red", highlight=False, markup=False, soft_wrap=True)
     if summary.get("reward_first") is not None:
         console.print("\n".join(_lines(summary)), highlight=False, soft_wrap=True)
+    for name, counts in summary.get("trackers", {}).items():
+        console.print(
+            f"trackers   {name}: {counts['failures']} failures, {counts['unsent_rows']} rows not received"
+            + (f": {counts['error']}" if "error" in counts else ""),
+            style="yellow", highlight=False, markup=False, soft_wrap=True,
+        )  # fmt: skip
 
 
 def _lines(summary: dict[str, Any]) -> list[str]:

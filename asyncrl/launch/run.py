@@ -38,6 +38,7 @@ from asyncrl.launch.watch import Run
 from asyncrl.launch.worker import RoleSpec
 from asyncrl.observe.logs import configure_logs
 from asyncrl.observe.report import write_report
+from asyncrl.observe.trackers import tracker_summary
 from asyncrl.rewards.reward_model import uses_reward_model
 
 
@@ -107,6 +108,8 @@ def _launch(config: Config, console: Console, launcher: Launcher, *, reward_mode
             run = Run(config, placement, spec, console, interrupts, launcher)
             code = run.run()
             summary = folder.summary(run.summary) | run.bottleneck.summary(run.summary)
+            if trackers := tracker_summary(folder.path):
+                summary["trackers"] = trackers
             show_end(console, summary)
             folder.write_summary(summary)
             report = folder.path / REPORT

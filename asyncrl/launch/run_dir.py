@@ -17,8 +17,8 @@ from asyncrl.config import Config, MappingValue, config_keys, load_config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.resources.hosts import Host
 from asyncrl.launch.worker import endpoints_of
-from asyncrl.observe.document import read_metrics
-from asyncrl.util.files import next_free_path, read_json, replace_file
+from asyncrl.observe.curves import step_of
+from asyncrl.util.files import next_free_path, read_json, read_lines, replace_file
 from asyncrl.util.redaction import redact
 from asyncrl.wire.endpoints import Endpoints
 
@@ -281,12 +281,11 @@ def discard_journal(run_dir: Path) -> str:
 
 def cut_metrics(file: Path, step: int, aside: Path) -> None:
     """Moves the rows of steps after `step` to a file of the same name in `aside`."""
-    rows = read_metrics(file)
-    for path, kept in (
-        (aside / file.name, [row for row in rows if row["step"] > step]),
-        (file, [row for row in rows if row["step"] <= step]),
-    ):
-        replace_file(path, "".join(json.dumps(row) + "\n" for row in kept))
+    kept = file.with_name(f".{file.name}.new")
+    with kept.open("wb") as before, (aside / file.name).open("wb") as after:
+        for line in read_lines(file):
+            (after if (step_of(line) or 0) > step else before).write(line)
+    kept.replace(file)
 
 
 def _summary(run_dir: Path) -> dict[str, Any]:

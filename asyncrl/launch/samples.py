@@ -10,25 +10,27 @@ from typing import Literal, Self
 
 import numpy as np
 import pyarrow as pa
-import structlog
-from numpy.typing import NDArray
 
 from asyncrl.config import Config, load_config
 from asyncrl.data.parquet import PromptTable, Split
-from asyncrl.errors import ConfigError, DataError
+from asyncrl.errors import ConfigError, DataError, observing
 from asyncrl.launch.conversations import Conversations
-from asyncrl.observe.document import PageSamples
+from asyncrl.observe.document import MAX_SAMPLES, PageSamples
 from asyncrl.replay.journal.reader import segments_of
 from asyncrl.replay.journal.samples import JournalSamples
 from asyncrl.samples import Samples
-from asyncrl.samples.book import FOLDER, evaluated_versions, read_evaluated, read_trained
+from asyncrl.samples.book import FOLDER, Recorded, count_evaluated, evaluated_versions, read_evaluated
 from asyncrl.util.files import check_writable
 from asyncrl.util.tokenizer import Decoder, load_decoder
 
-log = structlog.get_logger()
-
 PARQUET = ".parquet"
 Order = Literal["best", "worst", "longest", "newest"]
+MAX_EVALUATIONS = 20
+"""Evaluations of which a page has completions: the latest ones, and as many of those before."""
+MAX_COMPLETIONS = 1000
+"""Completions of evaluations that a page has, unless one row has more."""
+MAX_EVALUATION_BYTES = 16 << 20
+"""Bytes at the start of an evaluation's file from which they are chosen."""
 _COLUMN = {"best": "reward", "worst": "reward", "longest": "num_action_tokens"}
 
 
@@ -76,7 +78,7 @@ class Stored:
     run_dir: Path
     journal: JournalSamples | None
     """All groups of the steps that it still contains."""
-    recorded: Samples
+    recorded: Recorded
     """A few trajectories of many steps."""
     versions: list[int]
     """Versions whose evaluations are recorded."""
@@ -89,7 +91,7 @@ class Stored:
         if not (run_dir / "config.yaml").is_file():
             raise ConfigError(f"{run_dir}: not the folder of a run, config.yaml is missing; give runs/NAME")
         journal = JournalSamples(folder) if segments_of(folder) else None
-        stored = cls(run_dir, journal, read_trained(run_dir), evaluated_versions(run_dir))
+        stored = cls(run_dir, journal, Recorded(run_dir), evaluated_versions(run_dir))
         if journal is None and not len(stored.recorded) and not stored.versions:
             raise ConfigError(f"{run_dir}: has neither a journal nor samples/, so that no trajectories are stored")
         return stored
@@ -106,24 +108,23 @@ class Stored:
                 yield self.of_ticket(ticket)
             return
         in_journal = self.journal.steps if self.journal is not None else {}
-        recorded: NDArray[np.int64] = self.recorded["step"]
-        for step in _in_range(in_journal.keys() | set(recorded.tolist()), query):
+        for step in _in_range(in_journal.keys() | set(self.recorded.steps.tolist()), query):
             if self.journal is not None and step in in_journal:
                 yield self.journal.of_step(step)
             else:
-                yield self.recorded.select(recorded == step)
+                yield self.recorded.read(self.recorded.steps == step)
 
     def of_ticket(self, ticket: int) -> Samples:
         """The trajectories of a ticket; empty if none are stored."""
         if self.journal is not None and ticket in self.journal.groups:
             return self.journal.of_tickets([ticket])
-        return self.recorded.where(ticket=ticket).sort("index")
+        return self.recorded.read(self.recorded.tickets == ticket).sort("index")
 
     def describe(self) -> str:
         """Returns a sentence about what is stored."""
         texts = [] if self.journal is None else [_describe(self.journal)]
         if len(self.recorded):
-            steps: NDArray[np.int64] = self.recorded["step"]
+            steps = self.recorded.steps
             texts.append(
                 f"{self.run_dir / FOLDER} has {len(steps):,} trajectories of the steps {steps[0]:,} to {steps[-1]:,}"
             )
@@ -269,22 +270,44 @@ def parse_steps(text: str) -> tuple[int, int]:
 
 
 def page_samples(run_dir: Path) -> PageSamples | None:
-    """Returns the recorded samples of the run for its document; None if there are none or they cannot be read."""
-    try:
+    """Returns a choice of the run's recorded samples for its document, whose size does not depend on the run's length;
+    None if there are none or they cannot be read."""
+    with observing("samples of the report"):
         config = load_config(run_dir / "config.yaml")
-        trained = read_trained(run_dir)
-        evaluations = [(version, read_evaluated(run_dir, version)) for version in evaluated_versions(run_dir)]
-        evaluated = Samples.concat(part.with_column("step", [version] * len(part)) for version, part in evaluations)
-        if not len(trained) and not len(evaluated):
-            return None
-        decoder = run_decoder(run_dir, config)
-    except (ConfigError, DataError) as error:
-        log.warning("the report has no samples", error=str(error))
-        return None
-    shown = conversations(run_dir, config, decoder)
-    return PageSamples(
-        with_texts(trained, decoder, shown, config, "train"), with_texts(evaluated, decoder, shown, config, "eval")
+        recorded = Recorded(run_dir)
+        trained = recorded.read(spread(len(recorded), MAX_SAMPLES))
+        evaluated = _page_evaluations(run_dir)
+        if len(trained) or len(evaluated):
+            decoder = run_decoder(run_dir, config)
+            shown = conversations(run_dir, config, decoder)
+            return PageSamples(
+                with_texts(trained, decoder, shown, config, "train"),
+                with_texts(evaluated, decoder, shown, config, "eval"),
+            )
+    return None
+
+
+def _page_evaluations(run_dir: Path) -> Samples:
+    """Completions of the same rows in some evaluations, the latest ones among them; "step" is their version."""
+    versions = evaluated_versions(run_dir)
+    latest = versions[-MAX_EVALUATIONS // 2 :]
+    former = versions[: -len(latest) or None]
+    chosen = [*(former[at] for at in spread(len(former), MAX_EVALUATIONS // 2)), *latest] if latest else []
+    if not chosen:
+        return Samples.concat([])
+    counts = count_evaluated(run_dir, chosen[-1], max_bytes=MAX_EVALUATION_BYTES)
+    members = max(counts.values(), default=1)
+    num_rows = max(1, min(MAX_SAMPLES, MAX_COMPLETIONS // members) // len(chosen))
+    rows = sorted(counts)[:num_rows]
+    parts = [read_evaluated(run_dir, version, rows=rows, max_bytes=MAX_EVALUATION_BYTES) for version in chosen]
+    return Samples.concat(
+        part.with_column("step", [version] * len(part)) for version, part in zip(chosen, parts, strict=True)
     )
+
+
+def spread(count: int, limit: int) -> list[int]:
+    """At most `limit` indices below `count`, evenly spread, the first and the last among them."""
+    return np.unique(np.linspace(0, max(count - 1, 0), min(count, limit)).round()).astype(int).tolist()
 
 
 def with_texts(

@@ -34,7 +34,7 @@ import structlog
 import torch
 
 from asyncrl.config import Config
-from asyncrl.errors import InvariantError, PeerTimeoutError, RunError
+from asyncrl.errors import InvariantError, PeerTimeoutError, RunError, observing
 from asyncrl.learner.batch import Batch
 from asyncrl.learner.checkpoint.files import Files, bytes_file
 from asyncrl.learner.checkpoint.hf_export import save_model
@@ -185,9 +185,8 @@ class Learner:
             self._end_turn(step)
         self._log(step, metrics | committed.metrics)
         if self.book is not None:
-            samples = self.book.record(step, prepared.shard.groups, is_last=step == self.config.steps)
-            if samples is not None and self.tracker is not None:
-                self.tracker.log_samples(step, samples)
+            with observing("samples"):
+                self.book.record(step, prepared.shard.groups, is_last=step == self.config.steps)
         return True
 
     def _saves(self, step: int) -> bool:

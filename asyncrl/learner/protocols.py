@@ -7,7 +7,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-from asyncrl.samples import Samples
 from asyncrl.types import Shard
 from asyncrl.wire.learner_messages import Committed
 
@@ -52,4 +51,3 @@ class Tracker(Protocol):
 
     def log(self, step: int, metrics: dict[str, float]) -> None: ...
     def log_evaluation(self, step: int, metrics: dict[str, float]) -> None: ...
-    def log_samples(self, step: int, samples: Samples) -> None: ...

@@ -58,9 +58,8 @@ def run_learner(
         parts.callback(client.close)
         trackers = book = None
         if rank == 0:
-            trackers = make_trackers(config, run_dir)
+            trackers = parts.enter_context(make_trackers(config, run_dir))
             book = SampleBook(run_dir) if config.observe.samples else None
-            parts.callback(trackers.close)
         sender = _make_sender(config, trainer, endpoints, run_dir, parts)
         parts.callback(sender.close)
         Learner(
@@ -181,8 +180,7 @@ def run_offline(
         parts.callback(batches.close)
         trackers = None
         if rank == 0:
-            trackers = make_trackers(config, out_dir)
-            parts.callback(trackers.close)
+            trackers = parts.enter_context(make_trackers(config, out_dir))
         Learner(config, trainer, batches, None, trackers, out_dir, None, start).run(should_stop)
 
 

@@ -194,3 +194,11 @@ def decode_row(line: bytes) -> Row:
     if not isinstance(row, dict) or "step" not in row:
         raise ValueError("no object with a step")
     return row
+
+
+def step_of(line: bytes) -> int | None:
+    """The step of a row of metrics.jsonl; None if the line is damaged."""
+    try:
+        return int(decode_row(line)["step"])
+    except ValueError:
+        return None

@@ -12,11 +12,13 @@ from typing import Any
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.samples import Samples
+from asyncrl.util.files import replace_file
 from asyncrl.util.redaction import redact
 from asyncrl.util.text import printable
 
 PROJECT = "asyncrl"
 METRICS_FILE = "metrics.jsonl"
+MAX_UNWRITTEN_BYTES = 16 << 20
 SWANLAB_MODES = ("disabled", "local", "offline", "online")
 SAMPLE_COLUMNS = (
     "chosen", "prompt", "completion", "reward", "reward_parts", "status", "staleness", "end_version", "ticket",
@@ -27,10 +29,16 @@ class JsonLines:
     """`metrics.jsonl` with one JSON object per step."""
 
     def __init__(self, config: Config, run_dir: Path, last_step: int) -> None:
-        self._file = (run_dir / METRICS_FILE).open("a", buffering=1)
+        self._file = (run_dir / METRICS_FILE).open("ab", buffering=0)
+        self._unwritten = b""
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+        """Writes a row. What a full disk does not take is written with the next row, up to MAX_UNWRITTEN_BYTES."""
+        row = (json.dumps({"step": step, **metrics}) + "\n").encode()
+        if len(self._unwritten) + len(row) <= MAX_UNWRITTEN_BYTES:
+            self._unwritten += row
+        while self._unwritten:
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
     def close(self) -> None:
         self._file.close()
@@ -114,13 +122,18 @@ class MLflow:
         if uri is None:
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
             uri = (run_dir / "mlruns").absolute().as_uri()
+        # Rows that fail are sent again by asyncrl. MLflow's own tries last for minutes.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
         from mlflow.entities import Metric, Param  # pyright: ignore[reportMissingImports]
 
         self._metric = Metric
         self._client = MlflowClient(tracking_uri=uri)
         id_file = run_dir / "mlflow_run_id"
-        if id_file.exists():
+        self._in_doubt = id_file.exists()
+        """True if the answer to an earlier try was lost, so that the server may have the row."""
+        if self._in_doubt:
             self._run_id = id_file.read_text()
             self._client.update_run(self._run_id, status="RUNNING")
             return
@@ -129,11 +142,17 @@ class MLflow:
         self._run_id = self._client.create_run(experiment_id, run_name=config.run).info.run_id
         params = [Param(name, str(value)) for name, value in _flat(settings_of(config))]
         self._client.log_batch(self._run_id, params=params)
-        id_file.write_text(self._run_id)
+        replace_file(id_file, self._run_id)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         points = [self._metric(name, value, 0, step) for name, value in metrics.items()]
-        self._client.log_batch(self._run_id, metrics=points)
+        if not (self._in_doubt and points and self._has(points[0])):
+            self._in_doubt = True
+            self._client.log_batch(self._run_id, metrics=points)
+        self._in_doubt = False
+
+    def _has(self, point: Any) -> bool:
+        return any(known.step == point.step for known in self._client.get_metric_history(self._run_id, point.key))
 
     def log_samples(self, step: int, kind: str, samples: Samples) -> None:
         self._client.log_text(self._run_id, markdown_of(samples), f"samples/{kind}-{step:06d}.md")
@@ -215,7 +234,7 @@ def _parts(row: dict[str, Any]) -> str:
 def _lasting_id(file: Path) -> str:
     """The id that the tracker has in all starts of the run."""
     if not file.exists():
-        file.write_text(uuid.uuid4().hex)
+        replace_file(file, uuid.uuid4().hex)
     return file.read_text()
 
 

@@ -14,8 +14,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from asyncrl.observe.charts import CHARTS
 from asyncrl.observe.curves import LATEST_STEPS, OF_STEP, Curves
 from asyncrl.observe.destinations import METRICS_FILE
@@ -25,6 +23,7 @@ from asyncrl.observe.timeline import timeline
 from asyncrl.samples import Samples
 from asyncrl.samples.book import CHOSEN
 from asyncrl.types import GOODPUT_FACTORS, STALENESS_BUCKETS, STALENESS_METRICS, goodput_of
+from asyncrl.util.files import read_lines
 from asyncrl.util.redaction import redact
 
 if TYPE_CHECKING:
@@ -108,12 +107,11 @@ def run_document(
 def read_metrics(path: Path) -> list[dict[str, float]]:
     """The rows of a `metrics.jsonl`, without a torn last line."""
     rows: list[dict[str, float]] = []
-    if path.is_file():
-        for line in path.read_text().splitlines():
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError:
-                break
+    for line in read_lines(path):
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
     return rows
 
 
@@ -224,14 +222,7 @@ def _time(times: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
 def _samples(samples: PageSamples | None) -> dict[str, Any]:
     if samples is None:
         return {"trained": [], "evaluated": []}
-    evaluated = samples.evaluated
-    if len(evaluated):
-        rows = np.unique(evaluated["row"])
-        versions = max(1, len(np.unique(evaluated["step"])))
-        kept = rows[: max(1, MAX_SAMPLES // versions)]
-        evaluated = evaluated.select(np.isin(evaluated["row"], kept))
-    spread = np.unique(np.linspace(0, max(len(samples.trained) - 1, 0), min(len(samples.trained), MAX_SAMPLES)).round())
-    return {"trained": _plain(samples.trained.select(spread)), "evaluated": _plain(evaluated)}
+    return {"trained": _plain(samples.trained), "evaluated": _plain(samples.evaluated)}
 
 
 def _plain(samples: Samples) -> list[dict[str, Any]]:

@@ -1,18 +1,35 @@
-"""Trackers: the destinations of the metrics of each step."""
+"""Trackers: the destinations of the metrics of each step.
+
+metrics.jsonl is written by the learner, between two steps. Every other tracker has a thread, a `Feed`, that reads
+metrics.jsonl and the recorded samples from the disk and passes them on. What a tracker does cannot stop the run: an
+exception is a warning and a count, and the row waits on the disk until the tracker accepts it.
+
+waits for                      woken by                          deadline
+a new row                      `Trackers.log`                    none
+a tracker that failed          its pause is over                 none; the pause doubles, up to MAX_PAUSE_S
+a tracker's first start        it is made                        START_S; then ConfigError
+the last rows, at the end      all are sent                      CLOSE_S, FAILED_CLOSE_S if the learner failed
+"""
 
 from __future__ import annotations
 
 import inspect
-import json
-from collections.abc import Callable, Iterable
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Protocol
+from types import TracebackType
+from typing import Any, Protocol, Self
 
+import msgspec
 import structlog
 
 from asyncrl.config import Config
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, DataError, observing
+from asyncrl.observe.curves import decode_row, step_of
 from asyncrl.observe.destinations import (
     METRICS_FILE,
     ConsoleLines,
@@ -24,19 +41,36 @@ from asyncrl.observe.destinations import (
     check_package,
 )
 from asyncrl.samples import Samples
-from asyncrl.samples.book import read_evaluated
+from asyncrl.samples.book import FOLDER, TRAINED, read_evaluated, recorded_steps
+from asyncrl.util.files import cut_unfinished_line, read_lines, replace_file
+from asyncrl.util.redaction import describe
 from asyncrl.util.tokenizer import Decoder, load_decoder
 from asyncrl.util.user_code import resolve_function
 
 log = structlog.get_logger()
 
 KEY = "observe.trackers"
+STATE_FILE = "trackers.json"
+"""File in the run's folder with the `TrackerState` of each tracker, by name."""
+EVALUATED_SAMPLES = 8
+"""Completions of an evaluation that trackers show."""
+MAX_TRIES = 5
+"""A row that was tried this often is passed over if the tracker accepts the row after it."""
+MAX_PAUSE_S = 60.0
+"""Longest pause after a failure; the first is a second."""
+START_S = 60.0
+"""Time that a tracker has for its first start."""
+CLOSE_S, FAILED_CLOSE_S = 20.0, 3.0
+"""Time that all trackers together have to take the last rows, at the end and after an error of the learner."""
+LAST_LINES = 20
+"""Lines at the end of metrics.jsonl in which the last step is looked for: one may be damaged."""
+EVALUATED = b'"eval/version"'
 
 
 class Tracker(Protocol):
-    """A destination of metrics: an entry of TRACKERS, or one of the user's own.
+    """A destination of metrics: an entry of TRACKERS, or a custom class.
 
-    A tracker is made with the config, the run's folder, and the last step that an earlier start logged (0 if none did).
+    A tracker is made with the config, the run's folder, and the last step that it has accepted (0 if none).
     With this in `mine.py`, `observe.trackers=[mine.py:Printer]` prints the rewards in `logs/learner-0.out`:
 
         class Printer:
@@ -49,9 +83,10 @@ class Tracker(Protocol):
             def close(self):
                 pass
 
-    It is called in the process of learner rank 0, between two steps, and an exception that it raises ends the process.
-    With a method `log_samples(step, kind, samples)` it is passed samples, too: decoded `Samples`, of which `kind` says
-    whether they were "trained" or "evaluated".
+    It is made and called in a thread of learner rank 0 that belongs to it alone. An exception is a warning, and the row
+    is passed to it again later, so that `log` should raise only if the row was not recorded. With a method
+    `log_samples(step, kind, samples)` it also receives samples: decoded `Samples`, of which `kind` says whether they
+    were "trained" or "evaluated".
     """
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -63,7 +98,8 @@ class Tracker(Protocol):
         ...
 
 
-TRACKERS: dict[str, Callable[[Config, Path, int], Tracker]] = {
+MakeTracker = Callable[[Config, Path, int], Tracker]
+TRACKERS: dict[str, MakeTracker] = {
     "jsonl": JsonLines,
     "console": ConsoleLines,
     "tensorboard": TensorBoard,
@@ -72,30 +108,233 @@ TRACKERS: dict[str, Callable[[Config, Path, int], Tracker]] = {
     "swanlab": SwanLab,
 }
 """Trackers by the name that `observe.trackers` gives them."""
-EVALUATED_SAMPLES = 8
-"""Completions of an evaluation that trackers show."""
 
 
-class Trackers:
-    """All trackers of a run. Rows that an earlier start of the run logged are not logged again."""
+class TrackerState(msgspec.Struct):
+    """What a tracker has accepted, and how often it failed. It outlives the learner."""
+
+    rows_bytes: int = 0
+    """Bytes of metrics.jsonl whose rows were accepted."""
+    step: int = 0
+    """Step of the last of these rows."""
+    samples_bytes: int = 0
+    """Bytes of the recorded samples that were accepted."""
+    samples_step: int = 0
+    failures: int = 0
+    refused: int = 0
+    """Rows and samples that were given up."""
+    error: str = ""
+    """The latest failure."""
+
+
+class States:
+    """The states of all trackers, in STATE_FILE. Safe to use from several threads."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._file = run_dir / STATE_FILE
+        self._lock = threading.Lock()
+        self.by_name = read_states(run_dir)
+
+    def save(self) -> None:
+        """Writes the states. On a full disk they are lost, and a restart sends some rows twice."""
+        with self._lock, observing(STATE_FILE):
+            replace_file(self._file, msgspec.json.encode(self.by_name), mode=0o600, durable=False)
+
+
+def read_states(run_dir: Path) -> dict[str, TrackerState]:
+    """The states by the trackers' names; none if there is no file, or it cannot be read."""
+    file = run_dir / STATE_FILE
+    states: dict[str, TrackerState] = {}
+    if file.is_file():
+        with observing(STATE_FILE):
+            states = msgspec.json.decode(file.read_bytes(), type=dict[str, TrackerState])
+    return states
+
+
+def tracker_summary(run_dir: Path) -> dict[str, dict[str, Any]]:
+    """For each tracker that failed or lacks rows: its failures, the latest error, the rows and samples that it refused,
+    and the rows that it has not received."""
+    summary: dict[str, dict[str, Any]] = {}
+    for name, state in read_states(run_dir).items():
+        unsent = sum(1 for _ in read_lines(run_dir / METRICS_FILE, state.rows_bytes))
+        if state.failures or unsent:
+            counts = {"failures": state.failures, "refused": state.refused, "unsent_rows": unsent}
+            summary[name] = counts | ({"error": state.error} if state.error else {})
+    return summary
+
+
+class Feed(threading.Thread):
+    """Passes rows of metrics.jsonl and recorded samples to one tracker, in order, from where it stopped."""
 
     def __init__(
         self,
-        trackers: list[Tracker],
+        tracker: str,
+        make: Callable[[int], Tracker],
         run_dir: Path,
         load_decoder: Callable[[], Decoder],
-        *,
-        last_step: int = 0,
-        evaluated: Iterable[float] = (),
+        state: TrackerState,
+        save: Callable[[], None],
     ) -> None:
-        """`last_step` and the versions `evaluated` were logged before; the decoder is loaded for the first samples."""
-        self._trackers = trackers
-        self._with_samples = [tracker for tracker in trackers if hasattr(tracker, "log_samples")]
+        super().__init__(name=f"tracker-{tracker}", daemon=True)
+        self.tracker = tracker
+        self._make = make
         self._run_dir = run_dir
         self._load_decoder = load_decoder
+        self._state = state
+        self._save = save
+        self._target: Tracker | None = None
         self._decoder: Decoder | None = None
+        self._tries = 0
+        """Failures in sequence."""
+        self._wake = threading.Event()
+        self._closing = False
+        self._abandoned = False
+        self._made = threading.Event()
+        self._is_first = False
+        self._start_error: BaseException | None = None
+
+    def start_first(self) -> None:
+        """Starts the thread and waits until the tracker is made. Raises ConfigError if it cannot be made."""
+        self._is_first = True
+        self.start()
+        if not self._made.wait(START_S):
+            problem = f"does not start within {START_S:g} s"
+        elif self._start_error is None:
+            return
+        elif isinstance(self._start_error, ConfigError):
+            raise self._start_error
+        else:
+            problem = f"does not start: {describe(self._start_error)}"
+        raise ConfigError(f"{KEY} = {self.tracker!r}: {problem}; repair it or its server, or leave the tracker out")
+
+    def wake(self) -> None:
+        """Says that there is a new row. A tracker that failed completes its pause first."""
+        if not self._tries:
+            self._wake.set()
+
+    def finish(self) -> None:
+        """Makes the thread send what is left, close the tracker and end."""
+        self._closing = True
+        self._wake.set()
+
+    def abandon(self) -> None:
+        """Makes the thread end after the call of the tracker in which it is."""
+        self._abandoned = True
+        self._wake.set()
+
+    def run(self) -> None:
+        while not self._abandoned:
+            self._wake.clear()
+            try:
+                if self._run_once():
+                    return
+                self._wake.wait()
+            except BaseException as error:  # a custom tracker may raise anything, SystemExit included
+                if self._is_first and not self._made.is_set():
+                    self._start_error = error
+                    self._made.set()
+                    return
+                self._count(error)
+                self._tries += 1
+                pause_s = min(2.0 ** (self._tries - 1), MAX_PAUSE_S)
+                self._wake.wait(min(pause_s, 1.0) if self._closing else pause_s)
+
+    def _run_once(self) -> bool:
+        """Sends everything that is on the disk. Returns True if the tracker is closed."""
+        closing = self._closing
+        if self._target is None:
+            self._target = self._make(self._state.step)
+            self._tries = 0
+            self._made.set()
+            self._save()
+        rows = self._run_dir / METRICS_FILE
+        while not self._abandoned and (lines := list(islice(read_lines(rows, self._state.rows_bytes), 2))):
+            if (step_of(lines[0]) or 0) > self._state.step:
+                self._send_trained(self._target)  # the samples of a step are recorded before the next row
+            self._send(self._target, *lines)
+        if closing:
+            self._send_trained(self._target)
+            self._save()
+            self._target.close()
+        return closing
+
+    def _send(self, target: Tracker, line: bytes, after: bytes | None = None) -> None:
+        num_bytes = len(line)
+        try:
+            self._log(target, line)
+        except Exception as error:
+            if self._tries < MAX_TRIES or after is None:
+                raise
+            self._log(target, after)  # raises, unless only this row is refused
+            num_bytes += len(after)
+            try:
+                self._log(target, line)
+            except Exception:
+                self._refuse("a row", error)
+        self._tries = 0
+        self._state.rows_bytes += num_bytes
+        self._save()
+
+    def _log(self, target: Tracker, line: bytes) -> None:
+        metrics = decode_row(line)
+        step = int(metrics.pop("step"))
+        target.log(step, metrics)
+        self._state.step = max(step, self._state.step)
+        if "eval/version" in metrics and hasattr(target, "log_samples"):
+            version = int(metrics["eval/version"])
+            self._send_samples(
+                target, step, "evaluated", lambda: read_evaluated(self._run_dir, version, limit=EVALUATED_SAMPLES)
+            )
+
+    def _send_trained(self, target: Tracker) -> None:
+        """Sends the samples that were recorded of the steps whose rows are sent."""
+        if not hasattr(target, "log_samples"):
+            return
+        try:
+            for record in recorded_steps(self._run_dir, self._state.samples_bytes):
+                if record.step > self._state.step:
+                    break
+                if record.step > self._state.samples_step:  # it is not trained again after a restart
+                    self._send_samples(target, record.step, "trained", record.read)
+                    self._state.samples_step = record.step
+                self._state.samples_bytes = record.end_bytes
+        except DataError as error:
+            self._refuse("samples", error)
+            self._state.samples_bytes = (self._run_dir / FOLDER / TRAINED).stat().st_size
+
+    def _send_samples(self, target: Any, step: int, kind: str, read: Callable[[], Samples]) -> None:
+        """Sends samples, once: if the tracker refuses them they remain in `samples/` alone."""
+        try:
+            if len(samples := read()):
+                if self._decoder is None:
+                    self._decoder = self._load_decoder()
+                target.log_samples(step, kind, samples.decode(self._decoder))
+        except Exception as error:
+            self._refuse(f"{kind} samples", error)
+
+    def _refuse(self, what: str, error: Exception) -> None:
+        self._state.refused += 1
+        self._count(error, refused=what)
+
+    def _count(self, error: BaseException, **details: str) -> None:
+        self._state.failures += 1
+        self._state.error = describe(error)
+        self._save()
+        log.warning(
+            "a tracker failed", tracker=self.tracker, failures=self._state.failures, error=self._state.error, **details
+        )
+
+
+class Trackers:
+    """All trackers of a run. Rows that an earlier start of the run logged are not logged again. Use as a context
+    manager."""
+
+    def __init__(self, rows: JsonLines, feeds: list[Feed], *, last_step: int, evaluated: set[float]) -> None:
+        """`last_step` and the versions `evaluated` were logged before."""
+        self._rows = rows
+        self._feeds = feeds
         self._last_step = last_step
-        self._evaluated = set(evaluated)
+        self._evaluated = evaluated
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Records the metrics of a step."""
@@ -109,61 +348,83 @@ class Trackers:
         if metrics["eval/version"] not in self._evaluated:
             self._log(step, metrics)
 
-    def log_samples(self, step: int, samples: Samples, kind: str = "trained") -> None:
-        """Passes samples to the trackers that take them."""
-        if not self._with_samples or not len(samples) or (kind == "trained" and step <= self._last_step):
-            return
-        if self._decoder is None:
-            self._decoder = self._load_decoder()
-        decoded = samples.decode(self._decoder)
-        for tracker in self._with_samples:
-            tracker.log_samples(step, kind, decoded)  # pyright: ignore[reportAttributeAccessIssue]
-
-    def close(self) -> None:
-        for tracker in self._trackers:
-            tracker.close()
-
     def _log(self, step: int, metrics: dict[str, float]) -> None:
-        for tracker in self._trackers:
-            tracker.log(step, metrics)
-        if self._with_samples and "eval/version" in metrics:
-            evaluated = read_evaluated(self._run_dir, int(metrics["eval/version"]))
-            self.log_samples(step, evaluated.select(slice(EVALUATED_SAMPLES)), "evaluated")
+        with observing(METRICS_FILE):
+            self._rows.log(step, metrics)
+        for feed in self._feeds:
+            feed.wake()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:
+        self.close(CLOSE_S if kind is None else FAILED_CLOSE_S)
+
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """Sends the last rows and closes the trackers; those that are not done after `timeout_s` are abandoned."""
+        deadline_s = time.monotonic() + timeout_s
+        self._rows.close()
+        for feed in self._feeds:
+            feed.finish()
+        for feed in self._feeds:
+            feed.join(max(0.0, deadline_s - time.monotonic()))
+            if feed.is_alive():
+                feed.abandon()
+                log.warning("a tracker did not take the last rows in time", tracker=feed.tracker, timeout_s=timeout_s)
 
 
-def find_tracker(name: str) -> Callable[[Config, Path, int], Tracker]:
+def find_tracker(name: str) -> MakeTracker:
     """Returns the class or function that makes the tracker. Raises ConfigError as `resolve` does, for one that does not
     take three arguments, and for one whose package is missing."""
-    found = resolve_function(KEY, name, TRACKERS)
-    check_package(KEY, name, found)
+    make = resolve_function(KEY, name, TRACKERS)
+    check_package(KEY, name, make)
     try:
-        inspect.signature(found).bind(None, Path(), 0)
+        inspect.signature(make).bind(None, Path(), 0)
     except TypeError as error:
         raise ConfigError(
             f"{KEY} = {name!r}: cannot be called with the config, the run's folder and the last logged step ({error})"
         ) from None
-    return found
+    return make
 
 
 def make_trackers(config: Config, run_dir: Path) -> Trackers:
-    """Returns the trackers that `observe.trackers` names, and metrics.jsonl, whose rows count as logged."""
-    rows = _logged(run_dir / METRICS_FILE)
-    last_step = max((int(row["step"]) for row in rows), default=0)
-    evaluated = [row["eval/version"] for row in rows if "eval/version" in row]
-    names = dict.fromkeys(["jsonl", *config.observe.trackers])
-    made = [find_tracker(name)(config, run_dir, last_step) for name in names]
+    """Returns the trackers that `observe.trackers` names, and metrics.jsonl, whose rows count as logged. Raises
+    ConfigError for a tracker that fails in its first start in the run; later it is tried again while the run goes on.
+    """
+    last_step, evaluated, num_bytes = _logged(run_dir / METRICS_FILE)
+    rows, states = JsonLines(config, run_dir, last_step), States(run_dir)
     decoder = partial(load_decoder, config.model.path, trust_remote_code=config.model.trust_remote_code)
-    return Trackers(made, run_dir, decoder, last_step=last_step, evaluated=evaluated)
+    feeds: list[Feed] = []
+    for name in dict.fromkeys(name for name in config.observe.trackers if name != "jsonl"):
+        is_first = name not in states.by_name
+        state = states.by_name.setdefault(name, TrackerState())
+        if state.rows_bytes > num_bytes:  # rows were cut off, with the journal
+            state.rows_bytes, state.step = num_bytes, last_step
+            state.samples_step = min(state.samples_step, last_step)
+
+        def make(step: int, name: str = name) -> Tracker:
+            return find_tracker(name)(config, run_dir, step)
+
+        feed = Feed(name, make, run_dir, decoder, state, states.save)
+        feeds.append(feed)
+        if is_first:
+            feed.start_first()
+        else:
+            feed.start()
+    return Trackers(rows, feeds, last_step=last_step, evaluated=evaluated)
 
 
-def _logged(path: Path) -> list[dict[str, float]]:
-    """Returns the rows of the file, after cutting off a last line that a killed process did not finish."""
-    if not path.exists():
-        return []
-    data = path.read_bytes()
-    complete = data[: data.rfind(b"\n") + 1]
-    if len(complete) < len(data):
-        log.warning("an unfinished line is cut off", path=str(path), bytes=len(data) - len(complete))
-        with path.open("r+b") as file:
-            file.truncate(len(complete))
-    return [json.loads(line) for line in complete.splitlines()]
+def _logged(path: Path) -> tuple[int, set[float], int]:
+    """Returns the last step, the evaluated versions and the bytes of the file, after cutting off a last line that a
+    killed process did not finish."""
+    if torn := cut_unfinished_line(path):
+        log.warning("an unfinished line is cut off", path=str(path), bytes=torn)
+    num_bytes, evaluated = 0, set[float]()
+    newest: deque[bytes] = deque(maxlen=LAST_LINES)
+    for line in read_lines(path):
+        num_bytes += len(line)
+        newest.append(line)
+        if EVALUATED in line:
+            with observing(METRICS_FILE):
+                evaluated.add(decode_row(line)["eval/version"])
+    return max((step_of(line) or 0 for line in newest), default=0), evaluated, num_bytes

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import struct
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import ConfigError
 
+READ_BYTES = 1 << 18
+"""Buffer for reading lines."""
 MAX_TENSOR_HEADER_BYTES = 100_000_000
 """Largest header of a safetensors file, as in the format's own library."""
 
@@ -20,19 +23,56 @@ WEIGHT_SUFFIXES = (
 """Ends of the names of files with weights in a model's folder."""
 
 
-def replace_file(path: Path, content: str | bytes, *, mode: int = 0o666) -> None:
-    """Replaces the file atomically and syncs it to the disk; it has this mode, less the umask. Raises OSError."""
+def replace_file(path: Path, content: str | bytes, *, mode: int = 0o666, durable: bool = True) -> None:
+    """Replaces the file atomically, text as UTF-8, and syncs it to the disk if it is to be `durable`; it has this mode,
+    less the umask. Raises OSError that names the file."""
     temporary = path.with_name(f".{path.name}.new")
     temporary.unlink(missing_ok=True)
     try:
         with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         temporary.replace(path)
+    except OSError as error:
+        error.filename = str(path)  # a full disk is found out by a call that has no name
+        raise
     finally:
         temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)
+    if durable:
+        sync_folder(path.parent)
+
+
+def read_lines(path: Path, offset: int = 0) -> Iterator[bytes]:
+    """Yields the complete lines of a file after this many bytes, with their ends; none if there is no such file."""
+    try:
+        with path.open("rb", buffering=READ_BYTES) as file:
+            file.seek(offset)
+            for line in file:
+                if line.endswith(b"\n"):
+                    yield line
+    except (FileNotFoundError, NotADirectoryError):
+        return
+
+
+def cut_unfinished_line(path: Path) -> int:
+    """Cuts off a last line without its end, which a killed process or a full disk left; returns its bytes."""
+    size = path.stat().st_size if path.is_file() else 0
+    if not size:
+        return 0
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        if file.read() == b"\n":
+            return 0
+        begin, newline = size, -1
+        while begin and newline < 0:
+            begin = max(0, begin - READ_BYTES)
+            file.seek(begin)
+            newline = file.read(READ_BYTES).rfind(b"\n")
+        whole = begin + newline + 1
+        file.truncate(whole)
+    return size - whole
 
 
 def sync_folder(folder: Path) -> None:

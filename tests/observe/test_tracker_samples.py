@@ -16,7 +16,7 @@ from asyncrl.data.tiny_model import make_tokenizer
 from asyncrl.errors import ConfigError
 from asyncrl.observe.trackers import find_tracker, make_trackers
 from asyncrl.samples import Samples
-from asyncrl.samples.book import append_rows, choose, evaluated_file
+from asyncrl.samples.book import TRAINED, append_rows, choose, evaluated_file
 from asyncrl.types import Lease, Prompt
 from tests.helpers.replay import make_group, small_config
 
@@ -38,7 +38,7 @@ def log_all(config: Config, tmp_path: Path, *names: str) -> None:
     append_rows(evaluated_file(tmp_path, 2), chosen())
     trackers = make_trackers(config, tmp_path)
     trackers.log(3, {"reward/mean": 0.5, "eval/version": 2.0})
-    trackers.log_samples(3, chosen())
+    append_rows(tmp_path / "samples" / TRAINED, chosen())
     trackers.close()
 
 

@@ -10,6 +10,8 @@ import structlog
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from asyncrl.errors import observing
+
 log = structlog.get_logger()
 
 MAX_TRACE_BYTES = 256 << 20
@@ -32,8 +34,17 @@ class StepProfiler:
             yield
             return
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
-        with profile(activities=activities) as profiled:
+        profiled = profile(activities=activities)
+        with observing("profile"):
+            profiled.start()
+        try:
             yield
+        finally:
+            with observing("profile"):
+                profiled.stop()
+                self._write(profiled, step)
+
+    def _write(self, profiled: profile, step: int) -> None:
         self._folder.mkdir(exist_ok=True)
         path = self._folder / f"step-{step:06d}.rank-{self._rank}.json.gz"
         profiled.export_chrome_trace(str(path))
