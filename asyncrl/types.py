@@ -60,8 +60,6 @@ group is refunded (in an evaluation the completion counts as 0)."""
 NO_VERSION = -1
 """Version of a token that no policy sampled."""
 
-FIRST_GUEST = 1024
-"""Index of the first generator of a guest, above those of the run's own."""
 
 MAX_NAME_CHARACTERS = 200
 """Maximum length of the name of a data source."""

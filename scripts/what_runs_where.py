@@ -126,7 +126,7 @@ FEATURES = (
         "system/test_runs.py",
         ("test_gpu_run.py::*1-vllm*",),
     ),
-    Feature("Roles over several hosts: Ray, SLURM, guests", "system/test_ray.py"),
+    Feature("Roles over several hosts: Ray, SLURM", "system/test_ray.py"),
 )
 
 

@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
-from asyncrl.launch.invitations import kept_server
 from asyncrl.launch.resources.network import find_port, listening_address
 from asyncrl.wire.curve_keys import is_loopback, new_keys
 from asyncrl.wire.endpoints import NAMED, Endpoints
@@ -44,9 +43,8 @@ def run_endpoints(config: Config, *, host: str = "", reward_model: bool = False)
             folder, keys = str(stack.enter_context(socket_folder())), ""
             addresses = {name: f"{IPC}{folder}/{name}" for name in names}
         else:
-            kept = kept_server(config)
-            port = find_port(port or (kept.port if kept else 0), host=host)
-            folder, keys = "", new_keys((kept.public, kept.secret) if kept else ("", ""))
+            port = find_port(port, host=host)
+            folder, keys = "", new_keys()
             addresses = {name: f"{NAMED}{name}" for name in names} | {"replay": f"tcp://{host}:{port}"}
         yield Endpoints(
             f"{config.run}-{secrets.token_hex(RUN_ID_BYTES)}",

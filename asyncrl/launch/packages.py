@@ -1,4 +1,4 @@
-"""The packages that the hosts of a run, and its guests, must have in the same versions: one rule for all launchers."""
+"""The packages that the hosts of a run must have in the same versions: one rule for all launchers."""
 
 from __future__ import annotations
 

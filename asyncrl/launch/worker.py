@@ -109,7 +109,6 @@ def run_replay_role(config: Config, spec: RoleSpec, should_stop: Callable[[], bo
     """Runs the replay queue until the run ends or `should_stop` returns True."""
     from asyncrl.data.cursor import PromptCursor
     from asyncrl.data.prompts import eval_prompts
-    from asyncrl.launch.reception import reception_of
     from asyncrl.replay.directory import Directory
     from asyncrl.replay.evaluation.samples import EvalSamples
     from asyncrl.replay.journal.writer import SEGMENT_BYTES, Journal
@@ -145,13 +144,6 @@ def run_replay_role(config: Config, spec: RoleSpec, should_stop: Callable[[], bo
         routing_bytes=0 if routers is None else routers.token_bytes,
         eval_samples=eval_samples,
         directory=directory,
-        reception=reception_of(
-            config,
-            run_dir,
-            spec.endpoints,
-            prompt_tokens=spec.prompt_tokens,
-            greedy_baseline=spec.greedy_baseline,
-        ),
     )
 
 

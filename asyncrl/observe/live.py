@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from asyncrl.observe.document import duration
 from asyncrl.observe.panel import History, ShownSample, evaluation_text, render_panel
-from asyncrl.types import FIRST_GUEST, goodput_of
+from asyncrl.types import goodput_of
 
 PLAIN_EVERY_S = 5.0
 PLAIN_SAMPLES_EVERY_S = 20.0
@@ -145,11 +145,8 @@ def _goodput(status: dict[str, Any]) -> str:
 def _disturbances(status: dict[str, Any], restarts: int) -> list[str]:
     """Deviations from an undisturbed run, in one sentence: missing generators, restarts, steps trained again; none
     without any."""
-    guests = sum(int(index) >= FIRST_GUEST for index in status["generators"])
-    there, wanted, again = len(status["generators"]) - guests, status["generators_wanted"], status["catching_up"]
+    there, wanted, again = len(status["generators"]), status["generators_wanted"], status["catching_up"]
     parts = [f"{there} of {wanted} generators"] if there != wanted else []
-    if guests:
-        parts.append(f"generators of guests {guests}")
     if restarts:
         parts.append(f"restarts {restarts}")
     if again:

@@ -31,7 +31,7 @@ class Deliveries:
     """The part of it in which the changes travel."""
     delta_bytes: float
     far_s: float
-    """What changed, over a guest's link."""
+    """What changed, over a far generator's link."""
 
     @property
     def fastest(self) -> tuple[str, float]:
@@ -43,7 +43,7 @@ class Deliveries:
         return min(times.items(), key=lambda pair: pair[1])
 
     def far_stride(self, step_s: float) -> int | None:
-        """Every how many steps a guest gets a version, with steps of `step_s`; None if it cannot follow."""
+        """Every how many steps a far generator gets a version, with steps of `step_s`; None if it cannot follow."""
         return stride_of(self.far_s / step_s)
 
 

@@ -45,7 +45,7 @@ class Links:
     nccl_bytes_per_s: float = _given(25e9, "NCCL, into one GPU", "half of 400 Gb/s InfiniBand")
     nccl_member_s: float = _given(20e-6, "NCCL, for each GPU that receives", ASSUMED)
     message_s: float = _given(1e-4, "one message from host to host", ASSUMED)
-    far_bytes_per_s: float = _given(2.5e6, "a guest's link", "20 Mb/s")
+    far_bytes_per_s: float = _given(2.5e6, "a far generator's link", "20 Mb/s")
     changed: float = _given(0.012, "of the weights change in a step, lr 1e-6", "measured, 100 M weights, step 24")
     delta_bytes: float = _given(1.31, "a changed weight, compressed", "measured, same")
     encode_s: float = _given(2.6e-9, "encoding a delta, each weight, one rank", "measured, same")

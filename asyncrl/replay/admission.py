@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from asyncrl.config import Config
-from asyncrl.replay.guests import GuestsUp
 from asyncrl.replay.store import Store
 
 
 class Admission:
     """The decision; it changes nothing."""
 
-    def __init__(self, config: Config, store: Store, guests: GuestsUp) -> None:
-        self._guests = guests
+    def __init__(self, config: Config, store: Store) -> None:
         self._settings = config.replay
         self._store, self._state = store, store.state
 
     @property
     def share(self) -> int:
         """Maximum number of leases of one generator, so that the first to ask does not leave the others idle."""
-        return self._state.ledger.per_generator_limit(self._state.generators_wanted + len(self._guests))
+        return self._state.ledger.per_generator_limit(self._state.generators_wanted)
 
     def room(self, generator: int, version: int, wanted: int) -> int:
         """Returns how many leases of others the generator may get in addition to those that are returned already."""

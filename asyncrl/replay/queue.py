@@ -40,7 +40,6 @@ from asyncrl.replay.admission import Admission
 from asyncrl.replay.batcher import Batcher
 from asyncrl.replay.evaluation.scores import eval_metrics
 from asyncrl.replay.expiry import LeaseExpiry
-from asyncrl.replay.guests import GuestsUp
 from asyncrl.replay.intake import GroupIntake
 from asyncrl.replay.journal.writer import Journal, Position
 from asyncrl.replay.metrics.report import run_status, run_summary
@@ -49,9 +48,8 @@ from asyncrl.replay.prompts.selection import warn_if_useless
 from asyncrl.replay.sessions import Sessions
 from asyncrl.replay.store import Store
 from asyncrl.replay.tickets import FinishedGroup, PromptSource
-from asyncrl.types import FIRST_GUEST, NO_VERSION, Lease, Prompt
+from asyncrl.types import NO_VERSION, Lease, Prompt
 from asyncrl.wire.frames import Array
-from asyncrl.wire.guests import Guest
 from asyncrl.wire.learner_messages import Committed, EvaluationOutcome, TakeOutcome
 from asyncrl.wire.messages import Evaluated, GeneratorStats, GroupHeader, LeaseName, ReleasedEvaluation, ReleasedLease
 
@@ -86,8 +84,7 @@ class ReplayQueue:
         self.held = self.state.held
         """The data of each live ticket, by its number."""
         self.sessions = Sessions(self.state)
-        self.guests = GuestsUp(config, self.state, self.clock.now())
-        self.admission = Admission(config, self.store, self.guests)
+        self.admission = Admission(config, self.store)
         self.expiry = LeaseExpiry(config, self.store)
         self.intake = GroupIntake(config, self.store, group_relative=group_relative)
         self.batcher = Batcher(config, self.store)
@@ -138,7 +135,6 @@ class ReplayQueue:
         kind = self.sessions.heartbeat(generator, session, number)
         if kind == "former session":
             return [], "session"
-        self.guests.heartbeat(generator, now_s)
         self.expiry.renew(generator, working_on, now_s)
         if kind == "again":
             self.measure.heartbeat(generator, session, version, structs.replace(stats, stall_ms=[]), now_s)
@@ -166,14 +162,7 @@ class ReplayQueue:
 
     def leaves(self, generator: int, session: str) -> bool:
         """True if the generator is not needed any more, or another process has replaced it."""
-        return self.state.generators_wanted <= generator < FIRST_GUEST or self.sessions.is_former(session)
-
-    def holds(self, guest: Guest, ticket: int, attempt: int, *, evaluation: bool = False) -> bool:
-        """True if no other than a generator of the guest holds the lease, or held it last."""
-        if evaluation:
-            return any(guest.owns(index) for index, *lease in self.evaluation.held() if lease == [ticket, attempt])
-        held = self.held.get(ticket)
-        return held is None or (held.attempt == attempt and guest.owns(held.generator))
+        return generator >= self.state.generators_wanted or self.sessions.is_former(session)
 
     def finish(self, header: GroupHeader, arrays: list[Array]) -> None:
         """See `GroupIntake.finish`."""
@@ -207,7 +196,6 @@ class ReplayQueue:
         """Takes back all leases of a generator whose process has ended."""
         self._give_back_all(self.sessions.others(generator, ""))
         self.measure.lost(generator)
-        self.guests.lost(generator)
 
     def scale(self, generators: int) -> None:
         """Sets the number of generators from now on."""
@@ -219,12 +207,8 @@ class ReplayQueue:
             self.store.record("scale", {"generators": generators})
 
     def expire(self, now_s: float | None = None) -> None:
-        """See `LeaseExpiry.expire`; also ends what is left of guests that are silent."""
-        now_s = self.clock.now() if now_s is None else now_s
-        for generator in self.guests.silent(now_s):
-            log.warning("a guest's generator is silent", generator=generator)
-            self.lost(generator)
-        self.expiry.expire(now_s)
+        """See `LeaseExpiry.expire`."""
+        self.expiry.expire(self.clock.now() if now_s is None else now_s)
 
     def note_memory(self, role: str, peak_memory_bytes: int) -> None:
         """Counts the peak memory of a role that is neither a generator nor a learner."""

@@ -3,7 +3,7 @@
 One thread, one loop (`ReplayServer.serve`). A pass of it:
 
     poll the socket         waits for a message, at most TICK_S (LOOK_S while replies wait for a sync)
-       |                    woken by  generators: ask, finish, evaluated, release, hello and guest_log (guests)
+       |                    woken by  generators: ask, finish, evaluated, release
        |                              learners:   begin, take, commit, next_evaluation, publish
        |                              launcher:   status, scale, lost, stop, summary, shutdown
     handle messages         at most RECEIVE_AT_ONCE; changes of the queue are buffered as records of the journal
@@ -27,11 +27,10 @@ from functools import partial
 
 import structlog
 
-from asyncrl.errors import InvariantError, ProtocolError
+from asyncrl.errors import InvariantError
 from asyncrl.replay.codec import pack_leases
 from asyncrl.replay.directory import Directory
 from asyncrl.replay.evaluation.samples import EvalSamples, unpack_rows
-from asyncrl.replay.guests import Reception
 from asyncrl.replay.journal.records import FRAME_BYTES
 from asyncrl.replay.learner_requests import LearnerRequests
 from asyncrl.replay.outbox import Outbox
@@ -42,8 +41,6 @@ from asyncrl.wire.bounds import Body
 from asyncrl.wire.directory_messages import Announce, Located, LookUp
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.frames import ALIGNMENT, Message
-from asyncrl.wire.guest_messages import GuestLog, Hello
-from asyncrl.wire.guests import HELLO_ID
 from asyncrl.wire.kinds import MAX_REQUEST_HEADER_BYTES
 from asyncrl.wire.launcher_messages import Lost, Memory, ReadStatus, ReadSummary, Scale, Shutdown, Stop
 from asyncrl.wire.messages import (
@@ -54,8 +51,6 @@ from asyncrl.wire.messages import (
     LeaseName,
     Leases,
     Release,
-    ReleasedEvaluation,
-    ReleasedLease,
 )
 from asyncrl.wire.rpc import Handler, Reply, Server
 from asyncrl.wire.service_messages import Ok
@@ -92,12 +87,8 @@ class ReplayServer:
         max_frame_bytes: int = MAX_FRAME_BYTES,
         eval_samples: EvalSamples | None = None,
         directory: Directory | None = None,
-        reception: Reception | None = None,
     ) -> None:
         self.queue = queue
-        self._reception = reception
-        self._foreign = 0
-        """Leases of others that guests reported."""
         self._eval_samples = eval_samples
         self._versions = StoredVersions(queue.config.launch.heartbeat_timeout_s)
         self._directory = directory or Directory(None, endpoints.run_id)
@@ -105,13 +96,11 @@ class ReplayServer:
         self.shut = False
         self._watch = Stopwatch()
         own: dict[type[Body], Handler] = {body: partial(handle, self) for body, handle in HANDLERS.items()}
-        guests = reception.guests if reception is not None else None
         self._server = Server(
             endpoints,
             endpoints.replay,
             "replay queue",
             own | self._learners.handlers,
-            guests=guests,
             max_frame_bytes=max_frame_bytes,
         )
         self._outbox = Outbox(queue, self._server.send)
@@ -192,52 +181,20 @@ class ReplayServer:
 
     def _finish(self, message: Message) -> Reply:
         body: GroupHeader = message.body
-        if self._may_end(message, body):
-            self.queue.finish(body, message.arrays)
+        self.queue.finish(body, message.arrays)
         return Reply(Finished([LeaseName(body.ticket, body.attempt, evaluation=False)]))
 
     def _evaluated(self, message: Message) -> Reply:
         body: Evaluated = message.body
         rows = unpack_rows(body, message.arrays)
-        prompt = self.queue.evaluated(body) if self._may_end(message, body, evaluation=True) else None
+        prompt = self.queue.evaluated(body)
         if prompt is not None and self._eval_samples is not None:
             self._eval_samples.add(prompt, body, rows)
         return Reply(Finished([LeaseName(body.ticket, body.attempt, evaluation=True)]))
 
     def _release(self, message: Message) -> Reply:
         body: Release = message.body
-        leases = [lease for lease in body.leases if self._may_end(message, lease)]
-        evaluations = [lease for lease in body.evaluations if self._may_end(message, lease, evaluation=True)]
-        self.queue.release(body.generator, leases, evaluations)
-        return Reply(Ok({}))
-
-    def _may_end(
-        self,
-        message: Message,
-        lease: GroupHeader | Evaluated | ReleasedLease | ReleasedEvaluation,
-        *,
-        evaluation: bool = False,
-    ) -> bool:
-        """False, and counted, for a lease that is not the guest's who sent the message: it was leased again, or the
-        guest interferes. It is answered all the same, so that the guest does not send it again."""
-        guest = message.guest
-        if guest is None or self.queue.holds(guest, lease.ticket, lease.attempt, evaluation=evaluation):
-            return True
-        self._foreign += 1
-        log.warning("a lease that is not the guest's", guest=guest.name, ticket=lease.ticket, attempt=lease.attempt)
-        return False
-
-    def _hello(self, message: Message) -> Reply:
-        body: Hello = message.body
-        if message.guest is None or self._reception is None:
-            raise ProtocolError("'hello' is for guests")
-        welcome = self._reception.welcome(message.guest, body, ended=self.queue.ledger.steps >= self.queue.config.steps)
-        return Reply(welcome, run_id=HELLO_ID)
-
-    def _guest_log(self, message: Message) -> Reply:
-        if message.guest is None or self._reception is None:
-            raise ProtocolError("'guest_log' is for guests")
-        self._reception.logs.add(message.guest, message.body)
+        self.queue.release(body.generator, body.leases, body.evaluations)
         return Reply(Ok({}))
 
     def _announce(self, message: Message) -> Reply:
@@ -279,7 +236,6 @@ class ReplayServer:
             "bad_messages": server.errors.total(),
             "cut_off": server.bad_peers.cut_off,
             "strangers": server.num_strangers,
-            "foreign_leases": self._foreign,
         }
 
     def _stop(self, message: Message) -> Reply:
@@ -297,8 +253,6 @@ HANDLERS: dict[type[Body], Callable[[ReplayServer, Message], Reply | None]] = {
     GroupHeader: ReplayServer._finish,
     Evaluated: ReplayServer._evaluated,
     Release: ReplayServer._release,
-    Hello: ReplayServer._hello,
-    GuestLog: ReplayServer._guest_log,
     Lost: ReplayServer._lost,
     Scale: ReplayServer._scale,
     Memory: ReplayServer._memory,
@@ -321,13 +275,11 @@ def run_replay(
     routing_bytes: int = 0,
     eval_samples: EvalSamples | None = None,
     directory: Directory | None = None,
-    reception: Reception | None = None,
 ) -> None:
     """Runs the replay role: serves the queue until shutdown, then completes the trace. The connection of a peer that
     sends a frame larger than a group of `max_group_tokens` (prompts and completions), each with a routing of
     `routing_bytes`, is closed; None: no such limit.
-    Completions of evaluations go to `eval_samples`, addresses that servers announce to the `directory`. Guests are
-    admitted by the `reception`."""
+    Completions of evaluations go to `eval_samples`, addresses that servers announce to the `directory`."""
     max_frame_bytes = MAX_FRAME_BYTES
     if max_group_tokens is not None:
         group_bytes = (FRAME_BYTES + routing_bytes) * max_group_tokens + GROUP_PADDING_BYTES
@@ -339,7 +291,6 @@ def run_replay(
             max_frame_bytes=max_frame_bytes,
             eval_samples=eval_samples,
             directory=directory,
-            reception=reception,
         )
         try:
             server.serve(should_stop)

@@ -26,7 +26,6 @@ class Keys:
 
     server_public: str
     server_secret: str
-    """Empty in the keys of a guest (`wire/guests.py`)."""
     client_public: str
     client_secret: str
 
@@ -36,16 +35,9 @@ def is_loopback(host: str) -> bool:
     return ipaddress.ip_address(host).is_loopback
 
 
-def new_keys(server: tuple[str, str] = ("", "")) -> str:
-    """Returns new keys as JSON text, the form that endpoints hold; with `server`, its public and secret key, only the
-    client's are new."""
-    return json.dumps(asdict(Keys(*(server if server[0] else new_pair()), *new_pair())))
-
-
-def new_pair() -> tuple[str, str]:
-    """Returns a new public and secret key."""
-    public, secret = zmq.curve_keypair()
-    return public.decode(), secret.decode()
+def new_keys() -> str:
+    """Returns new keys as JSON text, the form that endpoints hold."""
+    return json.dumps(asdict(Keys(*(key.decode() for _ in ("server", "client") for key in zmq.curve_keypair()))))
 
 
 def read_keys(text: str) -> Keys:
@@ -55,14 +47,13 @@ def read_keys(text: str) -> Keys:
     except ValueError:
         values = None
     names = list(Keys.__slots__)
-    lengths = dict.fromkeys(names, (KEY_CHARACTERS,)) | {"server_secret": (0, KEY_CHARACTERS)}
     if (
         not isinstance(values, dict)
         or sorted(values) != sorted(names)
-        or not all(isinstance(key, str) and len(key) in lengths[name] for name, key in values.items())
+        or not all(isinstance(key, str) and len(key) == KEY_CHARACTERS for key in values.values())
     ):
         raise ConfigError(f"the run's keys are not the JSON of {', '.join(names)}; start the run again to get new ones")
     keys = Keys(**values)
-    for secret in filter(None, (keys.server_secret, keys.client_secret)):
+    for secret in (keys.server_secret, keys.client_secret):
         keep_secret(secret)
     return keys

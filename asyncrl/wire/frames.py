@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 
 from asyncrl.errors import BodyError, ProtocolError, StrangerError
 from asyncrl.wire.bounds import MAX_DOCUMENT_CHARACTERS, MAX_ITEMS, Body, Name, Number, Time
-from asyncrl.wire.guests import Guest
 from asyncrl.wire.kinds import (
     BODIES,
     KINDS,
@@ -105,8 +104,6 @@ class Message:
     """Routing id of the sender at a server; empty at a client."""
     at_s: float | None = None
     """When it was sent, on the monotonic clock of a server's machine; None for a message that is no reply."""
-    guest: Guest | None = None
-    """The guest that sent it to a server; None for a process of the run."""
 
 
 Arrays = Array | list[Array]

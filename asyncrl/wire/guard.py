@@ -1,4 +1,4 @@
-"""The guard of a socket with CURVE: lets in the peers that have the run's key or a guest's, and counts all others."""
+"""The guard of a socket with CURVE: lets in the peers that have the run's key, and counts all others."""
 
 from __future__ import annotations
 
@@ -13,16 +13,12 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 from zmq.utils.z85 import encode
 
-from asyncrl.wire.guests import Guests
-
 log = structlog.get_logger()
 
 IO_THREADS = 4
 """Threads that encrypt, each for a share of the connections."""
 ZAP = "inproc://zeromq.zap.01"
 """The address at which ZeroMQ asks whether a key is admitted (ZeroMQ RFC 27)."""
-OWN = "run"
-"""The user id of peers with the run's own key; that of a guest is its public key."""
 NO_KEYS, FOREIGN_KEY = "no keys, or no complete handshake", "foreign key"
 REASONS = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: FOREIGN_KEY,
@@ -56,10 +52,9 @@ class Guard(threading.Thread):
     """Answers which keys may come in, and follows the connections. Its waits have no deadline: it is woken by ZeroMQ
     and by `stop`."""
 
-    def __init__(self, router: GuardedRouter, client_public: str, guests: Guests | None) -> None:
+    def __init__(self, router: GuardedRouter, client_public: str) -> None:
         super().__init__(name="guard", daemon=True)
-        self._guests = guests
-        self._client_public = client_public.encode()
+        self._admitted = client_public.encode()
         self._num_accepted = self._num_let_in = 0
         self._refused: Counter[str] = Counter()
         self._asked = router.context.socket(zmq.REP, socket_class=zmq.Socket)
@@ -97,16 +92,9 @@ class Guard(threading.Thread):
 
     def _answer(self, question: list[bytes]) -> None:
         version, number, _domain, _address, _id, mechanism, *credentials = question
-        user = self._user(encode(credentials[0])) if mechanism == b"CURVE" else b""
+        admitted = mechanism == b"CURVE" and encode(credentials[0]) == self._admitted
         with suppress(zmq.Again):
-            self._asked.send_multipart([version, number, b"200" if user else b"400", b"", user, b""], zmq.DONTWAIT)
-
-    def _user(self, key: bytes) -> bytes:
-        """Returns the user id that comes with each message of a peer with this public key; empty if it may not
-        come in."""
-        if key == self._client_public:
-            return OWN.encode()
-        return key if self._guests is not None and self._guests.find(key.decode()) is not None else b""
+            self._asked.send_multipart([version, number, b"200" if admitted else b"400", b"", b"", b""], zmq.DONTWAIT)
 
     def _note(self, event: Any) -> None:
         match event["event"]:
@@ -120,12 +108,12 @@ class Guard(threading.Thread):
                     log.warning("a stranger was refused", reason=reason, refused=self._refused[reason])
 
 
-def guarded_router(client_public: str, server_secret: str, guests: Guests | None = None) -> GuardedRouter:
-    """Returns a socket that lets in only peers with this public key, and the guests."""
+def guarded_router(client_public: str, server_secret: str) -> GuardedRouter:
+    """Returns a socket that lets in only peers with this public key."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=IO_THREADS)
     router = GuardedRouter(context, zmq.ROUTER)
     router.setsockopt(zmq.CURVE_SERVER, 1)
     router.setsockopt(zmq.CURVE_SECRETKEY, server_secret.encode())
-    router.guard = Guard(router, client_public, guests)
+    router.guard = Guard(router, client_public)
     router.guard.start()
     return router

@@ -11,7 +11,6 @@ from typing import Any, get_origin
 from asyncrl.wire.bounds import Body
 from asyncrl.wire.directory_messages import Announce, Located, LookUp
 from asyncrl.wire.environment_messages import Turns, Wishes
-from asyncrl.wire.guest_messages import GuestLog, Hello, Welcome
 from asyncrl.wire.launcher_messages import Lost, Memory, ReadStatus, ReadSummary, Scale, Shutdown, Stop
 from asyncrl.wire.learner_messages import (
     Begin,
@@ -86,9 +85,6 @@ BODIES: dict[str, Any] = {
     "announce": Announce,
     "look_up": LookUp,
     "located": Located,
-    "hello": Hello,
-    "welcome": Welcome,
-    "guest_log": GuestLog,
     "value": Value,
     "values": Values,
     "train": Train,
@@ -152,8 +148,6 @@ ANSWERS: dict[str, str] = {
     "shutdown": "ok",
     "announce": "ok",
     "look_up": "located",
-    "hello": "welcome",
-    "guest_log": "ok",
 }
 """The kind of the answer to each request."""
 

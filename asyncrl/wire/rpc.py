@@ -6,7 +6,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 import structlog
@@ -18,9 +17,8 @@ from asyncrl.wire.bad_peers import BadPeers
 from asyncrl.wire.bounds import Body
 from asyncrl.wire.clock_offset import ClockOffset
 from asyncrl.wire.endpoints import Endpoints
-from asyncrl.wire.frames import MAX_HEADER_VALUES, Arrays, Buffer, Message, decode, encode
-from asyncrl.wire.guard import OWN, GuardedRouter
-from asyncrl.wire.guests import HELLO_ID, Guest, Guests
+from asyncrl.wire.frames import MAX_HEADER_VALUES, Arrays, Message, decode, encode
+from asyncrl.wire.guard import GuardedRouter
 from asyncrl.wire.kinds import ANSWERS, KINDS, MAX_HEADER_BYTES, MAX_REQUEST_HEADER_BYTES
 from asyncrl.wire.service_messages import Error
 from asyncrl.wire.sockets import LINGER_S, MAX_FRAME_BYTES, bind_router, connect_dealer
@@ -180,8 +178,6 @@ class Reply(NamedTuple):
 
     body: Body
     arrays: Sequence[Arrays] = ()
-    run_id: str = ""
-    """Other than the run's; empty for that."""
 
 
 Handler = Callable[[Message], Reply | None]
@@ -203,14 +199,13 @@ class Server:
         what: str,
         handlers: Mapping[type[Body], Handler],
         *,
-        guests: Guests | None = None,
         max_frame_bytes: int = MAX_FRAME_BYTES,
         max_bytes: int = MAX_REQUEST_HEADER_BYTES,
         max_values: int = MAX_HEADER_VALUES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`what` names the server in errors and logs; `max_bytes` and `max_values` are limits of a request's header.
-        `guests` are admitted next to the run's own processes, if the run has keys. Answers have the time of `clock`."""
+        Answers have the time of `clock`."""
         self.what = what
         self.errors: Counter[str] = Counter()
         """Bad and dropped messages, by the name of the error."""
@@ -224,10 +219,8 @@ class Server:
             endpoints.listening(address),
             what,
             keys=endpoints.keys,
-            guests=guests,
             max_frame_bytes=max_frame_bytes,
         )
-        self._guests = guests if endpoints.keys else None
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         """The ZeroMQ address that it listens on."""
 
@@ -259,7 +252,7 @@ class Server:
 
     def send(self, peer: bytes, seq: int, reply: Reply) -> None:
         """Sends an answer to the request `seq` of a peer."""
-        frames = encode(reply.run_id or self._run_id, reply.body, seq=seq, arrays=reply.arrays, at_s=self._clock())
+        frames = encode(self._run_id, reply.body, seq=seq, arrays=reply.arrays, at_s=self._clock())
         self._socket.send_multipart([peer, *frames], copy=False)
 
     def close(self) -> None:
@@ -289,12 +282,7 @@ class Server:
     def _read(self, peer: bytes, frames: list[zmq.Frame]) -> Message:
         """Returns the validated message. Any failure here is the message's fault: nothing has been changed yet."""
         try:
-            guest = self._guest(frames[0]) if self._guests is not None else None
-            buffers = [frame.buffer for frame in frames]
-            if guest is None:
-                message = decode(self._run_id, buffers, peer=peer, **self._limits)
-            else:
-                message = self._read_of(guest, peer, buffers)
+            message = decode(self._run_id, [frame.buffer for frame in frames], peer=peer, **self._limits)
         except ProtocolError:
             raise
         except Exception as error:
@@ -303,27 +291,6 @@ class Server:
         if message.arrays.frame is not None:
             message.arrays.frame = frames[-1]  # ZeroMQ forwards a received frame without a copy
         return message
-
-    def _guest(self, frame: zmq.Frame) -> Guest | None:
-        """The guest that sent the frame; None if it came from the run's own processes. Raises StrangerError for a guest
-        whose invitation was revoked."""
-        assert self._guests is not None
-        if (user := str(frame.get("User-Id"))) == OWN:
-            return None
-        if (guest := self._guests.find(user)) is None:
-            raise StrangerError("the sender's invitation was revoked")
-        return guest
-
-    def _read_of(self, guest: Guest, peer: bytes, buffers: Sequence[Buffer]) -> Message:
-        """The message of a guest. Its hello does not need the run id."""
-        try:
-            message = decode(self._run_id, buffers, peer=peer, **self._limits)
-        except StrangerError:
-            message = decode(HELLO_ID, buffers, peer=peer, **self._limits)
-            if message.kind != "hello":
-                raise
-        guest.check(message.kind, message.body)
-        return replace(message, guest=guest)
 
     def _refuse(self, peer: bytes, seq: int, error: Exception) -> None:
         self.errors[type(error).__name__] += 1

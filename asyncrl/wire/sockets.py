@@ -12,7 +12,6 @@ import zmq
 from asyncrl.errors import ConfigError
 from asyncrl.wire.curve_keys import read_keys
 from asyncrl.wire.guard import guarded_router
-from asyncrl.wire.guests import Guests
 from asyncrl.wire.socket_folder import check_socket
 
 MAX_FRAME_BYTES = 1 << 31
@@ -42,10 +41,10 @@ ROUTING_ID_BYTES = 15
 
 
 def bind_router(
-    address: str, what: str, *, keys: str = "", guests: Guests | None = None, max_frame_bytes: int = MAX_FRAME_BYTES
+    address: str, what: str, *, keys: str = "", max_frame_bytes: int = MAX_FRAME_BYTES
 ) -> zmq.Socket[bytes]:
     """Returns a ROUTER socket that listens on the address. A peer that reconnects under its routing id replaces its old
-    connection; with `keys` only peers with the run's keys, and the guests, are admitted. The connection of a peer that
+    connection; with `keys` only peers with the run's keys are admitted. The connection of a peer that
     sends a larger frame is closed.
 
     An answer to a peer that is gone, or does not read, is dropped: it does not delay other peers, and a peer that still
@@ -57,9 +56,7 @@ def bind_router(
         _await_unused(path, what)
     pair = read_keys(keys) if keys else None
     router = (
-        guarded_router(pair.client_public, pair.server_secret, guests)
-        if pair
-        else zmq.Context.instance().socket(zmq.ROUTER)
+        guarded_router(pair.client_public, pair.server_secret) if pair else zmq.Context.instance().socket(zmq.ROUTER)
     )
     _limit(router, max_frame_bytes)
     router.setsockopt(zmq.RCVHWM, RECEIVE_MESSAGES)

@@ -14,7 +14,6 @@ from asyncrl.wire.bounds import Body
 from asyncrl.wire.directory_messages import Announce, Located, LookUp
 from asyncrl.wire.environment_messages import EpisodeEnded, EpisodeStart, GroupPlace, Said, SayNext, Turns, Wishes
 from asyncrl.wire.frames import Arrays, encode
-from asyncrl.wire.guest_messages import GuestLog, Hello, Welcome
 from asyncrl.wire.kinds import KINDS
 from asyncrl.wire.launcher_messages import Lost, Memory, ReadStatus, ReadSummary, Scale, Shutdown, Stop
 from asyncrl.wire.learner_messages import (
@@ -186,8 +185,6 @@ def requests(step: int = 0) -> dict[str, list[bytes]]:
         Leave(0),
         Score([{"role": "user", "content": "1+1="}], ["2", "3"], timeout_s=1.5),
         StoreRequest(1, "add", ["group/1/rank"], b"", 2),
-        Hello({"torch": "2.13.0"}),
-        GuestLog(1, ['{"event": "started"}']),
         weights.Join(1, "cpu", "host-1"),
         weights.Up(),
         weights.Ready(2, weights.Loaded(3, 1 << 60)),
@@ -238,7 +235,6 @@ def answers(seq: int = 1, *, ticket: int = 0, attempt: int = 0, step: int = 1) -
         (Scores([0.5, None], ["", "it broke"]), []),
         (WISHES, pack_lists([np.ones(2, dtype=np.int32)])),
         (StoreReply(1, [b"2", None], 2, ""), []),
-        (Welcome("", "demo", RUN_ID, "steps: 3", 1024, 2, 7, greedy_baseline=False, ended=False), []),
         *((body, []) for body in PUSHED),
         (Error("it broke"), []),
     ]

@@ -1,22 +1,20 @@
-"""The versions of packages that hosts and guests must have in common."""
+"""The versions of packages that hosts must have in common."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
 import types
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 
 from asyncrl import __version__
-from asyncrl.launch import packages, reception
+from asyncrl.launch import packages
 from asyncrl.launch.host_facts import facts_of_this_host
 from asyncrl.launch.packages import other_packages, package_versions
 from asyncrl.launch.ray.pool_actor import PoolActor
-from tests.helpers.replay import loopback_endpoints, small_config
 
 
 @pytest.fixture
@@ -55,9 +53,7 @@ def test_only_what_differs_is_named_by_host(installed: dict[str, str]) -> None:
     assert "torch missing (here 2.12.0), vllm" in other_packages({"an older asyncrl": own})
 
 
-def test_launchers_and_guests_compare_the_same(
-    installed: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launchers_compare_the_same(installed: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = package_versions()
     assert facts_of_this_host("127.0.0.1", tmp_path).versions == own
     context = types.SimpleNamespace(get_accelerator_ids=dict, get_node_id=lambda: "a1")
@@ -67,7 +63,3 @@ def test_launchers_and_guests_compare_the_same(
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.chdir(tmp_path)
     assert asyncio.run(PoolActor(str(tmp_path), {}).describe(str(tmp_path / "token"), "", "")).versions == own
-    endpoints = replace(loopback_endpoints(1), keys="of the run")
-    monkeypatch.setattr(reception, "model_facts", lambda _: {"model": "ab"})
-    found = reception.reception_of(small_config(), tmp_path, endpoints, prompt_tokens=1, greedy_baseline=False)
-    assert found is not None and found.facts == {**own, "model": "ab"}

@@ -94,7 +94,7 @@ def test_the_ways_of_weights_by_hand() -> None:
 
 
 @pytest.mark.parametrize(("steps", "stride"), [(1.0, 1), (1.5, 4), (2.6, 16), (4.9, 64), (5.0, None)])
-def test_a_guest_follows_by_strides(steps: float, stride: int | None) -> None:
+def test_a_far_generator_follows_by_strides(steps: float, stride: int | None) -> None:
     assert Deliveries(0, 0, 0, 0, 0, 0, 0, far_s=30.0 * steps).far_stride(30.0) == stride
 
 

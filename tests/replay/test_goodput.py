@@ -16,7 +16,7 @@ from asyncrl.replay.metrics.goodput import Goodput, GoodputSums, bare_fraction, 
 from asyncrl.replay.metrics.stats import GeneratorState
 from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
-from asyncrl.types import FIRST_GUEST, GOODPUT_FACTORS, goodput_of
+from asyncrl.types import GOODPUT_FACTORS, goodput_of
 from asyncrl.util.durable import of_plain, to_plain
 from asyncrl.wire.messages import GeneratorStats
 from tests.helpers.replay import EndlessPrompts, ask_queue, make_group, small_config
@@ -89,17 +89,6 @@ def generator_state(**told: Any) -> GeneratorState:
     return state
 
 
-def test_a_slow_guest_counts_for_the_time_that_it_was_up() -> None:
-    sums = GoodputSums(offered_s=4.0, finished=6, finished_signal=6, trained_signal=3)
-    own, slow = generator_state(), generator_state(costs=[100 * cost for cost in COSTS])
-    alone, bare_slow = (sums.metrics({0: one}, slots=64)["goodput/bare_tokens_per_s"] for one in (own, slow))
-    assert bare_slow == pytest.approx(alone / 100)
-    brief = {name: getattr(slow, name) / 10 for name in ("waiting_s", "working_s", "syncing_s", "writing_s")}
-    both = sums.metrics({0: own, FIRST_GUEST: replace(slow, **brief)}, slots=64)
-    assert both["goodput/bare_tokens_per_s"] == pytest.approx((4.0 * alone + 0.4 * bare_slow) / 4.4)
-    assert both["goodput/total"] == pytest.approx(3 / (4.0 * alone + 0.4 * bare_slow))
-
-
 def make_queue(folder: Path, **overrides: object) -> ReplayQueue:
     config = small_config(replay__max_staleness=8, **overrides)
     return ReplayQueue(config, EndlessPrompts(), TraceWriter(folder / "trace.parquet"))
@@ -141,18 +130,6 @@ def test_a_run_counts_the_tokens_of_groups_with_signal(tmp_path: Path, monkeypat
     sums = queue.measure.goodput
     assert of_plain(GoodputSums, to_plain(GoodputSums, sums)) == sums
     assert (sums.finished, sums.finished_signal, sums.trained_signal) == (36, 24, 24)
-
-
-def test_guests_count_on_both_sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    queue, now_s = make_queue(tmp_path), 10.0
-    monkeypatch.setattr(queue.clock, "now", lambda: now_s)
-    for generator in (0, FIRST_GUEST):
-        for lease in ask_queue(queue, generator, 0, 1, stats=STATS)[0]:
-            queue.finish(*pack_group(make_group(lease, 0)))
-    now_s = 15.0
-    found = goodput_of(train(queue, 1))
-    assert found["admitted"] == 6.0 / (5.0 + 4.0), "the guest has worked 3 s of 4 s"
-    assert found["total"] == pytest.approx(12 / (found["bare_tokens_per_s"] * 9.0))
 
 
 def test_trained_groups_without_signal_count_for_nothing(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.snapshot import Snapshot
 from asyncrl.replay.state import APPLY
-from asyncrl.types import FIRST_GUEST, Lease
+from asyncrl.types import Lease
 from asyncrl.wire.messages import Evaluated, GeneratorStats, LeaseName, ReleasedEvaluation, ReleasedLease
 from tests.helpers.examples import examples
 from tests.helpers.replay import EndlessPrompts, ask_queue, kill_queue, make_group, small_config
@@ -211,7 +211,7 @@ class Run:
             assert is_current(lease.ticket, lease.attempt) == (lease in renewed)
 
     def silence(self, pick: int) -> None:
-        """The generator is silent while a guest's gets some of its leases; then it continues with its session."""
+        """The generator is silent while another gets some of its leases; then it continues with its session."""
         is_current = self.queue.ledger.is_current
         held = [lease for lease in self.leases if not lease.evaluation and is_current(lease.ticket, lease.attempt)]
         self.number += 1
@@ -220,7 +220,7 @@ class Run:
             self.ahead_s += 1.0
             self.queue.expire()
         version = max(0, self.steps - pick % 2)
-        got, _ = ask_queue(self.queue, FIRST_GUEST, version, pick % 5)
+        got, _ = ask_queue(self.queue, 1, version, pick % 5)
         self._note(got)
         passed = {lease.ticket for lease in got}
         for lease in held:
@@ -231,7 +231,7 @@ class Run:
             self.orphans.append(lease)
             self.late(-1)
         self.orphans += got[pick % 3 :]
-        self.queue.lost(FIRST_GUEST)
+        self.queue.lost(1)
 
     def _renew(self, leases: list[Lease]) -> None:
         names = [LeaseName(lease.ticket, lease.attempt, False) for lease in leases]
@@ -359,6 +359,7 @@ def test_any_schedule_with_deaths_loses_nothing(
             data__selection=selection,
             eval__every_steps=2,
             steps=1000,
+            launch__generators=2,
         )
         run = Run(Path(name), config)
         for event, pick in events:

@@ -9,7 +9,7 @@ from math import prod
 from msgspec.structs import replace
 
 from asyncrl.replay.metrics.stats import GeneratorState
-from asyncrl.types import FIRST_GUEST, GOODPUT_FACTORS
+from asyncrl.types import GOODPUT_FACTORS
 from asyncrl.util.durable import Durable
 
 ENGINE_PHASES, LOOP_PHASES = ("engine", "requests"), ("rewards", "messages")
@@ -60,7 +60,7 @@ class GoodputSums(Durable):
     """The sums over a run that its goodput is made of. Tokens are action tokens."""
 
     offered_s: float = 0.0
-    """Seconds in which the run's own generators could work, up to the last step: those of each step times the wanted
+    """Seconds in which the generators could work, up to the last step: those of each step times the wanted
     generators."""
     finished: int = 0
     """Tokens of groups that arrived. The next two are those of groups with signal."""
@@ -78,13 +78,11 @@ class GoodputSums(Durable):
 
     def metrics(self, generators: Mapping[int, GeneratorState], *, slots: int) -> dict[str, float]:
         """`goodput/NAME` with the rate of a bare engine; empty while there is no goodput. `slots` are the sequences
-        that run at once in an engine. A guest is not wanted, but comes: it could work in all the time that it was up.
-        """
+        that run at once in an engine."""
         every = generators.values()
-        guests = (g for index, g in generators.items() if index >= FIRST_GUEST)
         known = {
             "bare_tokens_per_s": mean_bare_tokens_per_s(every, slots=slots),
-            "offered_s": self.offered_s + sum(sum(g.seconds.values()) for g in guests),
+            "offered_s": self.offered_s,
             "busy_s": sum(g.busy_s for g in every),
             "generated": sum(g.tokens for g in every),
             "finished": self.finished,
