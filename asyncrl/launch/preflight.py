@@ -19,7 +19,7 @@ from asyncrl.generator.engine import check_installed
 from asyncrl.generator.vllm_backend.setup import check_adapters, check_engine_options, check_tensor_parallel
 from asyncrl.rewards.auto import choose_rewards, describe_choice
 from asyncrl.rewards.table import evaluation_config, reward_names
-from asyncrl.util.files import read_json
+from asyncrl.util.files import read_json, tensor_files
 
 EVAL_ROWS = 100
 """Number of rows in the evaluation file that a recipe creates."""
@@ -114,6 +114,7 @@ def check_inputs(config: Config, console: Console) -> Inputs:
         console, [config.generator.engine, config.weights.transport, config.launch.cluster, *config.observe.trackers]
     )
     check_parts(config)
+    check_weights(config)
     announce_imports(console, [config.algorithm.advantage, config.algorithm.loss])
     advantage, _ = check_algorithm(config)
     return Inputs(config, rows, prompt_tokens, is_group_relative(advantage), needs_greedy_baseline(advantage))
@@ -226,10 +227,12 @@ def check_model(config: Config) -> int:
             raise ConfigError(
                 f"model.path = {config.model.path!r}: {name} is missing; is it a Hugging Face model folder?"
             )
-    if not list(folder.glob("*.safetensors")):
-        raise ConfigError(f"model.path = {config.model.path!r}: no *.safetensors in it; save the model in that format")
     settings = read_json(folder / "config.json", "model.path")
     check_architecture(settings, config.model.path)
+    check_files(config.model.path, "model.path")
+    for key, path in other_models(config):
+        if Path(path).is_dir():
+            check_files(path, key)
     window = settings.get("max_position_embeddings")
     if window is not None and (not isinstance(window, int) or window < 1):
         raise ConfigError(
@@ -253,6 +256,49 @@ def check_model(config: Config) -> int:
     if config.data.max_prompt_tokens is not None:
         prompt_tokens = min(prompt_tokens, config.data.max_prompt_tokens)
     return prompt_tokens
+
+
+def other_models(config: Config) -> list[tuple[str, str]]:
+    """Returns the keys and paths of the models that the learner loads besides the policy."""
+    named = (("algorithm.reference", config.algorithm.reference), ("critic.path", config.critic.path))
+    return [(key, path) for key, path in named if path is not None]
+
+
+def check_files(path: str, key: str) -> None:
+    """Raises ConfigError unless a model's folder has complete weights that are neither quantized nor an adapter."""
+    folder = Path(path)
+    if (folder / "adapter_config.json").exists():
+        raise ConfigError(
+            f"{key} = {path!r}: has adapter_config.json; merge the adapter into the model, or remove its files"
+        )
+    settings = read_json(folder / "config.json", key)
+    if settings.get("quantization_config") is not None:
+        method = settings["quantization_config"].get("quant_method")
+        raise ConfigError(
+            f"{key} = {path!r}: config.json has quantization_config ({method}); quantized weights cannot be trained, "
+            "use the model in bfloat16 or float32 (generator.engine_options.quantization quantizes the engine alone)"
+        )
+    try:
+        tensor_files(folder)
+    except ConfigError as error:
+        raise ConfigError(f"{key} = {path!r}: {error}") from None
+
+
+def check_weights(config: Config) -> None:
+    """Raises ConfigError if a folder's tensors contradict its config.json: a tied output layer with values of its own,
+    or tensors that the model lacks. Where the library renames tensors, the learner does this. Imports torch."""
+    from asyncrl.launch.resources.shape import empty_model_of
+    from asyncrl.learner.model.loading import refuse_unexpected
+    from asyncrl.weights.checkpoint import check_tied, checkpoint_tensors, unexpected_tensors
+
+    for key, path in [("model.path", config.model.path), *other_models(config)]:
+        if key == "critic.path" or not Path(path).is_dir():
+            continue  # the critic's head is new
+        model, files = empty_model_of(path, config.model.trust_remote_code, values=False), tensor_files(Path(path))
+        check_tied(model, files, named := f"{key} = {path!r}")
+        tensors = checkpoint_tensors(model)
+        if tensors is not None and all(tensor.name in files for tensor in tensors):
+            refuse_unexpected(unexpected_tensors(model, tensors, files), named)
 
 
 def check_architecture(settings: dict[str, Any], path: str) -> None:

@@ -17,6 +17,8 @@ READ_BYTES = 1 << 18
 MAX_TENSOR_HEADER_BYTES = 100_000_000
 """Largest header of a safetensors file, as in the format's own library."""
 
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+"""Names of the file with a model's weights, and of the index of several such files."""
 WEIGHT_SUFFIXES = (
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".npz", ".onnx", ".onnx_data", ".ot",
 )  # fmt: skip
@@ -126,12 +128,39 @@ def read_tensor_descriptions(path: Path) -> dict[str, Any]:
             header = json.loads(file.read(length))
         if not isinstance(header, dict):
             raise TypeError(f"its header is {type(header).__name__}")
-    except (OSError, ValueError, TypeError, RecursionError, struct.error) as error:
+        tensors = {str(name): value for name, value in header.items() if name != "__metadata__"}
+        end = 8 + length + max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
+        if path.stat().st_size < end:
+            raise ValueError(f"{path.stat().st_size} of {end} bytes")
+    except (OSError, LookupError, ValueError, TypeError, RecursionError, struct.error) as error:
         raise ConfigError(
             f"{path}: not a complete safetensors file ({type(error).__name__}: {error}); save or download the model "
             "again"
         ) from None
-    return {str(name): value for name, value in header.items() if name != "__metadata__"}
+    return tensors
+
+
+def tensor_files(folder: Path) -> dict[str, Path]:
+    """Returns the file of each tensor in a model's folder. Raises ConfigError unless the folder has safetensors files
+    that transformers finds, and all of them are complete."""
+    index, single = folder / INDEX, folder / SINGLE
+    if index.is_file() and single.is_file():
+        raise ConfigError(f"{folder} has {SINGLE} and {INDEX}, which may be of two models; remove the older one")
+    if not index.is_file():
+        if not single.is_file():
+            raise ConfigError(f"{folder} has neither {SINGLE} nor {INDEX}; save the model in the safetensors format")
+        return dict.fromkeys(read_tensor_descriptions(single), single)
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ConfigError(f"{index}: has no weight_map; save or download the model again")
+    files: dict[str, Path] = {}
+    for name in sorted(set(weight_map.values())):
+        if not (path := folder / name).is_file():
+            raise ConfigError(f"{path}: is missing, although {INDEX} names it; download the model again")
+        files |= {tensor: path for tensor in read_tensor_descriptions(path)}
+    if lost := sorted(weight_map.keys() - files.keys()):
+        raise ConfigError(f"{folder / weight_map[lost[0]]}: has no {lost[0]}, although {INDEX} says so; save it again")
+    return files
 
 
 def is_weight_file(name: str) -> bool:

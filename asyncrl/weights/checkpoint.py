@@ -8,18 +8,24 @@ tells where each tensor is, so that nothing has to be gathered or copied to load
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils.loading_report import LoadStateDictInfo
 
-from asyncrl.errors import InvariantError
+from asyncrl.errors import ConfigError, InvariantError
 from asyncrl.weights.shares import slice_of
+
+ROWS = 4096
+"""Rows of two tensors that are compared at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +88,38 @@ def checkpoint_tensors(
     if elements != (wanted := sum(parameter.numel() for parameter in parameters.values())):
         raise InvariantError(f"tensors of the checkpoint: {elements} elements, the model's parameters have {wanted}")
     return tensors
+
+
+def unexpected_tensors(model: PreTrainedModel, expected: Iterable[CheckpointTensor], names: Iterable[str]) -> set[str]:
+    """Returns those of the names in a folder that the model has no use for: not `expected`, not tied to one of these,
+    and not among those that the library leaves out on purpose."""
+    known = {tensor.name for tensor in expected} | model.get_expanded_tied_weights_keys(all_submodels=True).keys()
+    known |= {name for name, _ in model.named_buffers()}
+    info = LoadStateDictInfo(set(), set(names) - known, set(), [], {}, set())
+    model._adjust_missing_and_unexpected_keys(info)
+    return info.unexpected_keys
+
+
+def check_tied(model: PreTrainedModel, files: dict[str, Path], what: str) -> None:
+    """Raises ConfigError if the config of the model, in full or a `meta_model`, ties two parameters that have different
+    values in the folder's files. Learners and engines follow the config alone, so that all have the same parameters,
+    where the library would follow the folder. `what` names the folder in the error."""
+    for name, source in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if name in files and source in files and not _are_equal(files[name], name, files[source], source):
+            raise ConfigError(
+                f"{what}: config.json says that {name} is tied to {source} (tie_word_embeddings), but the folder has "
+                "other values for it; set tie_word_embeddings to false in config.json to train both, or remove "
+                f"{name} from {files[name].name}"
+            )
+
+
+def _are_equal(file: Path, name: str, other_file: Path, other_name: str) -> bool:
+    with safe_open(file, "pt") as opened, safe_open(other_file, "pt") as other_opened:
+        one, other = opened.get_slice(name), other_opened.get_slice(other_name)
+        if one.get_shape() != other.get_shape() or one.get_dtype() != other.get_dtype():
+            return False
+        rows = one.get_shape()[0]
+        return all(torch.equal(one[at : at + ROWS], other[at : at + ROWS]) for at in range(0, rows, ROWS))
 
 
 def pieces(

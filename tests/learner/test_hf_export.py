@@ -23,9 +23,8 @@ from asyncrl.learner.checkpoint.hf_export import FILE_BYTES, WeightFile, save_mo
 from asyncrl.learner.critic.value_function import Critic
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.model.loading import load_policy_model, read_other_files
-from asyncrl.learner.model.partitioned_loading import INDEX, SINGLE, files_of_tensors
 from asyncrl.learner.model.policy import Policy
-from asyncrl.util.files import read_tensor_descriptions
+from asyncrl.util.files import INDEX, SINGLE, read_tensor_descriptions, tensor_files
 from asyncrl.util.tokenizer import load_tokenizer
 from asyncrl.weights.checkpoint import CheckpointTensor
 from benchmarks.families import save_family
@@ -64,7 +63,7 @@ def test_two_ranks_write_the_bits_of_the_library(index: int, results: Results) -
         assert tensor.dtype == expected[name].dtype and torch.equal(tensor, expected[name]), name
     files = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
     assert sorted(path.name for path in folder.glob("*.safetensors")) == files
-    assert {name: path.name for name, path in files_of_tensors(folder).items()} == {
+    assert {name: path.name for name, path in tensor_files(folder).items()} == {
         name: file for file in files for name in load_file(folder / file)
     }
     sizes = [(folder / file).stat().st_size for file in files]

@@ -274,7 +274,7 @@ def test_models_that_cannot_be_trained_are_refused(tiny_model: Path, tmp_path: P
     torch.save(load_file(pickled / "model.safetensors"), pickled / "pytorch_model.bin")
     (pickled / "model.safetensors").unlink()
     with pytest.raises(
-        ConfigError, match=r"algorithm.reference = '.*pickled': the model cannot be loaded: .*safetensors"
+        ConfigError, match=r"algorithm.reference = '.*pickled': the model cannot be loaded: .*neither model.safetensors"
     ):
         load_policy_model(make_config(tiny_model), str(pickled), "algorithm.reference")
     from transformers import Gemma2Config

@@ -23,7 +23,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from asyncrl.errors import RunError
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.model.engine import TrainedModel
-from asyncrl.learner.model.partitioned_loading import INDEX, SINGLE
+from asyncrl.util.files import INDEX, SINGLE
 from asyncrl.weights.buckets import Entry
 from asyncrl.weights.checkpoint import CheckpointTensor, checkpoint_tensors
 from asyncrl.weights.files.shards import header

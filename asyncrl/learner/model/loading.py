@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
@@ -19,7 +21,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.model.packed_attention import PACKED
 from asyncrl.learner.model.sequence_parallel import SequenceParallel
-from asyncrl.util.files import is_weight_file
+from asyncrl.util.files import is_weight_file, tensor_files
+from asyncrl.weights.checkpoint import check_tied
 
 HEADS = ("score", "classifier")
 """Attribute names of the head of a token-classification model."""
@@ -66,12 +69,17 @@ def _load(
     """Returns the model, and the names of the parameters missing in the folder, which are all of the modules `new`. All
     ranks call it."""
     disable_progress_bar()
+    named = f"{key} = {path!r}"
+    try:
+        files = tensor_files(Path(path))
+    except ConfigError as error:
+        raise ConfigError(f"{named}: the model cannot be loaded: {error}") from None
     try:
         loaded = None
         if config.learner.zero_stage == 3 and dist.is_initialized():
             from asyncrl.learner.model.partitioned_loading import load_partitioned  # imports DeepSpeed
 
-            loaded = load_partitioned(kind, config, path, new=new, **options)
+            loaded = load_partitioned(kind, config, path, files, new=new, **options)
         model, info = loaded or kind.from_pretrained(
             path,
             dtype=getattr(torch, config.model.dtype),
@@ -81,30 +89,43 @@ def _load(
             output_loading_info=True,
             **options,
         )
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{key} = {path!r}: the model cannot be loaded: {error}") from error
+    except (OSError, ValueError, ImportError, SafetensorError, StrictDataclassError) as error:
+        raise ConfigError(f"{named}: the model cannot be loaded: {type(error).__name__}: {error}") from error
     except UNFIT as error:
         raise ConfigError(
-            f"{key} = {path!r}: the model cannot be loaded for packed rows ({type(error).__name__}: {error}); "
-            f"{HOW_TO_FIX}"
+            f"{named}: the model cannot be loaded for packed rows ({type(error).__name__}: {error}); {HOW_TO_FIX}"
         ) from error
+    check_tied(model, files, named)
     if info["mismatched_keys"]:
         name, *_ = min(info["mismatched_keys"])
         raise ConfigError(
-            f"{key} = {path!r}: {name} has another shape than {type(model).__name__} needs; use a causal language "
+            f"{named}: {name} has another shape than {type(model).__name__} needs; use a causal language "
             "model, a critic, or a reward model with one output"
         )
     missing = set(info["missing_keys"])
     lost = sorted(name for name in missing if name.partition(".")[0] not in new)
     if lost:
         raise ConfigError(
-            f"{key} = {path!r}: the folder has no weights for {lost[0]} ({len(lost)} parameters are missing), which "
-            "would be random; is it a complete checkpoint of this kind of model?"
+            f"{named}: the folder has no weights for {lost[0]} ({len(lost)} parameters are missing), which would be "
+            "random; is it a complete checkpoint of this kind of model? An output layer that is the embedding needs "
+            "tie_word_embeddings=true in config.json"
         )
+    # A critic has another head than the model that its folder has.
+    body = f"{model.base_model_prefix}."
+    refuse_unexpected([name for name in info["unexpected_keys"] if not new or name.startswith(body)], named)
     switch_dropout_off(model)
     if config.learner.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model, missing
+
+
+def refuse_unexpected(names: Iterable[str], what: str) -> None:
+    """Raises ConfigError if there are names: those of tensors in a folder that its model has no use for."""
+    if extra := sorted(names):
+        raise ConfigError(
+            f"{what}: the model of config.json has no {extra[0]} ({len(extra)} tensors of the folder would be left "
+            "out); correct config.json (the number of layers?), or save the model without these tensors"
+        )
 
 
 def read_other_files(model: PreTrainedModel, folders: Sequence[str]) -> dict[str, bytes]:
@@ -122,7 +143,7 @@ def read_other_files(model: PreTrainedModel, folders: Sequence[str]) -> dict[str
         with TemporaryDirectory() as made:
             config.save_pretrained(made)
             contents["config.json"] = (Path(made) / "config.json").read_bytes()
-    except (OSError, TypeError, ValueError) as error:
+    except (OSError, TypeError, ValueError, StrictDataclassError) as error:
         raise ConfigError(
             f"{folders[0]}: the model could not be saved after training: {type(error).__name__}: {error}; mend its "
             "config.json or the file that is named"

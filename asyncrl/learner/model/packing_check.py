@@ -3,6 +3,7 @@ alone. The model's config does not reveal this."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -63,6 +64,8 @@ def check_packing(model: PreTrainedModel, score: Callable[[MicroBatch], Any], de
         f"of their norm, but rounding in {str(model.dtype).removeprefix('torch.')} explains at most {tolerance:g}"
     )
     difference = _difference(packed, alone)
+    if not math.isfinite(difference):
+        raise ConfigError(f"{name}: bad weights: {_not_finite(model)}; save or download the model again")
     if not difference <= tolerance:
         raise ConfigError(
             f"{what} computes sequences in a packed row differently from each sequence alone: hidden states differ by "
@@ -98,8 +101,16 @@ def _group(numbers: list[int], vocabulary: int) -> list[Trajectory]:
     return trajectories
 
 
+def _not_finite(model: PreTrainedModel) -> str:
+    for name, parameter in model.named_parameters():
+        if not getattr(parameter, "ds_tensor", parameter).isfinite().all():
+            return f"{name} has values that are not finite"
+    return "hidden states are not finite"
+
+
 def _difference(one: list[Tensor], other: list[Tensor]) -> float:
-    return max(float((a - b).norm() / b.norm()) for a, b in zip(one, other, strict=True))
+    """Returns the largest difference of two tensors at the same place, relative to the norm; NaN if one has NaN."""
+    return float(torch.stack([(a - b).norm() / b.norm() for a, b in zip(one, other, strict=True)]).max())
 
 
 def _hidden_states(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,19 +20,17 @@ from asyncrl.config import Config
 from asyncrl.learner.model.deepspeed_import import deepspeed
 from asyncrl.learner.model.packed_attention import PACKED
 from asyncrl.learner.model.settings import deepspeed_config
-from asyncrl.weights.checkpoint import CheckpointTensor, checkpoint_tensors, pieces
+from asyncrl.weights.checkpoint import CheckpointTensor, checkpoint_tensors, pieces, unexpected_tensors
 
 log = structlog.get_logger()
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-
 
 def load_partitioned(
-    kind: Any, config: Config, path: str, *, new: tuple[str, ...], **options: Any
+    kind: Any, config: Config, path: str, files: dict[str, Path], *, new: tuple[str, ...], **options: Any
 ) -> tuple[PreTrainedModel, dict[str, Any]] | None:
     """Returns the model of the folder as an auto class `kind` builds it, with partitioned parameters, and what
-    `from_pretrained` says of it: the names of parameters that the folder lacks, which are all of the modules `new`. All
-    ranks call it.
+    `from_pretrained` says of it: the names of parameters that the folder lacks, which are all of the modules `new`, and
+    of tensors in its `files` that the model lacks. All ranks call it.
 
     Returns None if the folder's tensors do not have the names and shapes that the model saves; a complete load may know
     how to rename them, and says what is wrong.
@@ -42,7 +39,7 @@ def load_partitioned(
     settings = AutoConfig.from_pretrained(path, **trusted, **options)
     with torch.device("meta"):
         meta = kind.from_config(settings, **trusted)
-    tensors, files = checkpoint_tensors(meta), files_of_tensors(Path(path))
+    tensors = checkpoint_tensors(meta)
     missing = {tensor.name for tensor in tensors or [] if tensor.name not in files}
     known = tensors is not None and all(name.partition(".")[0] in new for name in missing)
     if tensors is None or not known or not _have_shapes(tensors, files):
@@ -56,18 +53,8 @@ def load_partitioned(
         )
     model.tie_weights()
     _fill(model, [tensor for tensor in tensors if tensor.name not in missing], files)
-    return model.eval(), {"missing_keys": missing, "mismatched_keys": set()}
-
-
-def files_of_tensors(folder: Path) -> dict[str, Path]:
-    """Returns the file of each tensor in a model's folder; empty if the folder has no safetensors files."""
-    if (folder / INDEX).exists():
-        names: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
-        return {name: folder / file for name, file in names.items()}
-    if not (folder / SINGLE).exists():
-        return {}
-    with safe_open(folder / SINGLE, "pt") as file:
-        return dict.fromkeys(file.keys(), folder / SINGLE)
+    unexpected = unexpected_tensors(meta, tensors, files)
+    return model.eval(), {"missing_keys": missing, "mismatched_keys": set(), "unexpected_keys": unexpected}
 
 
 def read_range(file: Any, name: str, begin: int, end: int) -> Tensor:
