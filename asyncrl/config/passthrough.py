@@ -97,6 +97,15 @@ SAMPLING_REFUSED = {
     "skip_clone": _OF_THE_RUN,
 }
 
+TEMPLATE_REFUSED = {
+    **dict.fromkeys(("conversation", "messages", "tools", "documents"), "it is part of a row"),
+    **dict.fromkeys(("add_generation_prompt", "continue_final_message"), "the last message of a chat decides it"),
+    **dict.fromkeys(("tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask"), _OF_THE_RUN),
+    **dict.fromkeys(("padding", "truncation", "max_length", "tokenizer_kwargs"), "it is data.too_long"),
+    "chat_template": "put a chat_template.jinja into the model's folder",
+}
+"""Arguments of `apply_chat_template` that are no variables of a template."""
+
 DEEPSPEED_REFUSED = {
     "train_batch_size": "the learner forms its batches",
     "train_micro_batch_size_per_gpu": "it is learner.tokens_per_microbatch",
@@ -158,6 +167,13 @@ def check_sampling(options: Any) -> None:
     for name in options if isinstance(options, Mapping) else ():
         if reason := SAMPLING_REFUSED.get(name):
             raise ValueError(f"{name} = {options[name]!r}: cannot be set here: {reason}")
+
+
+def check_template_options(options: Mapping[str, Any]) -> None:
+    """Raises ValueError naming the first option of the chat template that is none, and why."""
+    for name, value in options.items():
+        if reason := TEMPLATE_REFUSED.get(name):
+            raise ValueError(f"{name} = {value!r}: is no option of a chat template: {reason}")
 
 
 def check_deepspeed_options(options: Mapping[str, Any], prefix: str = "") -> None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import Discriminator, Field, JsonValue, Tag, field_validator, model_validator
 
 from asyncrl.config.addresses import parse_host, split_address
 from asyncrl.config.base import Options, Section
 from asyncrl.config.mappings import AutoOptions, Columns, CustomData, Selection
+from asyncrl.config.passthrough import check_template_options
 from asyncrl.config.paths import LocalPath
 
 MAX_GENERATORS = 1024
@@ -51,6 +52,9 @@ class DataConfig(Section):
     """Columns of the files, by the names prompt, ground_truth and data_source."""
     string_prompts: Literal["text", "user"] = "text"
     """A string prompt is the complete text (text), or a user message for the model's chat template (user)."""
+    template_options: dict[str, JsonValue] = Field(default={})
+    """Variables of the chat template, such as {enable_thinking: false}, for prompts, episodes and the reward model.
+    Those in a row's column `chat_template_kwargs` go before them."""
     shuffle: bool = True
     """Each epoch has another order of the rows, by `seed`; otherwise it is the order of the files."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
@@ -88,6 +92,12 @@ class DataConfig(Section):
         if not isinstance(value, dict | Selection) and value not in ("off", "on"):
             raise ValueError("must be off, on or a mapping such as {strength: 0.5}")
         return value  # pyright: ignore[reportUnknownVariableType]
+
+    @field_validator("template_options")
+    @classmethod
+    def _check_template_options(cls, value: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        check_template_options(value)
+        return value
 
     @model_validator(mode="after")
     def _check_weights(self) -> Self:

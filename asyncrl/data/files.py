@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.compute
 import pyarrow.parquet as pq
 
-from asyncrl.data.values import is_missing
-from asyncrl.errors import AsyncrlError, ConfigError
+from asyncrl.data.values import is_missing, json_object
+from asyncrl.errors import ConfigError
 from asyncrl.util.files import read_json
 
 # The functions of pyarrow.compute are created on import, which a type checker cannot see.
@@ -263,14 +263,3 @@ def _text_of(file: str) -> str:
         raise ConfigError(f"{file}: not text in UTF-8: {error}; save it in UTF-8") from None
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
-
-
-def json_object(text: str, where: str, kind: type[AsyncrlError]) -> dict[str, Any]:
-    """The object that a text is in JSON. Raises an error of this kind, which names the place, if it is none."""
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise kind(f"{where}: not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise kind(f"{where}: {type(found).__name__}; it must be a JSON object")
-    return found

@@ -28,9 +28,9 @@ from asyncrl.data.files import (
 )
 from asyncrl.data.rows import Split, dataset_files, raw_rows
 from asyncrl.data.sampler import check_sampler
-from asyncrl.data.values import chat_messages, check_text_only, ground_truth_text, missing, plain
+from asyncrl.data.values import chat_messages, check_text_only, ground_truth_text, missing, plain, template_options
 from asyncrl.errors import ConfigError, DataError
-from asyncrl.types import MAX_NAME_CHARACTERS
+from asyncrl.types import MAX_NAME_CHARACTERS, TEMPLATE_COLUMN
 from asyncrl.util.files import check_writable, read_json
 
 log = structlog.get_logger()
@@ -268,6 +268,9 @@ class PromptTable:
             if dotted is not None
         }
         others = {name: value for name, value in values.items() if name not in used and name != "extra_info"}
+        columns = {name: plain(value, f"{where}: {name!r}") for name, value in others.items()}
+        if columns.get(TEMPLATE_COLUMN) is not None:
+            columns[TEMPLATE_COLUMN] = template_options(columns[TEMPLATE_COLUMN], f"{where}: {TEMPLATE_COLUMN!r}")
         return {
             "row": row,
             "where": where,
@@ -275,7 +278,7 @@ class PromptTable:
             "ground_truth": self._ground_truth(values, where),
             "data_source": self._source(values, row, where),
             "extra_info": _extra_info(values.get("extra_info"), f"{where}: 'extra_info'"),
-            "columns": {name: plain(value, f"{where}: {name!r}") for name, value in others.items()},
+            "columns": columns,
         }
 
     def _source(self, values: dict[str, Any], row: int, where: str) -> str:

@@ -5,19 +5,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import structlog
-from jinja2 import TemplateError
 
 from asyncrl.config import Config
 from asyncrl.data.custom import load_filter
 from asyncrl.data.parquet import PromptTable, no_template
 from asyncrl.data.sampler import Order, make_order
 from asyncrl.errors import ConfigError, DataError
-from asyncrl.types import Prompt
-from asyncrl.util.tokenizer import load_tokenizer
+from asyncrl.types import TEMPLATE_COLUMN, Prompt
+from asyncrl.util.tokenizer import load_tokenizer, no_embedding, num_embeddings, render_chat, start_tokens
 
 log = structlog.get_logger()
 
@@ -25,14 +24,17 @@ log = structlog.get_logger()
 class PromptBuilder:
     """Builds the prompt of a row of a PromptTable, tokenized with the model's tokenizer.
 
-    A chat is rendered with the tokenizer's chat template up to the assistant's turn; a string is the text itself, or
-    a user message (`data.string_prompts`). Raises ConfigError when a template is needed and the tokenizer has none, and
-    DataError for a row that the template rejects.
+    A chat is rendered with the tokenizer's chat template up to the assistant's next words; a string is the text itself,
+    after the special tokens that begin texts, or a user message (`data.string_prompts`). Raises ConfigError when a
+    template is needed and the tokenizer has none, and DataError for a row that the template rejects, that the model
+    would take for complete, or that has a token without an embedding.
     """
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self._tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+        self._start = start_tokens(self._tokenizer)
+        self._num_embeddings = num_embeddings(config.model.path)
         if config.data.string_prompts == "user" and not self._tokenizer.chat_template:
             raise ConfigError(f"data.string_prompts = 'user', but {no_template(config)}")
 
@@ -41,9 +43,15 @@ class PromptBuilder:
         if isinstance(prompt, str) and self._config.data.string_prompts == "user":
             prompt = [{"role": "user", "content": prompt}]
         chat = None if isinstance(prompt, str) else prompt
-        tokens = self._tokenizer.encode(prompt) if chat is None else self._apply_template(chat, where)
+        if chat is None:
+            tokens = self._encode(cast("str", prompt), where)
+        else:
+            tokens = self._apply_template(chat, row["columns"].get(TEMPLATE_COLUMN) or {}, where)
         if not tokens:
             raise DataError(f"{where}: the prompt has no tokens; fill it in or leave the row out")
+        if self._num_embeddings is not None and max(tokens) >= self._num_embeddings:
+            token = self._tokenizer.convert_ids_to_tokens(max(tokens))
+            raise DataError(f"{where}: the prompt {no_embedding(max(tokens), self._num_embeddings, token)}")
         return Prompt(
             row=row["row"],
             tokens=np.asarray(tokens, dtype=np.int32),
@@ -54,12 +62,24 @@ class PromptBuilder:
             columns=row["columns"],
         )
 
-    def _apply_template(self, chat: list[dict[str, Any]], where: str) -> list[int]:
+    def _encode(self, text: str, where: str) -> list[int]:
+        tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        end = self._tokenizer.eos_token_id
+        if tokens and tokens[-1] == end != self._tokenizer.bos_token_id:
+            raise DataError(
+                f"{where}: the prompt ends with {self._tokenizer.eos_token!r}, after which the model writes nothing; "
+                "remove it, or give the chat as messages"
+            )
+        return tokens if not tokens or tokens[: len(self._start)] == self._start else [*self._start, *tokens]
+
+    def _apply_template(self, chat: list[dict[str, Any]], row_options: dict[str, Any], where: str) -> list[int]:
         if not self._tokenizer.chat_template:
             raise DataError(f"{where}: the prompt is a chat, but {no_template(self._config)}")
+        if chat[-1]["role"] == "assistant" and chat[-1].get("tool_calls"):
+            raise DataError(f"{where}: the prompt ends with a call of a tool; add the tool's answer, or leave it out")
         try:
-            return self._tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-        except TemplateError as error:
+            return render_chat(self._tokenizer, chat, self._config.data.template_options | row_options)
+        except Exception as error:  # a template is a program, which may raise anything
             raise DataError(f"{where}: the model's chat template rejects the prompt: {error}") from None
 
 

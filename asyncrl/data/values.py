@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.errors import DataError
+from asyncrl.config.passthrough import check_template_options
+from asyncrl.errors import AsyncrlError, DataError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles of the messages of a chat."""
@@ -90,6 +91,29 @@ def _message(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(content, str):
         raise DataError(f"{where}: content = {content!r}; it must be a string")
     return message
+
+
+def template_options(value: Any, where: str) -> dict[str, Any]:
+    """The options of the chat template in a row: a struct, or a JSON object as text. Raises DataError."""
+    options = json_object(value, where, DataError) if isinstance(value, str) else plain(value, where) or {}
+    if not isinstance(options, dict):
+        raise DataError(f"{where} is {type(value).__name__}; it must be a struct with options of the chat template")
+    try:
+        check_template_options(options)
+    except ValueError as error:
+        raise DataError(f"{where}: {error}") from None
+    return options
+
+
+def json_object(text: str, where: str, kind: type[AsyncrlError]) -> dict[str, Any]:
+    """The object that a text is in JSON. Raises an error of this kind, which names the place, if it is none."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise kind(f"{where}: not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise kind(f"{where}: {type(value).__name__}; it must be a JSON object")
+    return value
 
 
 def check_text_only(column: str, value: Any, where: str) -> None:

@@ -76,8 +76,11 @@ class RenderedHistory(KeptHistory):
 
     def hear(self, tokens: Sequence[int], message: Message, calls: Sequence[ToolCall]) -> None:
         super().hear(tokens, message, calls)
+        message = copy.deepcopy(message)  # the environment gets the same
+        if self._messages and self._messages[-1]["role"] == "assistant":  # the row's prompt begins the turn
+            message["content"] = f"{self._messages.pop()['content']}{message['content']}"
         self._turns[len(self._messages)] = self._renderer.spoken(tokens)
-        self._messages.append(copy.deepcopy(message))  # the environment gets the same
+        self._messages.append(message)
         self._tokens += tokens
 
     def follow(self, said: Sequence[Message]) -> Place:

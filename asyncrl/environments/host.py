@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
+from pydantic import JsonValue
 
 from asyncrl.config import Options
 from asyncrl.environments.dialogue import Dialogue
@@ -57,6 +58,7 @@ class HostSpec:
     max_observation_tokens: int
     tool_format: str
     history: str
+    template_options: dict[str, JsonValue]
     keeps_messages: bool
     """True if the messages of an episode are sent with its end."""
     endpoints: Endpoints
@@ -85,6 +87,7 @@ class Host:
             max_observation_tokens=spec.max_observation_tokens,
             tool_format=spec.tool_format,
             history=spec.history,
+            template_options=spec.template_options,
         )
         self._threads = ThreadPoolExecutor(MAX_THREADS, "environment")
         self._server = Server(
@@ -157,7 +160,7 @@ class Host:
             start,
             prompt,
             found,
-            dialogue.chat,
+            dialogue.chat_for(start.columns),
             limits,
             self._gateway,
             self._say,

@@ -114,7 +114,7 @@ class Player:
         caller, named = self.caller, self.named
         try:
             if self.start.chat is not None:
-                self.words = self.dialogue.chat
+                self.words = self.dialogue.chat_for(self.start.columns)
             task = task_of(self.start, self.dialogue.text_of(self.prompt))
             made: Environment = await caller("__init__", named.make, task, at_once=named.kind.returns_at_once)
             environment = made

@@ -124,6 +124,7 @@ class EnvironmentPool:
             max_observation_tokens=settings.max_observation_tokens,
             tool_format=settings.tool_format,
             history=settings.history,
+            template_options=config.data.template_options,
             keeps_messages=config.has_reward_functions,
             endpoints=replace(endpoints, keys=""),  # it listens in a folder that only this user can enter
             address="",

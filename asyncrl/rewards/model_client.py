@@ -29,13 +29,17 @@ class ModelClient:
             self._connection.close()
         self._connection = None
 
-    def score(self, prompt: Any, completions: list[str], timeout_s: float) -> list[float | Failed]:
+    def score(
+        self, prompt: Any, completions: list[str], timeout_s: float, template_options: dict[str, Any] | None = None
+    ) -> list[float | Failed]:
         """The scores of the completions. Raises PeerTimeoutError when no answer arrives in time, and RunError when the
         request is too large or refused, or the answer cannot be read."""
         timeout_s = min(max(timeout_s, 0.0), MAX_DURATION_S)
         try:
             connection = self._connected(timeout_s)
-            answer = connection.request(Score(prompt, completions, timeout_s), timeout_s=timeout_s)
+            answer = connection.request(
+                Score(prompt, completions, timeout_s, template_options or {}), timeout_s=timeout_s
+            )
         except PeerTimeoutError as error:
             self.close()  # the process may be on another host when it is asked again
             raise PeerTimeoutError(f"{error} (generator.reward_timeout_s)") from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -17,7 +17,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.rewards.calling import describe
 from asyncrl.rewards.reward_model import KEY, WAY_OUT, check_model_folder, model_options
 from asyncrl.util.memory import peak_memory_bytes
-from asyncrl.util.tokenizer import load_tokenizer
+from asyncrl.util.tokenizer import load_tokenizer, render_chat, start_tokens
 from asyncrl.wire.directory import announce
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.frames import Message
@@ -52,15 +52,24 @@ class RewardModel:
     """A loaded reward model."""
 
     def __init__(
-        self, path: str, *, dtype: str = "float32", tokens_per_batch: int = 16384, device: str = "auto"
+        self,
+        path: str,
+        *,
+        dtype: str = "float32",
+        tokens_per_batch: int = 16384,
+        device: str = "auto",
+        template_options: Mapping[str, Any] | None = None,
     ) -> None:
-        """Loads the model. Raises ConfigError when the folder does not hold a model with one trained score."""
+        """Loads the model. `template_options` are variables of its chat template. Raises ConfigError when the folder
+        does not hold a model with one trained score."""
         check_model_folder(path)
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.path = path
         self.tokens_per_batch = tokens_per_batch
         self.tokenizer = load_tokenizer(path)
+        self._start = start_tokens(self.tokenizer)
+        self._template_options = dict(template_options or {})
         model, info = AutoModelForSequenceClassification.from_pretrained(
             path, dtype=getattr(torch, dtype), use_safetensors=True, output_loading_info=True
         )
@@ -75,15 +84,23 @@ class RewardModel:
         self._vocabulary: int = text_config.vocab_size
         self._pad_token = text_config.pad_token_id
 
-    def tokenize(self, prompt: str | list[dict[str, Any]], completion: str) -> list[int]:
-        """The tokens of a prompt with its completion. Raises ValueError when they cannot be scored."""
+    def tokenize(
+        self, prompt: str | list[dict[str, Any]], completion: str, options: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """The tokens of a prompt with its completion; `options` are the row's, of the chat template. Raises ValueError
+        when they cannot be scored."""
         if isinstance(prompt, str):
-            tokens = self.tokenizer(prompt + completion)["input_ids"]
+            tokens: list[int] = self.tokenizer(prompt + completion)["input_ids"]
+            size = len(self._start)
+            tokens = tokens[size:] if tokens[size : 2 * size] == self._start else tokens
         elif self.tokenizer.chat_template is None:
             raise ValueError(f"the reward model's tokenizer in {self.path} has no chat template, and prompts are chats")
         else:
             messages = [*prompt, {"role": "assistant", "content": completion}]
-            tokens = self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
+            if prompt and prompt[-1]["role"] == "assistant":  # whose words the completion continues
+                messages = [*prompt[:-1], {**prompt[-1], "content": f"{prompt[-1]['content']}{completion}"}]
+            options = self._template_options | dict(options or {})
+            tokens = render_chat(self.tokenizer, messages, options, generate=False)
         if not tokens or (self.window is not None and len(tokens) > self.window):
             raise ValueError(
                 f"prompt and completion are {len(tokens)} tokens for the reward model, its window is {self.window}: "
@@ -185,7 +202,7 @@ class ModelServer:
         for completion in body.completions:
             tokens, error = [], ""
             try:
-                tokens = self.model.tokenize(body.prompt, completion)
+                tokens = self.model.tokenize(body.prompt, completion, body.template_options)
             except Exception as problem:  # templates may raise anything; it fails one completion
                 error = describe(problem)
             request.tokens.append(tokens)
@@ -224,7 +241,7 @@ def run_reward_model(config: Config, *, endpoints: Endpoints, should_stop: Calla
     ConfigError when the model cannot be used or the address is taken.
     """
     options = cast("dict[str, Any]", model_options(config))
-    model = RewardModel(**options)
+    model = RewardModel(**options, template_options=config.data.template_options)
     server = ModelServer(model, endpoints)
     log.info("reward model is up", path=model.path, device=str(model.model.device), window=model.window)
     try:

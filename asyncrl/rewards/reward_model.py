@@ -37,6 +37,7 @@ def reward_model(
     completion_texts: list[str],
     prompts: list[Any],
     time_left_s: float,
+    chat_template_kwargs: list[dict[str, Any] | None] | None = None,
     *,
     path: str = "",
     dtype: Literal["float32", "bfloat16"] = "float32",
@@ -47,12 +48,13 @@ def reward_model(
 
     The model in folder `path` runs in one process for all generators, in `dtype`, on `device` (auto: a GPU if there
     is one), in batches of at most `tokens_per_batch` tokens, including padding. A chat is rendered with the chat
-    template of the reward model's tokenizer; a plain prompt and its completion are concatenated. Of an episode it reads
-    what the policy said, as one message.
+    template of the reward model's tokenizer, with `data.template_options` and those of the row; a plain prompt and its
+    completion are concatenated. Of an episode it reads what the policy said, as one message.
     """
     if _client is None:
         raise RunError("no reward model process: the reward workers have no address of it")
-    return _client.score(prompts[0], completion_texts, time_left_s)
+    row_options = chat_template_kwargs[0] if chat_template_kwargs else None
+    return _client.score(prompts[0], completion_texts, time_left_s, row_options)
 
 
 def connect(endpoints: Endpoints | None) -> None:

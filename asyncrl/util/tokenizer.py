@@ -1,8 +1,8 @@
-"""A model folder's tokenizer, and a decoder that needs no transformers where possible."""
+"""A model folder's tokenizer and chat template, and a decoder that needs no transformers where possible."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,6 +28,55 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
     if kind in ("TokenizersBackend", "PreTrainedTokenizerFast"):
         return PreTrainedTokenizerFast.from_pretrained(path)
     return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+
+
+def start_tokens(tokenizer: Any) -> list[int]:
+    """The special tokens that the tokenizer puts before a text."""
+    bare: list[int] = tokenizer.encode("0", add_special_tokens=False)
+    complete: list[int] = tokenizer.encode("0")
+    starts = range(len(complete) - len(bare) + 1)
+    return next((complete[:start] for start in starts if complete[start : start + len(bare)] == bare), [])
+
+
+def render_chat(
+    tokenizer: Any,
+    messages: Sequence[dict[str, Any]],
+    options: Mapping[str, Any],
+    *,
+    generate: bool = True,
+    tokenize: bool = True,
+    tools: Sequence[dict[str, Any]] = (),
+) -> Any:
+    """The text, or the tokens, that the chat template makes of messages; with `generate` up to the assistant's next
+    words, which continue a last message of the assistant. A template is a program, which may raise anything."""
+    continues = generate and messages[-1].get("role") == "assistant"
+    return tokenizer.apply_chat_template(
+        list(messages),
+        tools=list(tools) or None,
+        add_generation_prompt=generate and not continues,
+        continue_final_message=continues,
+        tokenize=tokenize,
+        return_dict=False,
+        **options,
+    )
+
+
+def num_embeddings(path: str) -> int | None:
+    """The rows of a model's embedding by its config.json, or None if it does not say. A token id beyond them has no
+    embedding: the engine may compute with any memory in its place, and the learner fails."""
+    file = Path(path) / "config.json"
+    settings = read_json(file, "model.path") if file.is_file() else {}
+    text = settings.get("text_config")
+    rows = (text if isinstance(text, dict) else settings).get("vocab_size")
+    return rows if isinstance(rows, int) else None
+
+
+def no_embedding(token: int, num_embeddings: int, text: str = "") -> str:
+    """The error text for a token, with its text if it is known, without an embedding."""
+    return (
+        f"has the token {token}{text and f' ({text!r})'}, but the model's embedding has {num_embeddings} rows "
+        "(vocab_size in config.json); leave it out, or take the tokenizer that the model was trained with"
+    )
 
 
 def end_tokens(path: str, *, trust_remote_code: bool = False) -> list[int]:

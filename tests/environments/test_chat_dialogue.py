@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,9 +12,10 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from asyncrl.environments import Message, ToolCall
-from asyncrl.environments.dialogue import MARK, ChatDialogue, DialogueError
+from asyncrl.environments.dialogue import MARK, ChatDialogue, Dialogue, DialogueError
 from asyncrl.environments.dialogue.checks import call_turn
 from asyncrl.errors import ConfigError
+from asyncrl.types import TEMPLATE_COLUMN
 from tests.helpers.chat_models import CALLING, FAMILIES, QWEN, STRIPPING, save_chat_model
 
 TOOL: dict[str, Any] = {
@@ -368,3 +370,31 @@ def test_calls_between_special_tokens_are_read(tmp_path: Path, family: str) -> N
     cut = one[: one.index("12")]
     read = dialogue.read(dialogue.rendering.encode(cut), [TOOL])
     assert read.calls == () and len(read.problems) == 1
+
+
+def test_options_of_the_template_are_those_of_the_run_and_of_the_row(tmp_path: Path) -> None:
+    thinking = QWEN.replace(
+        "assistant\\n' }}{%- endif %}\n",
+        "assistant\\n' }}{%- if not thinks %}{{- '<think></think>' }}{%- endif %}{%- endif %}\n",
+    )
+    save_chat_model(tmp_path, template=thinking)
+    run = Dialogue(str(tmp_path), trust_remote_code=False, max_observation_tokens=99, template_options={"thinks": True})
+    row = run.chat_for({TEMPLATE_COLUMN: {"thinks": False}})
+    for dialogue, prompt in ((run.chat, ""), (run.chat_for({}), ""), (row, "<think></think>")):
+        assert dialogue.generation_prompt == f"<|im_start|>assistant\n{prompt}"
+        for tokens in (dialogue.begin([ASK], ()), dialogue.follow([ASK], (), closed=True)):
+            assert dialogue.decode(tokens).endswith(dialogue.generation_prompt)
+    assert run.chat_for({TEMPLATE_COLUMN: {"thinks": False}}) is row, "made once"
+
+
+def test_what_the_policy_is_to_read_has_embeddings(tmp_path: Path) -> None:
+    save_chat_model(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    dialogue = load(tmp_path)
+    for vocabulary in (dialogue.rendering.special_tokens["<|im_end|>"], dialogue.coders.encode("q")[0]):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": vocabulary}))
+        with pytest.raises(DialogueError, match=f"has the token .*, but the model's embedding has {vocabulary} rows"):
+            load(tmp_path).begin([{"role": "user", "content": "q"}], ())
+    text = Dialogue(str(tmp_path), trust_remote_code=False, max_observation_tokens=99)
+    with pytest.raises(DialogueError, match="has the token"):
+        text.encode("q")

@@ -194,6 +194,18 @@ def test_prompts_are_the_renderings_of_a_template_that_strips_reasoning(tmp_path
     assert policy.branches[0][: kept[0]] == policy.branches[1][: kept[0]] and kept[0] >= len(policy.prompts[0]) - 3
 
 
+def test_a_turn_that_the_row_begins_is_one_message(tmp_path: Path) -> None:
+    save_chat_model(tmp_path)
+    begun = [*ASK, {"role": "assistant", "content": "So: "}]
+    _, policy = play(load(tmp_path, "template"), f"Let me see.\n{CALL}", *["It is 408."] * 4, chat=begun)
+    texts = [policy.dialogue.decode(prompt) for prompt in policy.prompts]
+    assert texts[0].endswith("<|im_start|>assistant\nSo: ")
+    assert f"<|im_start|>assistant\nSo: Let me see.\n{CALL}<|im_end|>\n" in texts[1]
+    assert texts[1].count("<|im_start|>assistant") == 2
+    check_trained_once(policy)
+    assert not any(wish.branch for wish in policy.wishes), "each prompt continues the first"
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_template_that_strips_nothing_makes_the_branch_of_appended_turns(tmp_path: Path, family: str) -> None:
     save_chat_model(tmp_path, family)

@@ -14,7 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
+from tokenizers.processors import TemplateProcessing
+from transformers import (
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2ForSequenceClassification,
+)
 
 from asyncrl.errors import ConfigError, PeerTimeoutError
 from asyncrl.rewards.calling import CompletedGroup
@@ -122,6 +129,31 @@ def test_a_model_without_a_padding_token_scores_in_batches(tmp_path: Path) -> No
     ids = [model.tokenize("", text) for text in texts]
     assert model.score(ids) == pytest.approx([model.score([one])[0] for one in ids], abs=1e-5)
     assert model.score(ids)[:2] == pytest.approx([direct(folder, text) for text in texts[:2]], abs=1e-5)
+
+
+def test_chats_have_the_options_of_the_run_and_of_the_row(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "m")
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}{{ '1' if thinks else '0' }}{% endfor %}"
+    )
+    ask, prefill = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    for options, row, digit in (({}, {}, "0"), ({"thinks": True}, {}, "1"), ({"thinks": True}, {"thinks": False}, "0")):
+        model = RewardModel(str(folder), device="cpu", template_options=options)
+        for chat, text in (([ask], f"a{digit}c{digit}"), ([ask, prefill], f"a{digit}bc{digit}")):
+            assert model.tokenize(chat, "c", row) == [LETTERS.index(token) for token in text]
+
+
+def test_a_text_has_the_tokens_before_it_once(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "m")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    begin, end = ((text, LETTERS.index(text)) for text in ("<unk>", "<eos>"))
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<unk> $A <eos>", special_tokens=[begin, end]
+    )
+    tokenizer.save_pretrained(folder)
+    model = RewardModel(str(folder), device="cpu")
+    for text in ("a", "<unk>a"):
+        assert model.tokenize(text, "b") == [LETTERS.index(token) for token in ("<unk>", "a", "b", "<eos>")]
 
 
 def test_two_clients_at_once_get_their_own_scores(model_folder: Path, serve) -> None:

@@ -423,7 +423,7 @@ def test_override_without_equals_or_into_a_value() -> None:
         load_config(None, {**NEEDED, "seed": 1, "seed.x": 2})
 
 
-MAX_KEYS = 138
+MAX_KEYS = 139
 """A new key takes the place of another."""
 
 

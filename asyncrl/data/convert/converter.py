@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl.data.files import json_object
+from asyncrl.data.values import json_object
 from asyncrl.errors import ConfigError, DataError
 
 

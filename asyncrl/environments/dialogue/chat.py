@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,21 +69,32 @@ class ChatDialogue(TextDialogue):
         max_observation_tokens: int,
         tool_format: str = "auto",
         history: str = "keep",
+        template_options: Mapping[str, Any] | None = None,
         coders: Coders | None = None,
     ) -> None:
-        """`tool_format` and `history` are those of the config's environment; `coders` are those of the tokenizer if
-        they are loaded already. Raises ConfigError if the model has no chat template, and DialogueError for a template
-        that cannot be used."""
+        """`tool_format` and `history` are those of the config's environment, `template_options` those of its data;
+        `coders` are those of the tokenizer if they are loaded already. Raises ConfigError if the model has no chat
+        template, and DialogueError for a template that cannot be used."""
         super().__init__(
             tokenizer_path,
             trust_remote_code=trust_remote_code,
             max_observation_tokens=max_observation_tokens,
             coders=coders,
         )
-        self.rendering = Rendering(tokenizer_path, trust_remote_code=trust_remote_code)
         self._tool_format = tool_format
         self.renders_history = history == "template"
         """True if the prompt of each turn is a rendering of the complete conversation."""
+        self._read_template(Rendering(tokenizer_path, trust_remote_code=trust_remote_code, options=template_options))
+
+    def with_options(self, options: Mapping[str, Any]) -> ChatDialogue:
+        """The dialogue with further options of the template, which go before its own. Raises DialogueError if it cannot
+        be used with them."""
+        other = copy.copy(self)
+        other._read_template(self.rendering.with_options(options))
+        return other
+
+    def _read_template(self, rendering: Rendering) -> None:
+        self.rendering = rendering
         self.turns = Turns.of(self.rendering)
         self.end_tokens = frozenset(token for token in self.ends if token is not None)
         self.generation_prompt = self.rendering.plain(self.turns.prompt)

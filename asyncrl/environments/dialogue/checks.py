@@ -32,7 +32,7 @@ def check_chat(config: Config, prompt: Prompt, tools: Mapping[str, Sequence[Sche
     """
     where = f"model.path = {config.model.path!r}"
     try:
-        dialogue = Dialogue.of(config).chat
+        dialogue = Dialogue.of(config).chat_for(prompt.columns)
         _check_stops(config, dialogue, any(tools.values()))
         for name, schemas in tools.items():
             _check_tools(config, dialogue, name, schemas)

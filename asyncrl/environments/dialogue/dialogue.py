@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from functools import cached_property
+from typing import Any
 
 from asyncrl.config import Config
 from asyncrl.environments.dialogue.chat import ChatDialogue
 from asyncrl.environments.dialogue.plain import TextDialogue
+from asyncrl.types import TEMPLATE_COLUMN
+
+MAX_CHATS = 64
+"""Dialogues that are kept for rows with options of their own."""
 
 
 class Dialogue(TextDialogue):
@@ -20,13 +27,15 @@ class Dialogue(TextDialogue):
         max_observation_tokens: int,
         tool_format: str = "auto",
         history: str = "keep",
+        template_options: Mapping[str, Any] | None = None,
     ) -> None:
-        """`tool_format` and `history` are those of the config's environment."""
+        """`tool_format` and `history` are those of the config's environment, `template_options` those of its data."""
         super().__init__(
             tokenizer_path, trust_remote_code=trust_remote_code, max_observation_tokens=max_observation_tokens
         )
         self._path, self._trust_remote_code = tokenizer_path, trust_remote_code
-        self._tool_format, self._history = tool_format, history
+        self._tool_format, self._history, self._template_options = tool_format, history, template_options
+        self._chats: dict[str, ChatDialogue] = {}
 
     @classmethod
     def of(cls, config: Config, *, folder: str | None = None) -> Dialogue:
@@ -37,6 +46,7 @@ class Dialogue(TextDialogue):
             max_observation_tokens=config.environment.max_observation_tokens,
             tool_format=config.environment.tool_format,
             history=config.environment.history,
+            template_options=config.data.template_options,
         )
 
     @cached_property
@@ -48,5 +58,18 @@ class Dialogue(TextDialogue):
             max_observation_tokens=self._max_tokens,
             tool_format=self._tool_format,
             history=self._history,
+            template_options=self._template_options,
             coders=self.coders,
         )
+
+    def chat_for(self, columns: Mapping[str, Any]) -> ChatDialogue:
+        """The dialogue for a row with these columns, which may have options of the template. Raises as `chat` does."""
+        options: dict[str, Any] = columns.get(TEMPLATE_COLUMN) or {}
+        if not options:
+            return self.chat
+        key = json.dumps(options, sort_keys=True)
+        if key not in self._chats:
+            if len(self._chats) >= MAX_CHATS:
+                self._chats.clear()
+            self._chats[key] = self.chat.with_options(options)
+        return self._chats[key]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from asyncrl.environments.dialogue.formats import Read
 from asyncrl.environments.environment import Message, Schema, ToolCall
 from asyncrl.errors import AsyncrlError
-from asyncrl.util.tokenizer import Decoder, load_decoder, load_tokenizer
+from asyncrl.util.tokenizer import Decoder, load_decoder, load_tokenizer, no_embedding, num_embeddings
 
 MARK = "\n[...]\n"
 """Stands for the middle of an observation that is too long."""
@@ -95,13 +95,25 @@ class TextDialogue:
         return [*first[: room - room // 2], *mark, *last[len(last) - room // 2 :]]
 
 
+def check_embedded(tokens: Sequence[int], rows: int | None) -> None:
+    """Raises DialogueError for a token above the `rows` of the model's embedding."""
+    if rows is not None and tokens and max(tokens) >= rows:
+        raise DialogueError(f"what the policy is to read {no_embedding(max(tokens), rows)}")
+
+
 def _load_encoder(path: str, *, trust_remote_code: bool) -> Callable[[str], list[int]]:
+    rows = num_embeddings(path)
+
+    def checked(tokens: list[int]) -> list[int]:
+        check_embedded(tokens, rows)
+        return tokens
+
     file = Path(path) / "tokenizer.json"
     if file.is_file():
         from tokenizers import Tokenizer
 
         fast = Tokenizer.from_file(str(file))
         fast.encode_special_tokens = True
-        return lambda text: fast.encode(text, add_special_tokens=False).ids
+        return lambda text: checked(fast.encode(text, add_special_tokens=False).ids)
     slow = load_tokenizer(path, trust_remote_code=trust_remote_code)
-    return lambda text: slow.encode(text, add_special_tokens=False, split_special_tokens=True)
+    return lambda text: checked(slow.encode(text, add_special_tokens=False, split_special_tokens=True))

@@ -9,6 +9,7 @@ encoder knows the special tokens by these names only.
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import secrets
@@ -18,20 +19,25 @@ from pathlib import Path
 from typing import Any, cast
 
 from asyncrl.environments.dialogue.formats import END_THINK, TAGS, THINK
-from asyncrl.environments.dialogue.plain import DialogueError
+from asyncrl.environments.dialogue.plain import DialogueError, check_embedded
 from asyncrl.environments.environment import Message, Schema
 from asyncrl.errors import ConfigError
-from asyncrl.util.tokenizer import load_tokenizer
+from asyncrl.util.tokenizer import load_tokenizer, num_embeddings, render_chat
 
 
 class Rendering:
     """A model's chat template with its tokenizer."""
 
-    def __init__(self, tokenizer_path: str, *, trust_remote_code: bool) -> None:
-        """Raises ConfigError if the tokenizer has no chat template, or is none of the `tokenizers` library."""
+    def __init__(
+        self, tokenizer_path: str, *, trust_remote_code: bool, options: Mapping[str, Any] | None = None
+    ) -> None:
+        """`options` are variables of the template. Raises ConfigError if the tokenizer has no chat template, or is none
+        of the `tokenizers` library."""
         self._tokenizer = _load(tokenizer_path, trust_remote_code=trust_remote_code)
         if not self._tokenizer.chat_template:
             raise ConfigError(f"model.path = {tokenizer_path!r}: the tokenizer has no chat template")
+        self._options: dict[str, Any] = dict(options or {})
+        self._num_embeddings = num_embeddings(tokenizer_path)
         secret = secrets.token_hex(8)
         settings: dict[str, Any] = json.loads(self._tokenizer.backend_tokenizer.to_str())
         special = {token["content"]: token["id"] for token in settings["added_tokens"] if token["special"]}
@@ -49,6 +55,12 @@ class Rendering:
         self._encoder: Any
         self._encoder, self._own_ids = _encoder(settings, self._names, special, tokenizer_path)
 
+    def with_options(self, options: Mapping[str, Any]) -> Rendering:
+        """The same template with further variables, which go before its own."""
+        other = copy.copy(self)
+        other._options = {**self._options, **options}
+        return other
+
     @property
     def response_template(self) -> Any:
         """The tokenizer's description of how turns are parsed; None if it has none."""
@@ -59,12 +71,12 @@ class Rendering:
         return self._tokenizer.get_chat_template(tools=list(tools) or None)
 
     def render(self, messages: Sequence[Message], tools: Sequence[Schema], *, generate: bool) -> str:
-        """The text of the messages, in which special tokens have names; with `generate` up to the policy's next turn.
+        """The text of the messages, in which special tokens have names; with `generate` up to the policy's next words.
         Raises DialogueError if the template refuses them."""
         guarded = [self._guard(message) for message in messages]
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                guarded, tools=list(tools) or None, add_generation_prompt=generate, tokenize=False
+            text: str = render_chat(
+                self._tokenizer, guarded, self._options, generate=generate, tokenize=False, tools=tools
             )
         except Exception as error:  # a template is a program, which may raise anything
             raise DialogueError(f"the chat template refuses {roles_of(messages)}: {error}") from error
@@ -72,9 +84,12 @@ class Rendering:
         return self._guard_pattern.sub(lambda match: self._guarded[match[0]], framed)
 
     def encode(self, framed: str) -> list[int]:
-        """The tokens of a text in which special tokens have names."""
+        """The tokens of a text in which special tokens have names. Raises DialogueError for one that the model's
+        embedding lacks."""
         tokens: list[int] = self._encoder.encode(framed, add_special_tokens=False).ids
-        return [self._own_ids.get(token, token) for token in tokens]
+        tokens = [self._own_ids.get(token, token) for token in tokens]
+        check_embedded(tokens, self._num_embeddings)
+        return tokens
 
     def name_of(self, token: int) -> str:
         """The name of a special token."""

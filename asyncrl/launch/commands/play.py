@@ -119,7 +119,11 @@ def _play(
         player = Player(start, prompt.tokens.tolist(), found, dialogue, limits, threads, transcript.say)
         ended = play_alone(player)
     else:
-        ended = asyncio.run(play_program(start, prompt.tokens.tolist(), found, dialogue.chat, limits, transcript.say))
+        ended = asyncio.run(
+            play_program(
+                start, prompt.tokens.tolist(), found, dialogue.chat_for(prompt.columns), limits, transcript.say
+            )
+        )
     is_chat = prompt.chat is not None or not isinstance(found, Named)
     _print(console, prompt, transcript.lines, dialogue, ended, is_chat=is_chat)
     return ended
