@@ -39,7 +39,7 @@ from asyncrl.observe.document import read_metrics
 from asyncrl.plan.trace import read_trace
 from asyncrl.replay.client import LauncherClient
 from asyncrl.samples import Samples
-from asyncrl.util.files import read_json
+from asyncrl.util.files import read_json, replace_file
 from asyncrl.util.processes import end_with_parent
 from asyncrl.util.user_code import name_of, refuse_while_importing
 
@@ -190,8 +190,11 @@ def train(config: Source = None, **overrides: Any) -> Run:
     checked = make_config(config, overrides)
     path = checked.run_dir
     path.parent.mkdir(parents=True, exist_ok=True)
+    if is_running(path):
+        raise ConfigError(f"run = {path.name!r}: a run of this name is running; use another run=NAME, or stop it")
     file, output = (path.parent / f".{path.name}.{suffix}" for suffix in ("yaml", "out"))
-    file.write_text(checked.to_yaml())
+    replace_file(file, checked.to_yaml(), mode=0o600)
+    output.unlink(missing_ok=True)
     process = _start(["launch", "--config", str(file)], output)
     return Run(path, process, output)
 
@@ -208,7 +211,7 @@ def evaluate(
     checked = make_config(config, overrides)
     with tempfile.TemporaryDirectory(prefix="asyncrl-") as folder:
         file, out, output = (Path(folder) / name for name in ("config.yaml", "results.json", "output"))
-        file.write_text(checked.to_yaml())
+        replace_file(file, checked.to_yaml(), mode=0o600)
         arguments = ["eval", "--config", str(file), "--out", str(out)]
         process = _start([*arguments, *(["--model", str(model)] if model is not None else [])], output)
         try:
@@ -256,7 +259,7 @@ def _named(key: str, value: Any) -> Any:
 def _start(arguments: list[str], output: Path) -> subprocess.Popen[bytes]:
     """Starts the command in a session of its own, so that Ctrl-C in a notebook does not reach it. The file gets plain
     lines, also where the environment claims a terminal, as that of a notebook's kernel does."""
-    with output.open("wb") as file:
+    with os.fdopen(os.open(output, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
         return subprocess.Popen(
             [sys.executable, "-m", "asyncrl.cli", *arguments],
             stdin=subprocess.DEVNULL,

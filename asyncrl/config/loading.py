@@ -16,6 +16,7 @@ from asyncrl.config.base import MappingValue, Section
 from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.util.hints import did_you_mean
+from asyncrl.util.redaction import redact_named
 
 
 class _Loader(yaml.SafeLoader):
@@ -188,19 +189,20 @@ def _set_dotted(values: dict[str, Any], dotted: str, value: Any) -> None:
 def _explain(item: Any) -> str:
     location = [str(part) for part in item["loc"] if not KIND.fullmatch(str(part))]
     dotted = ".".join(location)
+    given = f"{dotted} = {redact_named(dotted, item['input'])!r}"
     if item["type"] == "extra_forbidden":
-        return f"{dotted} = {item['input']!r}: unknown key{_way_out(dotted, item['input'])}"
+        return f"{given}: unknown key{_way_out(dotted, item['input'])}"
     if item["type"] == "missing":
         return f"{dotted}: required, but not set; give it in the file or as {dotted}=VALUE"
     if item["type"] == "model_type":
         names = [key.rpartition(".")[2] for key in _all_keys() if key.rpartition(".")[0] == dotted]
-        return f"{dotted} = {item['input']!r}: must be a mapping with {', '.join(names)}"
+        return f"{given}: must be a mapping with {', '.join(names)}"
     message = item["msg"].removeprefix("Value error, ")
     if not dotted:
         return message
     if item["type"] == "value_error" and isinstance(item["input"], dict):
         return f"{dotted}.{message}"
-    return f"{dotted} = {item['input']!r}: {message[0].lower()}{message[1:]}"
+    return f"{given}: {message[0].lower()}{message[1:]}"
 
 
 def _way_out(dotted: str, value: Any) -> str:

@@ -19,7 +19,7 @@ from asyncrl.launch.resources.hosts import Host
 from asyncrl.launch.worker import endpoints_of
 from asyncrl.observe.curves import step_of
 from asyncrl.util.files import next_free_path, read_json, read_lines, replace_file
-from asyncrl.util.redaction import redact
+from asyncrl.util.redaction import redact, redact_named
 from asyncrl.wire.endpoints import Endpoints
 
 ENDPOINTS = "endpoints.json"
@@ -202,7 +202,8 @@ def refuse_changes(saved: Config, config: Config, allowed: Callable[[str], bool]
     """Raises ConfigError that lists every setting that differs and may not."""
     wrong = {key: pair for key, pair in changes(saved, config).items() if not allowed(key)}
     if wrong:
-        lines = [f"{key}: it was {before!r}, now {now!r}" for key, (before, now) in wrong.items()]
+        pairs = {key: [redact_named(key, value) for value in pair] for key, pair in wrong.items()}
+        lines = [f"{key}: it was {before!r}, now {now!r}" for key, (before, now) in pairs.items()]
         raise ConfigError(f"{what}:\n  " + "\n  ".join(lines) + f"\n{way_out}")
 
 

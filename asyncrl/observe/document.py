@@ -14,6 +14,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from asyncrl.observe.charts import CHARTS
 from asyncrl.observe.curves import LATEST_STEPS, OF_STEP, Curves
 from asyncrl.observe.destinations import METRICS_FILE
@@ -99,9 +101,17 @@ def run_document(
         "rows": _rows(summary.get("prompts", {})),
         "gains": sorted(summary.get("simulated_gains", {}).items(), key=lambda pair: -pair[1]),
         "summary": list(_flat(shown)),
-        "config": redact(config.read_text()) if config.is_file() else "",
+        "config": _config_text(config) if config.is_file() else "",
     }
     return _finite(document) | {"charts": _charts(curves, summary.get("eval", []))}
+
+
+def _config_text(file: Path) -> str:
+    """The config without secrets."""
+    try:
+        return yaml.safe_dump(redact(yaml.safe_load(file.read_text(encoding="utf-8"))), sort_keys=False)
+    except (yaml.YAMLError, OSError, ValueError) as error:
+        return f"{file} cannot be read: {type(error).__name__}"
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.observe.page import SCRIPTS, STYLES, render_page, web_file
+from asyncrl.util.files import replace_file
 
 
 def write_report(path: Path, documents: Sequence[dict[str, Any]]) -> None:
@@ -22,4 +23,4 @@ def write_report(path: Path, documents: Sequence[dict[str, Any]]) -> None:
         styles=[web_file(name) for name in STYLES],
         scripts=[web_file(name) for name in (*SCRIPTS, "report.js")],
     )
-    path.write_text(page)
+    replace_file(path, page)

@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
 from asyncrl.errors import ConfigError
-from asyncrl.util.redaction import redact
+from asyncrl.util.redaction import redact_named
 
 
 def unknown_name(key: str, name: str, known: Iterable[str]) -> ConfigError:
@@ -52,7 +52,7 @@ def check_options(
         if parameter.kind is parameter.KEYWORD_ONLY and parameter.name not in hidden
     ]
     for option, value in options.items():
-        given = f"{key}.{option} = {redact(value)!r}"
+        given = f"{key}.{option} = {redact_named(option, value)!r}"
         if option not in known:
             raise ConfigError(f"{given}: {name} has no such option{did_you_mean_or_list(option, known)}")
         try:

@@ -151,10 +151,11 @@ def test_a_run_is_sent_once_and_then_what_has_changed(board: Client, runs: Path)
 
 def test_secrets_do_not_leave_the_board(board: Client, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_API_KEY", "0123456789abcdef")
-    for file in ("config.yaml", "summary.json"):
-        text = (runs / "one" / file).read_text()
-        (runs / "one" / file).write_text(text.replace("learner-bound", "0123456789abcdef") + "\n")
-    (runs / "one" / "config.yaml").write_text((runs / "one" / "config.yaml").read_text() + "# 0123456789abcdef\n")
+    for name in ("config.yaml", "summary.json"):
+        text = (runs / "one" / name).read_text()
+        (runs / "one" / name).write_text(text.replace("learner-bound", "0123456789abcdef") + "\n")
+    with (runs / "one" / "config.yaml").open("a") as file:
+        file.write("left_over: 0123456789abcdef\n")
     document, _ = sections_of(board, "one")
     assert "***" in document["config"] and document["verdict"] == "***"
     assert "0123456789abcdef" not in json.dumps([document, board.get("runs")])

@@ -188,7 +188,7 @@ def test_tables_of_staleness_ledger_gains_and_configuration(tmp_path: Path) -> N
     assert document["summary"] == [["restarts.learner", 1], ["broken", None], ["eval_dropped", "[3]"]]
     assert document["rows"] == [["all", 3, 2, 0, 5], ["sums", 3, 2, 0, None]]
     assert (document["verdict"], document["bias"]) == ("learner-bound", ["too <short>"])
-    assert document["config"] == "replay: {max_staleness: 4}\n"
+    assert document["config"] == "replay:\n  max_staleness: 4\n"
 
 
 def test_a_damaged_line_is_a_warning(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from asyncrl.observe.logs import configure_logs
 from asyncrl.replay.journal.history import trained_steps
 from asyncrl.rewards.reward_model import uses_reward_model
 from asyncrl.samples import Samples
-from asyncrl.util.files import next_free_path
+from asyncrl.util.files import next_free_path, replace_file
 from asyncrl.wire.endpoints import LOOPBACK, Endpoints
 
 CHUNK_BYTES = 16 << 20
@@ -121,7 +121,7 @@ def retrain(
     saved, config = read_configs(run_dir, settings, samples)
     changed = samples is not None or any(not key.startswith("observe.") for key in changes(saved, config))
     out = make_out(run_dir, out)
-    (out / "config.yaml").write_text(config.to_yaml())
+    replace_file(out / "config.yaml", config.to_yaml())
     configure_logs(out, "launcher", config.observe.log_level)
     interrupts = Interrupts()
     launcher = launcher_of(config)

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from asyncrl.config import Config, load_config, option_fields
+from asyncrl.util.redaction import redact_named
 
 UNITS = {"_s": "seconds", "_bytes": "bytes", "_tokens": "tokens", "_steps": "steps"}
 """Unit of a number, by the end of its key."""
@@ -77,12 +78,18 @@ def show_config(path: str | None, settings: Mapping[str, Any], console: Console,
             console.print()
             _print(console, f"[{section}]" if section else "[top level]", "bold", width)
             _print(console, meanings.get(section, ""), "dim", width)
-        _print(console, f"{key.name} = {written(key.value)}", "bold cyan" if key.changed else "cyan", width)
+        _print(
+            console,
+            f"{key.name} = {written(redact_named(key.name, key.value))}",
+            "bold cyan" if key.changed else "cyan",
+            width,
+        )
         _print(console, f"{key.origin}; {key.rule}", "dim", width, indent="    ")
         _print(console, key.meaning, "", width, indent="    ")
         for option in key.options:
             if option.changed or not diff:
-                text = f".{option.name} = {written(option.value)} ({option.origin}; {option.rule}): {option.meaning}"
+                value = written(redact_named(option.name, option.value))
+                text = f".{option.name} = {value} ({option.origin}; {option.rule}): {option.meaning}"
                 _print(console, text, "", width, indent="      ")
 
 

@@ -24,6 +24,7 @@ from asyncrl.launch.ray.cluster import POLL_S, PoolGroup, alive_nodes, free_reso
 from asyncrl.launch.ray.pool_actor import NodeFacts, PoolActor, passed_environment
 from asyncrl.launch.resources.hosts import Host
 from asyncrl.launch.resources.network import resolve_host
+from asyncrl.util.files import replace_file
 from asyncrl.wire.curve_keys import is_loopback
 
 log = structlog.get_logger()
@@ -141,7 +142,7 @@ class RayHosts:
         self._token_file = config.run_dir.absolute().parent / f".asyncrl-{self._token[:8]}"
         """A file next to the run folder, by which actors see whether they share it."""
         self._token_file.parent.mkdir(parents=True, exist_ok=True)
-        self._token_file.write_text(self._token)
+        replace_file(self._token_file, self._token, mode=0o600)
 
     @property
     def here(self) -> list[RayHost]:
