@@ -16,7 +16,7 @@ from asyncrl.config import AUTO, ENVIRONMENT, Config, Rewards
 from asyncrl.data.rows import Split
 from asyncrl.errors import ConfigError
 from asyncrl.generator.engine import check_installed
-from asyncrl.generator.vllm_backend.setup import check_adapters, check_engine_options, check_tensor_parallel
+from asyncrl.generator.vllm_backend.setup import check_adapters, check_tensor_parallel
 from asyncrl.rewards.auto import choose_rewards, describe_choice
 from asyncrl.rewards.table import evaluation_config, reward_names
 from asyncrl.util.files import read_json, tensor_files
@@ -105,7 +105,6 @@ def check_inputs(config: Config, console: Console) -> Inputs:
         check_environments(config, console, prompt_tokens)
     check_installed(config)
     if config.generator.engine == "vllm":
-        check_engine_options(config)
         check_tensor_parallel(config)
         check_adapters(config)
     # Last, because these import torch.
