@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,8 @@ MEDIA_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
 """Columns with what a model for text cannot read, by the names that trainers give them."""
 MEDIA_ROWS = 1024
 """Rows of such a column that are read at once."""
+TRUTHS_AT_ONCE = 1024
+"""Ground truths that are read at once: test cases of programs have megabytes."""
 NO_GROUND_TRUTH = "; for data without any, set data.columns.ground_truth to null"
 
 
@@ -83,6 +86,28 @@ def count_sources(config: Config, splits: Sequence[Split] = ("train", "eval")) -
         for value, count in count_values(file, dotted).items():
             sources[str(value or Path(file).stem)] += count
     return dict(sources)
+
+
+def ground_truths(config: Config, split: Split) -> Iterator[tuple[int, str, str, str]]:
+    """Yields number, place, data source and ground truth of each row of a split; reads no other columns of a Parquet
+    file. Of a user's dataset, as many rows are read as `check_dataset` checks. `data.columns.ground_truth` is set."""
+    if config.data.custom.dataset is not None:
+        for row in _first_rows(PromptTable(config, split=split)):
+            yield row["row"], row["where"], row["data_source"], row["ground_truth"]
+        return
+    named, dotted = config.data.columns.data_source, str(config.data.columns.ground_truth)
+    before = 0
+    for file in dataset_files(config, split):
+        schema, rows = read_schema(file)
+        sources: Iterable[Any] = repeat(None, rows)
+        if _column_type(schema, named) is not None:
+            sources = chain.from_iterable(read_column(file, named))
+        truths = chain.from_iterable(read_column(file, dotted, rows_at_once=TRUTHS_AT_ONCE))
+        for number, (source, truth) in enumerate(zip(sources, truths, strict=True)):
+            where = f"{file}, row {number}"
+            text = ground_truth_text(truth, f"{where}: {dotted!r}")
+            yield before + number, where, str(source or Path(file).stem), text
+        before += rows
 
 
 def _check_files(config: Config, split: Split) -> int:

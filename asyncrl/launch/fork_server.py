@@ -258,7 +258,8 @@ def _preload(modules: Sequence[str], *, engine: str) -> dict[str, Any]:
         if engine == "vllm":
             from asyncrl.generator.vllm_backend import setup as vllm_setup
 
-            os.environ |= {**vllm_setup.DEFAULTS, **os.environ, **vllm_setup.CONDITIONS}
+            for name, value in vllm_setup.ENVIRONMENT.items():
+                os.environ.setdefault(name, value)
         for module in modules:
             importlib.import_module(module)
     except Exception as error:

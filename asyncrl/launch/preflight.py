@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +16,9 @@ from rich.console import Console
 
 from asyncrl.config import AUTO, ENVIRONMENT, Config, Rewards
 from asyncrl.data.rows import Split
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, DataError
 from asyncrl.generator.engine import check_installed
-from asyncrl.generator.vllm_backend.setup import check_adapters, check_tensor_parallel
+from asyncrl.generator.vllm_backend.setup import check_adapters, check_engine_options, check_tensor_parallel
 from asyncrl.rewards.auto import choose_rewards, describe_choice
 from asyncrl.rewards.table import evaluation_config, reward_names
 from asyncrl.util.files import read_json, tensor_files
@@ -25,13 +27,15 @@ EVAL_ROWS = 100
 """Number of rows in the evaluation file that a recipe creates."""
 RECIPE_S = 600.0
 """Deadline of a recipe."""
+TRUTHS_S = 60.0
+"""Time after which ground truths are no longer parsed before the start: LaTeX takes milliseconds each."""
+MAX_KNOWN_TRUTHS = 1 << 18
+"""Ground truths that are remembered, as hashes, so that repeated ones are parsed once."""
 RECIPE_END_S = 5.0
 """Time for an interrupted recipe to remove its unfinished output."""
 
 TRAINED_LAYERS = ("full_attention", "sliding_attention", "attention")
 """Layer types that mix tokens by attention only."""
-SWITCHING_POSITIONS = ("dynamic", "longrope", "su")
-"""Types of rotary positions that depend on the length of the longest sequence."""
 UNTRAINED_SETTINGS = ("attn_logit_softcapping", "final_logit_softcapping", "logits_scaling", "logit_scale")
 """Model settings that change attention scores, or logits after the output layer."""
 
@@ -105,6 +109,7 @@ def check_inputs(config: Config, console: Console) -> Inputs:
         check_environments(config, console, prompt_tokens)
     check_installed(config)
     if config.generator.engine == "vllm":
+        check_engine_options(config)
         check_tensor_parallel(config)
         check_adapters(config)
     # Last, because these import torch.
@@ -202,7 +207,50 @@ def checked_rewards(config: Config, splits: Sequence[Split], console: Console, s
         text = f"warning: {section}rewards: the reward of the environment does not count; {ENVIRONMENT}: 1.0 adds it"
         console.print(text, highlight=False, markup=False, soft_wrap=True)
     check_sources(config.rewards, sources)
+    check_truths(config, splits, console)
     return config.rewards
+
+
+def check_truths(config: Config, splits: Sequence[Split], console: Console) -> None:
+    """Raises DataError that names the first row of the splits with a ground truth that a built-in reward cannot read,
+    and ConfigError for such a reward without ground truths. Training rows that `data.custom.filter` drops do not count.
+    Prints a warning about rows that are not read within TRUTHS_S."""
+    from asyncrl.data.custom import load_filter
+    from asyncrl.data.parquet import ground_truths
+    from asyncrl.data.rows import dataset_files, raw_rows
+    from asyncrl.rewards.table import COMPARING, truth_reader
+
+    comparing = COMPARING & set(reward_names(config.rewards))
+    if not comparing:
+        return
+    if config.data.columns.ground_truth is None:
+        raise ConfigError(
+            f"rewards = {config.rewards!r}: {', '.join(sorted(comparing))} compares with a ground truth, and "
+            "data.columns.ground_truth is null; name its column, or a reward that needs none"
+        )
+    keeps = load_filter(config) if config.data.custom.filter is not None else None
+    raw_training_rows = functools.cache(lambda: raw_rows(config, "train"))
+    read, deadline_s = truth_reader(config), time.monotonic() + TRUTHS_S
+    known: set[int] = set()
+    for split in splits:
+        for row, where, source, truth in ground_truths(config, split) if dataset_files(config, split) else ():
+            if (key := hash((source, truth))) in known:
+                continue
+            if time.monotonic() > deadline_s:
+                text = f"warning: ground truths from {where} on are parsed when they are used (after {TRUTHS_S:g} s)"
+                console.print(text, highlight=False, markup=False, soft_wrap=True)
+                return
+            try:
+                read(source, truth)
+            except ValueError as error:
+                if split == "train" and keeps is not None and not keeps(raw_training_rows().values(row), where):
+                    continue
+                raise DataError(
+                    f"{where}: {config.data.columns.ground_truth!r}: {error}; correct it, leave the row out "
+                    f"(data.custom.filter), or name another reward for data source {source!r} (rewards)"
+                ) from None
+            if len(known) < MAX_KNOWN_TRUTHS:
+                known.add(key)
 
 
 def checked_eval_rewards(config: Config, splits: Sequence[Split], console: Console) -> Rewards:
@@ -248,7 +296,6 @@ def check_model(config: Config) -> int:
         raise ConfigError(
             "generator.engine_options.max_model_len: must be set, since config.json of the model has no window"
         )
-    check_positions(settings, config.model.path, window)
     prompt_tokens = window - config.generator.max_new_tokens
     if prompt_tokens < 1:
         raise ConfigError(
@@ -258,25 +305,6 @@ def check_model(config: Config) -> int:
     if config.data.max_prompt_tokens is not None:
         prompt_tokens = min(prompt_tokens, config.data.max_prompt_tokens)
     return prompt_tokens
-
-
-def check_positions(settings: dict[str, Any], path: str, window: int) -> None:
-    """Raises ConfigError if the model scales the positions of all sequences of a row by the longest of them, when it is
-    longer than a limit below the window."""
-    text = settings.get("text_config") or settings
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    for part in (rope, *rope.values()):
-        kind = part.get("rope_type", part.get("type")) if isinstance(part, dict) else None
-        if kind not in SWITCHING_POSITIONS:
-            continue
-        default = text.get("original_max_position_embeddings", text.get("max_position_embeddings", window))
-        limit = part.get("original_max_position_embeddings", default)
-        if window > limit:
-            raise ConfigError(
-                f"model.path = {path!r}: config.json has rope_type {kind!r}, which computes positions in another way "
-                f"when a sequence is longer than {limit} tokens; sequences in one row cannot differ in that: set "
-                f"generator.engine_options.max_model_len={limit}"
-            )
 
 
 def other_models(config: Config) -> list[tuple[str, str]]:

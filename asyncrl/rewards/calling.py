@@ -36,10 +36,11 @@ import inspect
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from asyncrl.errors import ConfigError
+from asyncrl.util.answers import THINK
 from asyncrl.util.redaction import describe, redact
 
 FORMS = "compute_score(data_source, solution_str, ground_truth, extra_info) or reward(completions, **columns)"
@@ -82,6 +83,13 @@ class CompletedGroup:
     deadline_s: float = math.inf
     """Deadline for the scores, on the monotonic clock."""
 
+    def with_opened_reasoning(self) -> CompletedGroup:
+        """The group with `<think>` at the start of the completions if the prompt ends with it, as the chat templates of
+        reasoning models write it."""
+        if not self.prompt.rstrip().endswith(THINK):
+            return self
+        return replace(self, completions=[f"{THINK}{text}" for text in self.completions])
+
     def to_columns(self) -> dict[str, Any]:
         """The keyword arguments of a reward of the group form."""
         size = len(self.completions)
@@ -109,11 +117,20 @@ class CompletedGroup:
 class RewardFunction:
     """A loaded reward function. Calling it never raises: a failure becomes the error text of the scores."""
 
-    def __init__(self, name: str, function: Callable[..., Any], options: Mapping[str, Any] | None = None) -> None:
-        """`options` are already checked. Raises ConfigError when the signature fits none of the forms."""
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        options: Mapping[str, Any] | None = None,
+        *,
+        is_built_in: bool = False,
+    ) -> None:
+        """`options` are already checked. A built-in reward also reads the `<think>` that ends a prompt. Raises
+        ConfigError when the signature fits none of the forms."""
         self.name = name
         self.function = function
         self.options = dict(options or {})
+        self._is_built_in = is_built_in
         parameters = list(parameters_of(name, function).values())
         self._takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
         named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
@@ -125,6 +142,7 @@ class RewardFunction:
             self._check_sample_form(parameters)
 
     def __call__(self, group: CompletedGroup) -> list[Score]:
+        group = group.with_opened_reasoning() if self._is_built_in else group
         if self.scores_groups:
             return self._score_group(group)
         return [self._score_sample(group, text) for text in group.completions]

@@ -45,7 +45,7 @@ def load_reward(name: str, options: Mapping[str, Any] | None = None) -> RewardFu
     if name not in REWARDS:
         given = {option: _filled_in(f"{key}.{option}", value) for option, value in given.items()}
     check_options(key, name, function, given, hidden=SAMPLE_ARGUMENTS)
-    return RewardFunction(name, function, given)
+    return RewardFunction(name, function, given, is_built_in=name in REWARDS)
 
 
 def _filled_in(key: str, value: Any) -> Any:

@@ -11,6 +11,7 @@ from asyncrl.config import Config, Options
 from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
 from asyncrl.rewards.calling import Failed
 from asyncrl.rewards.table import evaluation_config, reward_names
+from asyncrl.util.answers import after_reasoning
 from asyncrl.util.files import read_json, read_tensor_descriptions
 from asyncrl.wire.endpoints import Endpoints
 
@@ -49,12 +50,14 @@ def reward_model(
     The model in folder `path` runs in one process for all generators, in `dtype`, on `device` (auto: a GPU if there
     is one), in batches of at most `tokens_per_batch` tokens, including padding. A chat is rendered with the chat
     template of the reward model's tokenizer, with `data.template_options` and those of the row; a plain prompt and its
-    completion are concatenated. Of an episode it reads what the policy said, as one message.
+    completion are concatenated. Of an episode it reads what the policy said, as one message. Reasoning (up to the last `</think>`, or an
+    open `<think>`) is left out.
     """
     if _client is None:
         raise RunError("no reward model process: the reward workers have no address of it")
     row_options = chat_template_kwargs[0] if chat_template_kwargs else None
-    return _client.score(prompts[0], completion_texts, time_left_s, row_options)
+    texts = [after_reasoning(text) for text in completion_texts]
+    return _client.score(prompts[0], texts, time_left_s, row_options)
 
 
 def connect(endpoints: Endpoints | None) -> None:

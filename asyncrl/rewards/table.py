@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
-from collections.abc import Iterable, Mapping
-from typing import cast
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, cast
 
 from asyncrl.config import ENVIRONMENT, Config, Options, Rewards, RewardSpec, did_you_mean
 from asyncrl.errors import ConfigError
@@ -21,6 +23,38 @@ CHECKS: dict[str, str] = {
     "reward_model": "asyncrl.rewards.reward_model:check_reward_model",
 }
 """Built-in reward -> function that checks the config for it and raises ConfigError."""
+
+TRUTHS: dict[str, str] = {
+    "number": "asyncrl.rewards.builtin.text:number_truth",
+    "gsm8k": "asyncrl.rewards.builtin.text:gsm8k_truth",
+    "math": "asyncrl.rewards.builtin.math:math_truth",
+    "choice": "asyncrl.rewards.builtin.text:choice_truth",
+    "code": "asyncrl.rewards.builtin.code:parse_tests",
+}
+"""Built-in reward -> its parser of ground truths, which raises ValueError. `exact` compares with any text."""
+COMPARING = {"exact", *TRUTHS}
+"""Built-in rewards that need a ground truth."""
+
+
+def truth_reader(config: Config) -> Callable[[str, str], None]:
+    """Returns a function of data source and ground truth that raises ValueError if a built-in reward of that data
+    source cannot read the ground truth."""
+    parsers: dict[str, Callable[..., Any]] = {}
+    for name in TRUTHS.keys() & set(reward_names(config.rewards)):
+        module, _, function = TRUTHS[name].partition(":")
+        parser = getattr(importlib.import_module(module), function)
+        accepted = inspect.signature(parser).parameters
+        options = config.reward_options.get(name, {})
+        parsers[name] = partial(parser, **{key: value for key, value in options.items() if key in accepted})
+
+    def read(data_source: str, ground_truth: str) -> None:
+        for name in names_in(reward_for(config.rewards, data_source)) & parsers.keys():
+            try:
+                parsers[name](ground_truth, *([data_source] if name == "choice" else []))
+            except ValueError as error:
+                raise ValueError(f"rewards: {name}: {error}") from None
+
+    return read
 
 
 def check_rewards(config: Config) -> None:
@@ -109,7 +143,12 @@ def environment_weight(rewards: Rewards, data_source: str) -> float:
 def reward_names(rewards: Rewards) -> list[str]:
     """Every function that `rewards` names, sorted."""
     specs = cast("dict[str, RewardSpec]", rewards).values() if is_table(rewards) else [cast(RewardSpec, rewards)]
-    return sorted({name for spec in specs for name in ([spec] if isinstance(spec, str) else spec)})
+    return sorted({name for spec in specs for name in names_in(spec)})
+
+
+def names_in(spec: RewardSpec | None) -> set[str]:
+    """The functions of one reward."""
+    return {spec} if isinstance(spec, str) else set(spec or ())
 
 
 def show_spec(spec: RewardSpec | None) -> str:

@@ -17,10 +17,11 @@ from typer.testing import CliRunner
 
 from asyncrl.cli import app
 from asyncrl.config import load_config
-from asyncrl.data.convert import CONVERTERS, hellaswag, math
+from asyncrl.data.convert import CONVERTERS, hellaswag
 from asyncrl.data.cursor import PromptCursor
 from asyncrl.data.parquet import PromptTable, check_dataset
 from asyncrl.errors import AsyncrlError, ConfigError, DataError
+from asyncrl.util.answers import last_boxed
 
 Records = list[dict[str, Any]]
 
@@ -224,7 +225,7 @@ def test_math_500_has_answers_of_its_own(tmp_path: Path) -> None:
     ],
 )
 def test_the_answer_is_in_the_last_box(solution: str, answer: str | None) -> None:
-    assert math.last_boxed(solution) == answer
+    assert last_boxed(solution) == answer
 
 
 def test_hellaswag_asks_for_a_letter(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import pytest
 from rich.console import Console
 
 from asyncrl.config import Config, load_config
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, DataError
+from asyncrl.launch import preflight
 from asyncrl.launch.preflight import check_data_and_rewards
 from asyncrl.rewards.auto import BY_SOURCE, choose_rewards, describe_choice, known_reward
 from asyncrl.rewards.load import REWARDS
@@ -49,6 +51,89 @@ def checked(config: Config) -> tuple[Any, str]:
 )
 def test_a_data_source_has_the_reward_that_is_known_for_it(source: str, reward: str | None) -> None:
     assert known_reward(source) == reward
+
+
+def write_truths(folder: Path, source: str, truths: list[Any], **settings: Any) -> Config:
+    rows = [{"data_source": source, "prompt": "?", "reward_model": {"ground_truth": truth}} for truth in truths]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "data.parquet")
+    return load_config(None, {"model.path": "m", "data.train": str(folder / "data.parquet"), **settings})
+
+
+CASES = json.dumps({"inputs": ["1"], "outputs": ["1"]})
+
+
+@pytest.mark.parametrize(
+    ("source", "readable", "unreadable", "cause"),
+    [
+        (
+            "openai/gsm8k",
+            ["7", "1,234", "3+4=7\n#### 7"],
+            "42 apples",
+            "gsm8k: the ground truth '42 apples' is not a num",
+        ),
+        (
+            "HuggingFaceH4/MATH-500",
+            ["7", r"\frac{1}{2}", r"0.\overline{3}"],
+            "???",
+            "math: the ground truth '???' is not",
+        ),
+        ("cais/mmlu", ["0", "3", "D"], "E", "choice: the ground truth 'E' is not one of 4 choices"),
+        (
+            "allenai/ai2_arc",
+            ["1", "4", "A", "E"],
+            "0",
+            "choice: the ground truth '0' is not one of 5 choices, numbered f",
+        ),
+        ("TIGER-Lab/MMLU-Pro", list("ABCDEFGHIJ"), "K", "choice: the ground truth 'K' is not one of 10 choices"),
+        ("apps", [CASES], "print", "code: the ground truth 'print' is not JSON"),
+    ],
+)
+def test_every_ground_truth_is_read_before_the_start(
+    tmp_path: Path, source: str, readable: list[str], unreadable: str, cause: str
+) -> None:
+    checked(write_truths(tmp_path, source, readable * 2))
+    with pytest.raises(DataError) as caught:
+        checked(write_truths(tmp_path, source, [*readable, unreadable, *readable]))
+    message = str(caught.value)
+    assert message.startswith(f"{tmp_path}/data.parquet, row {len(readable)}: 'reward_model.ground_truth': rewards: ")
+    assert cause in message and "another reward for data source" in message and "\n" not in message
+
+
+def test_rows_of_evaluations_are_read_by_their_own_rewards(tmp_path: Path) -> None:
+    settings = {"rewards": "exact", "data.eval": str(tmp_path / "data.parquet")}
+    checked(write_truths(tmp_path, "mine", ["7", "many"], **settings))
+    with pytest.raises(DataError, match=r"row 1: .*rewards: number: the ground truth 'many' is not a number"):
+        checked(write_truths(tmp_path, "mine", ["7", "many"], **settings, **{"eval.rewards": "number"}))
+
+
+def test_a_row_that_the_filter_drops_may_have_any_ground_truth(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def keep(row):\n    return row['reward_model']['ground_truth'] != 'many'\n")
+    filtered = {"rewards": "number", "data.custom.filter": f"{tmp_path}/mine.py:keep"}
+    checked(write_truths(tmp_path, "mine", ["7", "many", "8"], **filtered))
+    with pytest.raises(DataError, match=r"row 2: .*'much' is not a number"):
+        checked(write_truths(tmp_path, "mine", ["7", "many", "much"], **filtered))
+
+
+def test_options_decide_what_can_be_read(tmp_path: Path) -> None:
+    options = {"rewards": {"choice": 1.0, "truncated": 0.1}, "reward_options": {"choice": {"choices": 7}}}
+    checked(write_truths(tmp_path, "mine", list("ABCDEFG"), **options))
+    with pytest.raises(DataError, match=r"'H' is not one of 7 choices.*reward_options.choice.choices"):
+        checked(write_truths(tmp_path, "mine", list("ABCDEFGH"), **options))
+
+
+def test_ground_truths_that_take_too_long_are_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "TRUTHS_S", 0)
+    _, printed = checked(write_truths(tmp_path, "mine", ["many"], rewards="number"))
+    assert printed.startswith("warning: ground truths from ") and "row 0 on are parsed when they are used" in printed
+
+
+@pytest.mark.parametrize("reward", ["exact", "number", "math", "code"])
+def test_a_reward_that_compares_needs_ground_truths(tmp_path: Path, reward: str) -> None:
+    config = config_for(tmp_path, ["mine"], **{"data.columns.ground_truth": None, "rewards": reward})
+    with pytest.raises(
+        ConfigError, match=f"{reward} compares with a ground truth, and data.columns.ground_truth is null"
+    ):
+        checked(config)
 
 
 def test_all_known_rewards_are_built_in() -> None:

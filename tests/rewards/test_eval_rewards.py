@@ -24,8 +24,9 @@ LENGTHS = "def score(completions, *, scale: float = 1.0):\n    return [scale * l
 
 
 def config_for(folder: Path, **settings: Any) -> Config:
+    truths = {"train": "2", "eval": '["assert f() == 1"]'}
     for name, source in (("train", "openai/gsm8k"), ("eval", "codeforces")):
-        rows = [{"data_source": source, "prompt": "1+1=", "reward_model": {"ground_truth": '["assert f() == 1"]'}}]
+        rows = [{"data_source": source, "prompt": "1+1=", "reward_model": {"ground_truth": truths[name]}}]
         pq.write_table(pa.Table.from_pylist(rows), folder / f"{name}.parquet")
     files = {"data.train": str(folder / "train.parquet"), "data.eval": str(folder / "eval.parquet")}
     return load_config(None, {"model.path": "m", **files, **settings})

@@ -21,56 +21,7 @@ def rewards(name: str, *completions: str, truth: str = "", ids: list[int] | None
     return [reward for reward, _, _ in scores]
 
 
-@pytest.mark.parametrize(
-    ("text", "truth", "strict", "flexible"),
-    [
-        ("3 + 4 = 7\n#### 7", "7", 1, 1),
-        ("the answer is 7", "7", 0, 1),
-        ("#### 1,234", "1234", 1, 1),
-        ("#### 1234.", "1,234", 1, 1),
-        ("#### $18.00", "18", 1, 1),
-        ("#### $1,080", "$1080", 1, 1),
-        ("#### -5", "-5", 1, 1),
-        ("#### 5", "-5", 0, 0),
-        ("#### 6\nno, #### 7", "7", 1, 1),
-        ("#### 7 of 8", "7", 1, 0),
-        ("####", "7", 0, 0),
-        ("#### .", "7", 0, 0),
-        ("#### 72", "He has 48/2 = 24.\n#### 72", 1, 1),
-        ("nothing", "0", 0, 0),
-    ],
-)
-def test_gsm8k(text: str, truth: str, strict: float, flexible: float) -> None:
-    assert rewards("gsm8k", text, truth=truth) == [strict]
-    assert rewards("gsm8k", text, truth=truth, method="flexible") == [flexible]
-
-
-@pytest.mark.parametrize(
-    ("text", "truth", "right"),
-    [
-        ("The answer is (B).", "B", 1),
-        ("The answer is (B).", "1", 1),
-        ("A is wrong, so **C**", "C", 1),
-        ("2", "C", 1),
-        ("c", "C", 1),
-        ("C, not A", "C", 0),
-        ("E", "D", 0),
-        ("ABC", "C", 0),
-        ("it costs 1.5", "1", 0),
-        ("", "A", 0),
-    ],
-)
-def test_choice_takes_the_last_that_stands_by_itself(text: str, truth: str, right: float) -> None:
-    assert rewards("choice", text, truth=truth) == [right]
-
-
-def test_choices_may_be_more_and_counted_from_one() -> None:
-    assert rewards("choice", "10", "J", "9", truth="10", choices=10, first=1) == [1, 1, 0]
-
-
-def test_format_wants_thoughts_and_then_an_answer() -> None:
-    texts = ["<think>a\nb</think>\n42", "<think>a</think>", "42", "<think>a</think> <think>b</think> 42", "a<think>"]
-    assert rewards("format", *texts) == [1, 0, 0, 0, 0]
+def test_format_may_have_another_pattern() -> None:
     assert rewards("format", "answer: 4\n", "4", pattern=r"answer: \d+\s*") == [1, 0]
 
 

@@ -48,47 +48,6 @@ def test_exact_ignores_only_outer_spaces() -> None:
     assert rewards("exact", "19", " 19\n", "019", "1 9", "") == [1, 1, 0, 0, 0]
 
 
-@pytest.mark.parametrize(
-    ("text", "truth", "right"),
-    [
-        ("so 12+7 is 19", "19", 1),
-        ("19 or 20", "19", 0),
-        ("1,234.0", "1234", 1),
-        ("-3", "3", 0),
-        ("2e2", "200", 1),
-        ("none", "0", 0),
-    ],
-)
-def test_number_compares_the_last_number(text: str, truth: str, right: float) -> None:
-    assert rewards("number", text, truth=truth) == [right]
-
-
-@pytest.mark.parametrize(
-    ("text", "truth", "right"),
-    [
-        (r"the answer is \boxed{\frac{1}{2}}", "0.5", 1),
-        ("$x = 3$", "3", 1),
-        (r"\boxed{2\sqrt{3}}", r"\sqrt{12}", 1),
-        (r"\boxed{7}", "8", 0),
-        ("I do not know", "8", 0),
-        (r"\boxed{\frac{1}{\sqrt{2}}}", r"\frac{\sqrt{2}}{2}", 1),
-        (r"\boxed{\left\{3, 1, 2\right\}}", r"\{1,2,3\}", 1),
-        (r"\boxed{\{1, 2\}}", r"\{1,2,3\}", 0),
-        ("3", "2, 3", 0),
-        (r"\boxed{3, 2}", "2, 3", 1),
-        (r"\boxed{3 \pm 2\sqrt{2}}", r"3 \pm 2\sqrt{2}", 1),
-        (r"\boxed{[0,1]}", "[0,1)", 0),
-        (r"\boxed{10\text{ cm}}", "10", 1),
-        (r"\boxed{10}", r"10\text{ cm}", 1),
-        (r"\boxed{\text{Tuesday}}", r"\text{Monday}", 0),
-        (r"\boxed{x^2+2x+1}", "(x+1)^2", 1),
-        (r"so \boxed{5}", r"Thus $2+3=\boxed{5}$ apples of 7.", 1),
-    ],
-)
-def test_math_compares_values(text: str, truth: str, right: float) -> None:
-    assert rewards("math", text, truth=truth) == [right]
-
-
 def test_an_answer_that_cannot_be_compared_in_time_is_wrong() -> None:
     began_s = time.monotonic()
     assert math_answer(r"so \boxed{9^{9^{9^9}}}", "5", timeout_s=1) == 0.0
@@ -98,7 +57,7 @@ def test_an_answer_that_cannot_be_compared_in_time_is_wrong() -> None:
 
 def test_a_ground_truth_the_reward_cannot_read_is_an_error_not_a_zero() -> None:
     for spec, truth, cause in (
-        ("number", "!?", "could not convert"),
+        ("number", "!?", "the ground truth '!?' is not a number"),
         ("math", "", "not a mathematical expression"),
         ("math", "???", "not a mathematical expression"),
         ("gsm8k", "many", "the ground truth 'many' is not a number"),

@@ -6,10 +6,10 @@ or in one folder per subject.
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from asyncrl.data.convert.converter import TRAIN_AND_TEST, Converter, Example, SkippedError, Source, ask, text_field
+from asyncrl.util.answers import last_boxed
 
 
 def example(record: dict[str, Any], source: Source) -> Example:
@@ -23,26 +23,6 @@ def example(record: dict[str, Any], source: Source) -> Example:
         raise SkippedError(r"no answer in \boxed{}")
     extra = {name: str(record[name]) for name in ("level", "type", "subject", "unique_id") if name in record}
     return Example(ask(problem), answer, {"question": problem, "answer": solution, **extra})
-
-
-def last_boxed(text: str) -> str | None:
-    r"""The content of the last \boxed{...} (or \fbox{...}), including nested braces; None if there is none.
-
-    Also accepts `\boxed 5`, up to the next dollar sign or space.
-    """
-    found = list(re.finditer(r"\\(?:boxed|fbox)(?![A-Za-z])\s*", text))
-    if not found:
-        return None
-    start = found[-1].end()
-    if not text.startswith("{", start):
-        return re.match(r"[^$\s]*", text[start:])[0].rstrip(".,") or None  # type: ignore[index]
-    depth = 0
-    # An escaped brace does not nest.
-    for brace in re.finditer(r"\\.|[{}]", text[start:], re.DOTALL):
-        depth += {"{": 1, "}": -1}.get(brace[0], 0)
-        if depth == 0 and brace[0] == "}":
-            return text[start + 1 : start + brace.start()].strip() or None
-    return None
 
 
 CONVERTER = Converter(

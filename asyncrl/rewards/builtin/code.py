@@ -15,6 +15,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.rewards.calling import Failed
 from asyncrl.sandbox.inside import plain
 from asyncrl.sandbox.run import Ended, Limits, Sandbox, check_sandbox
+from asyncrl.util.answers import after_reasoning
 
 FORMS = (
     '{"inputs": [...], "outputs": [...]} with "fn_name" or without, {"assert_case": ["assert ...", ...]}, '
@@ -99,7 +100,8 @@ def check_code(config: Config) -> None:
 
 
 def extract_program(text: str) -> str:
-    """The last block fenced as Python, else the last fenced block, else the complete text."""
+    """The last block fenced as Python, else the last fenced block, else all of the text after the reasoning."""
+    text = after_reasoning(text)
     for fence in (r"```(?:python3?|py)[ \t]*\n", r"```[ \t]*\n"):
         blocks = re.findall(rf"{fence}(.*?)(?:```|\Z)", text, re.DOTALL | re.IGNORECASE)
         if blocks:
