@@ -94,7 +94,7 @@ class WatchedRun:
         changed = self._curves.read(READ_BUDGET_S)
         self._is_complete = bool(self._revision) and self._curves.fraction_read == 1.0
         if self._is_complete:
-            changed |= self._trace.update(_stamps(self._run_dir, "trace.arrow", "trace.parquet"))
+            changed |= self._trace.update(_stamps(self._run_dir, "trace.*"))
             changed |= self._samples.update(_stamps(self._run_dir, f"{SAMPLES}/*"))
         if not changed and summary == self._shown_summary:
             return

@@ -1,79 +1,39 @@
-"""The options of vLLM and DeepSpeed that a config cannot set, with the reasons, and checks of those that it can."""
+"""The options of vLLM and DeepSpeed that a config can set, and the reasons why it cannot set others."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-_OF_THE_RUN = "the run sets it"
-_IN_PROCESS = "steps are counted and new weights are shown to the engine in one process on one host"
-_PARALLEL = f"the engine divides a model by generator.tensor_parallel only: {_IN_PROCESS}"
-_VERSIONS = "the run's own scheduler labels each token with its policy version"
-_LOGPROBS = "the log-probs of sampled tokens would not be those of the policy that the learner trains"
-_WEIGHTS = "the learner sends the weights of model.path, and no others"
-_SAME_MODEL = "the learner loads the model and the tokenizer as model.path describes them, and so must the engine"
-_DRAFT = "the draft model would get no new weights"
-_KEYS_AND_VALUES = "keys and values that are stored elsewhere would be used under other weights"
-_PREFETCH = "new weights would not reach layers that are prefetched from host memory"
+from asyncrl.util.hints import did_you_mean_or_list
 
-ENGINE_REFUSED = {
+_OF_THE_RUN = "the run sets it"
+
+ENGINE_OPTIONS = (
+    *("max_model_len", "max_num_batched_tokens", "long_prefill_token_threshold", "enable_chunked_prefill"),
+    *("enable_prefix_caching", "block_size", "num_gpu_blocks_override", "async_scheduling"),
+    *("enforce_eager", "optimization_level", "cudagraph_capture_sizes", "max_cudagraph_capture_size"),
+    *("attention_backend", "disable_custom_all_reduce", "load_format", "safetensors_load_strategy", "max_logprobs"),
+    *("quantization", "kv_cache_dtype"),
+)
+"""Options in `generator.engine_options` of the engine "vllm": with these tokens carry the right version and log-prob,
+and new weights reach the engine. Of others that is not known."""
+QUANTIZATION = "fp8"
+"""The one that vLLM applies to new weights, too."""
+ENGINE_KEYS = {
     "model": "it is model.path",
-    "model_weights": _WEIGHTS,
-    "tokenizer": "it is that of model.path",
-    "tokenizer_revision": _SAME_MODEL,
-    "revision": _SAME_MODEL,
-    "code_revision": _SAME_MODEL,
-    "hf_config_path": _SAME_MODEL,
-    "hf_overrides": _SAME_MODEL,
-    "model_class_overrides": _SAME_MODEL,
-    "config_format": _SAME_MODEL,
     "dtype": "it is model.dtype",
     "trust_remote_code": "it is model.trust_remote_code",
     "seed": "it follows from seed, the generator and its start",
     "max_num_seqs": "it is generator.max_running_groups times generator.group_size",
     "gpu_memory_utilization": "it is computed from generator.gpu_memory_utilization and the other roles on the GPU",
     "kv_cache_memory_bytes": "it is generator.kv_cache_bytes",
-    "disable_log_stats": _OF_THE_RUN,
-    "weight_transfer_config": _OF_THE_RUN,
-    "runner": "generators complete texts",
-    "convert": "generators complete texts",
-    "mm_encoder_only": "generators complete texts",
-    "generation_config": "a model's own sampling defaults would change the sampled distribution",
-    "override_generation_config": "a model's own sampling defaults would change the sampled distribution",
-    "logprobs_mode": _LOGPROBS,
-    "logits_processors": _LOGPROBS,
-    "watermark_config": _LOGPROBS,
-    "diffusion_config": _LOGPROBS,
-    "scheduler_cls": _VERSIONS,
-    "speculative_config": _DRAFT,
-    "spec_method": _DRAFT,
-    "spec_model": _DRAFT,
-    "spec_tokens": _DRAFT,
-    "enable_lora": _WEIGHTS,
-    "default_mm_loras": _WEIGHTS,
-    "enable_sleep_mode": "the engine runs all the time",
-    "worker_cls": _IN_PROCESS,
-    "worker_extension_cls": _IN_PROCESS,
-    "distributed_executor_backend": "it follows from generator.tensor_parallel",
     "tensor_parallel_size": "it is generator.tensor_parallel",
-    "pipeline_parallel_size": _PARALLEL,
-    "prefill_context_parallel_size": _PARALLEL,
-    "decode_context_parallel_size": _PARALLEL,
-    "enable_expert_parallel": _PARALLEL,
-    "nnodes": _IN_PROCESS,
-    "node_rank": _IN_PROCESS,
-    "enable_elastic_ep": _IN_PROCESS,
-    "enable_eplb": _IN_PROCESS,
-    "kv_transfer_config": _KEYS_AND_VALUES,
-    "kv_offloading_size": _KEYS_AND_VALUES,
-    "kv_offloading_backend": _KEYS_AND_VALUES,
-    "device_ids": "the run gives each generator its GPUs",
+    "data_parallel_size": "the replicas of a run are its generators (launch.generators)",
+    "logprobs_mode": "the log-probs of sampled tokens would not be those of the policy that the learner trains",
+    "speculative_config": "the draft model would get no new weights",
 }
-ENGINE_REFUSED_PREFIXES = {
-    "data_parallel_": "the replicas of a run are its generators (launch.generators)",
-    "offload_": _PREFETCH,
-    "_": "it is none of vLLM's public options",
-}
+"""Options that have a key of their own, or that are often asked for, and why they cannot be set."""
 
 TRANSFORMERS_OPTIONS = ("max_model_len", "max_num_batched_tokens")
 """Options in `generator.engine_options` of the engine "transformers"."""
@@ -139,7 +99,7 @@ DEEPSPEED_REFUSED = {
 def check_engine_options(options: Mapping[str, Any], engine: str) -> None:
     """Raises ValueError naming the first option of the engine that a config cannot set, and why."""
     for name in options:
-        if reason := _refusal(name, engine):
+        if reason := _refusal(name, options[name], engine):
             raise ValueError(f"engine_options.{name} = {options[name]!r}: cannot be set here: {reason}")
     window = options.get("max_model_len")
     if window is not None and (type(window) is not int or window < 2):
@@ -152,14 +112,18 @@ def check_engine_options(options: Mapping[str, Any], engine: str) -> None:
             raise ValueError(f"engine_options.{name} = {value!r}: must be true or false")
 
 
-def _refusal(name: str, engine: str) -> str | None:
+def _refusal(name: str, value: Any, engine: str) -> str | None:
     """Why the engine cannot have the option; None if it can."""
-    if engine == "vllm":
-        by_prefix = (why for prefix, why in ENGINE_REFUSED_PREFIXES.items() if name.startswith(prefix))
-        return ENGINE_REFUSED.get(name) or next(by_prefix, None)
-    if engine == "transformers" and name not in TRANSFORMERS_OPTIONS:
-        return f"it is none of those of the engine transformers, {' and '.join(TRANSFORMERS_OPTIONS)}"
-    return None
+    known = {"vllm": ENGINE_OPTIONS, "transformers": TRANSFORMERS_OPTIONS}.get(engine)
+    if known is None:
+        return None
+    if name == "quantization" and value not in (None, QUANTIZATION):
+        return f"new weights reach an engine with {QUANTIZATION} only"
+    if name in known:
+        return None
+    if engine == "vllm" and name in ENGINE_KEYS:
+        return ENGINE_KEYS[name]
+    return f"it is not one of the options that are tested with the engine {engine}{did_you_mean_or_list(name, known)}"
 
 
 def check_sampling(options: Any) -> None:

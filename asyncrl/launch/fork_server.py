@@ -258,8 +258,7 @@ def _preload(modules: Sequence[str], *, engine: str) -> dict[str, Any]:
         if engine == "vllm":
             from asyncrl.generator.vllm_backend import setup as vllm_setup
 
-            for name, value in vllm_setup.ENVIRONMENT.items():
-                os.environ.setdefault(name, value)
+            os.environ |= {**vllm_setup.DEFAULTS, **os.environ, **vllm_setup.CONDITIONS}
         for module in modules:
             importlib.import_module(module)
     except Exception as error:

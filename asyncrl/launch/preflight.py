@@ -18,7 +18,7 @@ from asyncrl.config import AUTO, ENVIRONMENT, Config, Rewards
 from asyncrl.data.rows import Split
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.generator.engine import check_installed
-from asyncrl.generator.vllm_backend.setup import check_adapters, check_engine_options, check_tensor_parallel
+from asyncrl.generator.vllm_backend.setup import check_adapters, check_tensor_parallel
 from asyncrl.rewards.auto import choose_rewards, describe_choice
 from asyncrl.rewards.table import evaluation_config, reward_names
 from asyncrl.util.files import read_json, tensor_files
@@ -36,6 +36,8 @@ RECIPE_END_S = 5.0
 
 TRAINED_LAYERS = ("full_attention", "sliding_attention", "attention")
 """Layer types that mix tokens by attention only."""
+SWITCHING_POSITIONS = ("dynamic", "longrope", "su")
+"""Types of rotary positions that depend on the length of the longest sequence."""
 UNTRAINED_SETTINGS = ("attn_logit_softcapping", "final_logit_softcapping", "logits_scaling", "logit_scale")
 """Model settings that change attention scores, or logits after the output layer."""
 
@@ -109,7 +111,6 @@ def check_inputs(config: Config, console: Console) -> Inputs:
         check_environments(config, console, prompt_tokens)
     check_installed(config)
     if config.generator.engine == "vllm":
-        check_engine_options(config)
         check_tensor_parallel(config)
         check_adapters(config)
     # Last, because these import torch.
@@ -296,6 +297,7 @@ def check_model(config: Config) -> int:
         raise ConfigError(
             "generator.engine_options.max_model_len: must be set, since config.json of the model has no window"
         )
+    check_positions(settings, config.model.path, window)
     prompt_tokens = window - config.generator.max_new_tokens
     if prompt_tokens < 1:
         raise ConfigError(
@@ -305,6 +307,25 @@ def check_model(config: Config) -> int:
     if config.data.max_prompt_tokens is not None:
         prompt_tokens = min(prompt_tokens, config.data.max_prompt_tokens)
     return prompt_tokens
+
+
+def check_positions(settings: dict[str, Any], path: str, window: int) -> None:
+    """Raises ConfigError if the model scales the positions of all sequences of a row by the longest of them, when it is
+    longer than a limit below the window."""
+    text = settings.get("text_config") or settings
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    for part in (rope, *rope.values()):
+        kind = part.get("rope_type", part.get("type")) if isinstance(part, dict) else None
+        if kind not in SWITCHING_POSITIONS:
+            continue
+        default = text.get("original_max_position_embeddings", text.get("max_position_embeddings", window))
+        limit = part.get("original_max_position_embeddings", default)
+        if window > limit:
+            raise ConfigError(
+                f"model.path = {path!r}: config.json has rope_type {kind!r}, which computes positions in another way "
+                f"when a sequence is longer than {limit} tokens; sequences in one row cannot differ in that: set "
+                f"generator.engine_options.max_model_len={limit}"
+            )
 
 
 def other_models(config: Config) -> list[tuple[str, str]]:

@@ -14,7 +14,7 @@ a role to die or exit          polling every TICK_S              launch.progress
 a reply of the replay queue    the reply (ZeroMQ)                the client's timeout; then the queue is restarted
 the learners to stop           the step in progress ends         launch.stop_timeout_s
 the generators to leave        the queue's "done" in a reply     launch.stop_timeout_s; then they are killed
-trace.parquet                  the replay process exits          TRACE_S; then it is killed
+trace.parquet                  the replay process exits          TRACE_S and more by its size; then it is killed
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from asyncrl.launch.supervisor import Supervisor
 from asyncrl.launch.worker import RoleSpec
 from asyncrl.observe.live import LiveView
 from asyncrl.replay.client import LauncherClient
+from asyncrl.replay.metrics.trace import trace_bytes
 
 log = structlog.get_logger()
 
@@ -54,7 +55,9 @@ FAILURE_GRACE_S = 2.0
 """Time that the other roles have to stop after one role failed."""
 
 TRACE_S = 120.0
-"""Time that the replay process has to complete the trace: a minute is enough for a few million groups."""
+"""Time that the replay process has to complete the trace, beside that for its bytes."""
+TRACE_BYTES_PER_S = 250_000
+"""Rate at which its parts are joined, at least: a tenth of that of one core."""
 
 STATUS_OF_EXIT = {
     EXIT_DONE: "finished",
@@ -214,10 +217,11 @@ class Run:
         except PeerTimeoutError as error:
             log.warning("replay does not answer", error=str(error))
         (replay,) = self.supervisor.replay.processes
-        hangs = self.processes.wait([replay], TRACE_S)
+        limit_s = TRACE_S + trace_bytes(self.config.run_dir) / TRACE_BYTES_PER_S
+        hangs = self.processes.wait([replay], limit_s)
         if not hangs and replay.code == 0:
             return ""
-        cause = f"it did not exit within {TRACE_S:g} s" if hangs else replay.cause()
+        cause = f"it did not exit within {limit_s:.0f} s" if hangs else replay.cause()
         return (
             f"training is done and the model is saved, but the replay queue did not complete trace.parquet: {cause}; "
             "`asyncrl launch --resume` completes it"

@@ -21,7 +21,7 @@ larger than those of trained models. An engine that computes something else diff
 ENOUGH_TOKENS = 32
 """Minimum number of compared tokens. In bfloat16 a single token differs by 1 or more if a router chooses another
 expert."""
-ROUNDING_OPTIONS = ("quantization", "quantization_config", "kv_cache_dtype")
+ROUNDING_OPTIONS = ("quantization", "kv_cache_dtype")
 """Keys of `generator.engine_options` that make the engine compute with a lower precision than `model.dtype`."""
 
 

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from asyncrl.errors import DataError
 from asyncrl.plan.trace import check_schema, damaged, last_of_tickets, with_columns
-from asyncrl.replay.metrics.trace import SCHEMA
+from asyncrl.replay.metrics.trace import SCHEMA, trace_parts
 
 METRICS_BYTES = 2 << 20
 """Bytes read from the end of `metrics.jsonl`: several hundred steps."""
@@ -40,19 +40,20 @@ class TraceTail:
         """Begin and end offsets of the newest messages; each contains at least one row."""
         self._read: dict[int, pa.Table] = {}
         """Rows of the newest messages, by begin offset."""
-        self._former: tuple[int, pa.Table] = -1, SCHEMA.empty_table()
-        """Inode of the Parquet file, and its last rows."""
+        self._former: tuple[list[tuple[Path, int]], pa.Table] = [], SCHEMA.empty_table()
+        """The Parquet files with their inodes, and their last rows."""
 
     def read(self) -> pa.Table:
         """Returns the newest rows, one per ticket. Raises DataError if the trace is missing or damaged."""
-        found = [path for path in (self._file, self._log) if path.is_file()]
+        former = [path for path in (self._file, *trace_parts(self._file)) if path.is_file()]
+        found = [*former, *([self._log] if self._log.is_file() else [])]
         if not found:
             raise DataError(f"{self._log}: no such file; the run has not started")
         try:
             newest = self._read_log() if self._log in found else SCHEMA.empty_table()
             tables = [newest]
-            if len(newest) < self._wanted and self._file in found:
-                tables.insert(0, self._read_file())
+            if len(newest) < self._wanted and former:
+                tables.insert(0, self._read_former(former))
         except (pa.ArrowInvalid, OSError, struct.error) as error:
             raise damaged(found[-1], error) from None
         return last_of_tickets(pa.concat_tables(tables))
@@ -89,21 +90,22 @@ class TraceTail:
         self._read = kept
         return pa.concat_tables([SCHEMA.empty_table(), *(kept[begin] for begin in sorted(kept))])
 
-    def _read_file(self) -> pa.Table:
-        """Returns the rows of the last row groups of the Parquet file, which is replaced when a launch ends."""
-        inode = self._file.stat().st_ino
-        if inode != self._former[0]:
-            with pq.ParquetFile(self._file) as file:
-                check_schema(self._file, file.schema_arrow)
-                groups, rows = list[int](), 0
-                for group in reversed(range(file.num_row_groups)):
-                    if rows < self._wanted:
-                        groups.insert(0, group)
-                        rows += file.metadata.row_group(group).num_rows
-                table = with_columns(file.read_row_groups(groups)) if groups else SCHEMA.empty_table()
+    def _read_former(self, files: list[Path]) -> pa.Table:
+        """Returns the rows of the last row groups of the Parquet files, which are replaced and added to."""
+        known = [(path, path.stat().st_ino) for path in files]
+        if known != self._former[0]:
+            tables, rows = list[pa.Table](), 0
+            for path in reversed(files):
+                with pq.ParquetFile(path) as file:
+                    check_schema(path, file.schema_arrow)
+                    for group in reversed(range(file.num_row_groups)):
+                        if rows < self._wanted:
+                            tables.insert(0, with_columns(file.read_row_group(group)))
+                            rows += len(tables[0])
+            table = pa.concat_tables([SCHEMA.empty_table(), *tables])
             # A copy: a slice would keep the complete row groups in memory.
             newest = np.arange(max(0, len(table) - self._wanted), len(table))
-            self._former = inode, table.take(pa.array(newest))
+            self._former = known, table.take(pa.array(newest))
         return self._former[1]
 
 

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from asyncrl.errors import DataError
-from asyncrl.replay.metrics.trace import END_OF_STREAM, SCHEMA, whole_bytes
+from asyncrl.replay.metrics.trace import END_OF_STREAM, SCHEMA, last_of_each, trace_parts, whole_bytes
 from asyncrl.replay.refunds import SAME_REWARD
 
 
@@ -21,7 +21,8 @@ def read_trace(path: Path) -> pa.Table:
     """
     if not path.is_dir():
         return _read(path)
-    files = [file for file in (path / "trace.parquet", path / "trace.arrow") if file.is_file()]
+    file = path / "trace.parquet"
+    files = [file for file in (file, *trace_parts(file), path / "trace.arrow") if file.is_file()]
     if not files:
         raise DataError(f"{path}: contains neither trace.parquet nor trace.arrow; use the folder of a run, runs/NAME")
     return last_of_tickets(pa.concat_tables(_read(file) for file in files))
@@ -29,9 +30,7 @@ def read_trace(path: Path) -> pa.Table:
 
 def last_of_tickets(table: pa.Table) -> pa.Table:
     """Returns the last row of each ticket. A ticket that was in flight when a launch ended has another row later."""
-    backwards = table.column("ticket").to_numpy()[::-1]
-    last = len(backwards) - 1 - np.unique(backwards, return_index=True)[1]
-    return table.take(pa.array(np.sort(last)))
+    return table.filter(pa.array(last_of_each(table.column("ticket").to_numpy())))
 
 
 FORMER = tuple(pa.schema(list(SCHEMA)[: SCHEMA.get_field_index(name)]) for name in ("signal", "reward_s"))

@@ -157,7 +157,8 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     for name in sorted(set(weight_map.values())):
         if not (path := folder / name).is_file():
             raise ConfigError(f"{path}: is missing, although {INDEX} names it; download the model again")
-        files |= {tensor: path for tensor in read_tensor_descriptions(path)}
+        for tensor in read_tensor_descriptions(path):
+            files[tensor] = path
     if lost := sorted(weight_map.keys() - files.keys()):
         raise ConfigError(f"{folder / weight_map[lost[0]]}: has no {lost[0]}, although {INDEX} says so; save it again")
     return files

@@ -38,7 +38,7 @@ def socket_folder() -> Iterator[Path]:
     the user logs out, though the run continues. systemd-tmpfiles spares what is locked. Folders that killed launchers
     left are removed first. Raises ConfigError when no folder for temporary files is suitable.
     """
-    base = _base()
+    base = socket_base()
     for path in base.glob(f"{PREFIX}*"):
         if NAME.fullmatch(path.name):
             _remove_leftover(path)
@@ -77,8 +77,8 @@ def check_socket(path: Path, what: str) -> None:
         )
 
 
-def _base() -> Path:
-    """The first folder for temporary files that is suitable."""
+def socket_base() -> Path:
+    """Returns the first folder for temporary files that is suitable for sockets. Raises ConfigError if none is."""
     problems: list[str] = []
     for folder in dict.fromkeys(os.path.abspath(name) for name in (tempfile.gettempdir(), *TEMPORARY)):
         if problem := _unsuitable(folder):

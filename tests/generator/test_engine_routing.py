@@ -287,3 +287,24 @@ def test_experts_of_another_shape_and_batches_without_any_are_refused() -> None:
     records.scheduled(new, {"a": request})
     with pytest.raises(InvariantError, match="returned a batch without its experts"):
         records.taken(new, None, scheduler)
+
+
+@pytest.mark.parametrize("resumed_is_new", [False, True], ids=["first runner", "second runner"])
+def test_a_preempted_request_keeps_the_experts_of_its_completion(resumed_is_new: bool) -> None:
+    """The second runner, which all GPUs use, has a resumed request among the new ones."""
+    records = RoutingRecords(Routers(layers=2, chosen=2, experts=8, normalized=True))
+    request: Any = SimpleNamespace(num_prompt_tokens=4, max_tokens=5, num_tokens=4, block_hashes=[])
+    pool = SimpleNamespace(num_gpu_blocks=100)
+    scheduler: Any = SimpleNamespace(
+        block_size=16, requests={"a": request}, kv_cache_manager=SimpleNamespace(block_pool=pool)
+    )
+    passes = [(0, 4, 1, True), (4, 1, 2, False), (5, 1, 3, False), (0, 7, 5, resumed_is_new), (7, 1, 6, False)]
+    for start, count, expert, is_new in passes:
+        request.num_tokens = start + count
+        batch: Any = SimpleNamespace(
+            scheduled_new_reqs=[SimpleNamespace(req_id="a")] if is_new else [], total_num_scheduled_tokens=count
+        )
+        records.scheduled(batch, {"a": request})
+        rows = np.full((count, 2, 2), expert, np.uint8)
+        records.taken(batch, {"a": SimpleNamespace(token_start=start, rows=rows)}, scheduler)  # type: ignore[dict-item]
+    assert records.pop("a")[:, 0, 0].tolist() == [5, 5, 5, 1, 2, 3, 5, 6]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 from functools import partialmethod
 from pathlib import Path
@@ -15,13 +14,12 @@ from helpers.replay import loopback_endpoints
 from safetensors.torch import save_file
 
 from asyncrl.config import load_config
-from asyncrl.config.passthrough import ENGINE_REFUSED
 from asyncrl.errors import ConfigError
 from asyncrl.generator import role
 from asyncrl.generator.engine import check_installed, make_engine
 from asyncrl.generator.role import engine_seed, max_weight_bytes
 from asyncrl.generator.vllm_backend.engine import VllmEngine
-from asyncrl.generator.vllm_backend.setup import check_cpu, check_engine_options
+from asyncrl.generator.vllm_backend.setup import check_cpu
 
 
 def test_the_ceiling_is_above_float32_whatever_the_precision_on_disk(tmp_path: Path) -> None:
@@ -82,16 +80,6 @@ def test_the_receiver_joins_before_the_engine_starts_and_receives_when_it_is_up(
     assert calls == ["cuda:0", "joins", "engine", "receives", "leaves"]
 
 
-def test_engine_options_must_be_ones_of_the_installed_vllm(model_path: str) -> None:
-    check_engine_options(small_config(model_path, generator__engine_options={"max_num_batched_tokens": 64}))
-    options = {"max_num_batch_tokens": 64}
-    rule = (
-        r"engine_options.max_num_batch_tokens: vllm.EngineArgs has no such option; did you mean max_num_batched_tokens"
-    )
-    with pytest.raises(ConfigError, match=rule):
-        check_engine_options(small_config(model_path, generator__engine_options=options))
-
-
 def test_an_engine_that_is_not_installed_is_refused_with_the_way_out(
     model_path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,10 +105,3 @@ def test_bfloat16_is_refused_where_the_engine_would_die_of_an_illegal_instructio
             check_cpu(small_config(model_path, model__dtype="bfloat16"))
         with pytest.raises(ConfigError, match="AMX"):
             VllmEngine(small_config(model_path, model__dtype="bfloat16"), seed=1)
-
-
-def test_refused_engine_options_are_ones_of_the_installed_vllm() -> None:
-    from vllm import EngineArgs
-
-    known = {field.name for field in dataclasses.fields(EngineArgs)}
-    assert ENGINE_REFUSED.keys() <= known

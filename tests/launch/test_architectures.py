@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
-from asyncrl.launch.preflight import check_architecture, check_model
+from asyncrl.launch.preflight import check_architecture, check_model, check_positions
 from asyncrl.util.files import tensor_files
 from tests.helpers.inputs import SETTINGS, make_inputs
 
@@ -49,6 +49,31 @@ def test_other_models_are_refused(settings: dict[str, Any], fault: str) -> None:
         check_architecture(settings, "folder")
     assert str(caught.value).startswith("model.path = 'folder': ")
     assert fault in str(caught.value) and "docs/models.md" in str(caught.value)
+
+
+ROPE = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize(
+    ("settings", "window", "is_fit"),
+    [
+        ({"rope_scaling": ROPE}, 4096, True),
+        ({"rope_scaling": ROPE}, 4097, False),
+        ({"rope_scaling": {"type": "su"}, "original_max_position_embeddings": 4096}, 8192, False),
+        ({"rope_parameters": {"full_attention": ROPE, "sliding_attention": {"rope_type": "default"}}}, 8192, False),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "max_position_embeddings": 4096}, 4096, True),
+        ({"rope_scaling": {"type": "yarn", "original_max_position_embeddings": 4096}}, 8192, True),
+        ({"rope_scaling": None}, 8192, True),
+    ],
+)
+def test_positions_that_depend_on_the_longest_sequence_are_refused(
+    settings: dict[str, Any], window: int, is_fit: bool
+) -> None:
+    if is_fit:
+        check_positions(settings, "folder", window)
+    else:
+        with pytest.raises(ConfigError, match=r"set generator\.engine_options\.max_model_len=4096"):
+            check_positions(settings, "folder", window)
 
 
 def cut_file(folder: Path) -> None:

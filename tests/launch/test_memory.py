@@ -251,8 +251,7 @@ def test_a_step_of_the_engine_is_counted_as_long_as_vllm_makes_it() -> None:
         return [name for name in engine_parts(config, SEVEN) if name.startswith("a step of")]
 
     assert step() == ["a step of 16384 tokens"]
-    assert step(max_num_batched_tokens=2048, performance_mode="throughput") == ["a step of 2048 tokens"]
-    assert step(performance_mode="throughput") == ["a step of 32768 tokens"]
+    assert step(max_num_batched_tokens=2048) == ["a step of 2048 tokens"]
 
 
 def test_a_window_that_an_engine_does_not_fit_with_is_bounded_by_the_longest_trajectory(

@@ -55,6 +55,26 @@ def check(network: PolicyNetwork) -> None:
     check_packing(network.model, network, torch.device("cpu"), "model.path = 'it'")
 
 
+WINDOWED = {"sliding_window": 4096, "max_window_layers": 1, "use_sliding_window": True}
+"""Settings with windows that are longer than the sequences of the check."""
+
+
+@pytest.mark.parametrize(("name", "is_told"), [("mistral", True), ("qwen2", True), ("qwen2_moe", False)])
+def test_windows_of_any_length_are_checked(
+    name: str, is_told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that has its window in the mask alone would have full attention in packed rows."""
+    monkeypatch.setitem(FAMILIES, name, FAMILIES[name] | WINDOWED)
+    network = load(name, tmp_path, "float32")
+    if is_told:
+        check(network)
+    else:
+        with pytest.raises(ConfigError, match="or a sliding window that it is not told of"):
+            check(network)
+    windows = {getattr(part, "sliding_window", 4096) for part in (*network.model.modules(), network.model.config)}
+    assert windows <= {4096, None}, "those of the model are back"
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", some(RIGHT))
 def test_packed_rows_have_the_results_of_each_sequence(name: str, dtype: str, tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def test_a_live_run_is_read_from_its_log(tmp_path: Path) -> None:
 def test_the_last_row_of_a_ticket_counts(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "r")
     before = pq.read_table(folder / "trace.parquet")
-    TraceWriter(folder / "trace.parquet")._write(
+    TraceWriter(folder / "trace.parquet")._append(
         before.slice(5, 1).to_batches()[0].set_column(5, "outcome", pa.array(["failed"])).serialize()
     )
     after = read_trace(folder)

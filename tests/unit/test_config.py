@@ -192,7 +192,7 @@ def test_overrides_are_yaml() -> None:
         ),
         (
             {"generator.engine_options.hf_overrides": {"rope_scaling": None}},
-            "generator.engine_options.hf_overrides = {'rope_scaling': None}: cannot be set here: the learner loads",
+            "generator.engine_options.hf_overrides = {'rope_scaling': None}: cannot be set here: it is not one of the",
         ),
         (
             {"algorithm.correction.level": "sentence"},

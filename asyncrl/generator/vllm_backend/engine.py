@@ -67,6 +67,7 @@ class VllmEngine:
         self.version = NO_VERSION
         self._config = config
         self._requests: dict[str, _Request] = {}
+        self._workers_peak_bytes = 0
         self._sent = sent or SentWeights(config)  # first: vLLM changes classes of transformers that it runs itself
         self._labels = VersionLabels()
         model = config.model
@@ -218,16 +219,18 @@ class VllmEngine:
         if self._builder.adapter is None and uses_adapter(self._config):
             self._builder.adapter = adapter_request()
         self._set_version(version)
+        if len(self._workers):  # here, since the workers stand still: the loop asks for it at each heartbeat
+            timeout_s = self._config.launch.heartbeat_timeout_s
+            peaks = self._workers.call(partial(self._engine.collective_rpc, _peak_of, timeout=timeout_s))
+            self._workers_peak_bytes = sum(peaks)
         if self._config.weights.kv_cache == "recompute":
             self._engine.reset_prefix_cache(reset_running_requests=True)
         elif self.prefix_caching:
             self._restart_untouched()
 
     def peak_memory_bytes(self) -> int:
-        """Returns the sum of the most memory that this process and each worker process has used."""
-        if not len(self._workers):
-            return peak_memory_bytes()
-        return peak_memory_bytes() + sum(self._workers.call(partial(self._engine.collective_rpc, _peak_of)))
+        """Returns the most memory that this process has used, and up to the last swap each worker process, in all."""
+        return peak_memory_bytes() + self._workers_peak_bytes
 
     def use_own_weights(self, version: int) -> None:
         """Uses the weights in `model.path` as `version`, instead of a first `swap`."""

@@ -49,8 +49,12 @@ class RoutingRecords:
         return record.experts[: record.request.num_tokens]
 
     def scheduled(self, batch: SchedulerOutput, requests: Mapping[str, Request]) -> None:
-        """Makes records of the requests that are new in a batch."""
+        """Makes records of the requests that are new in a batch. A request that was preempted keeps its record: vLLM's
+        second model runner has it among the new ones, since it is computed again from the first token."""
         for new in batch.scheduled_new_reqs:
+            if (record := self._records.get(new.req_id)) is not None:
+                record.end = 0
+                continue
             request = requests[new.req_id]
             longest = request.num_prompt_tokens + request.max_tokens
             experts = np.zeros((longest, self._routers.layers, self._routers.chosen), dtype=np.uint8)

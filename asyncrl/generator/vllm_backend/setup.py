@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 import logging
 import math
 import os
@@ -23,7 +21,7 @@ from asyncrl.generator.vllm_backend.routing_records import RoutingRecords
 from asyncrl.generator.vllm_backend.routing_setup import explaining_routing, record_routing, return_on_cpu
 from asyncrl.generator.vllm_backend.version_labels import VersionLabels
 from asyncrl.util.files import read_json
-from asyncrl.util.hints import did_you_mean
+from asyncrl.wire.socket_folder import socket_base
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -31,21 +29,26 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-ENVIRONMENT = {
+CONDITIONS = {
     # The engine core runs in this process and its steps are called one by one: a version is exact for every token.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # A forked worker would inherit this process's threads and, on a GPU, a driver that it cannot use.
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    # Connections that the engine makes to itself stay on the machine.
+    "VLLM_HOST_IP": "127.0.0.1",
+}
+"""Variables that must have these values; a user's own are replaced, with a warning."""
+DEFAULTS = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
-    # Connections that the engine makes to itself stay on the machine.
-    "VLLM_HOST_IP": "127.0.0.1",
     # Worker processes use the cores of this process; vLLM would want a NUMA node for each.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     # Nothing of a worker is worth waiting for.
     "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",
 }
-"""Set before vLLM is imported, unless the user's environment says otherwise. The launcher sets thread counts and cores
-(OMP_NUM_THREADS, affinity): inside one process vLLM keeps them."""
+"""Set unless the user's environment has them. The launcher sets thread counts and cores (OMP_NUM_THREADS, affinity):
+inside one process vLLM keeps them."""
 
 DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size")
 """Sizes in a model's `config.json` that vLLM divides among devices."""
@@ -70,9 +73,7 @@ def build_engine(
 ) -> LLMEngine:
     """Builds the vLLM engine for `model.path`, as configured in sections `model` and `generator`, with `more` arguments
     of `vllm.EngineArgs`. `labels` then labels its tokens, and `routing` records their experts."""
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    os.environ["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"] = str(math.ceil(config.launch.heartbeat_timeout_s))
+    set_environment(config)
     import torch
 
     on_gpu = torch.cuda.is_available()
@@ -87,6 +88,22 @@ def build_engine(
         if records and not on_gpu:
             return_on_cpu(engine)
     return engine
+
+
+def set_environment(config: Config) -> None:
+    """Sets the variables that vLLM reads. Call it before vLLM is imported."""
+    own = CONDITIONS | {
+        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(math.ceil(config.launch.heartbeat_timeout_s)),
+        # The sockets between the engine and its workers; a path in a long TMPDIR is too long for one.
+        "VLLM_RPC_BASE_PATH": str(socket_base()),
+    }
+    for name, value in own.items():
+        if (former := os.environ.get(name)) not in (None, value):
+            log.warning("an environment variable is replaced: the engine needs another value", name=name, was=former,
+                        value=value)  # fmt: skip
+        os.environ[name] = value
+    for name, value in DEFAULTS.items():
+        os.environ.setdefault(name, value)
 
 
 @contextmanager
@@ -192,18 +209,6 @@ def _arguments(config: Config, seed: int, *, on_gpu: bool) -> dict[str, Any]:
     return arguments
 
 
-def check_engine_options(config: Config) -> None:
-    """Raises ConfigError for an option in `generator.engine_options` that the installed vLLM does not have."""
-    if not config.generator.engine_options:
-        return
-    names = engine_option_names()
-    for name in config.generator.engine_options:
-        if name not in names:
-            raise ConfigError(
-                f"generator.engine_options.{name}: vllm.EngineArgs has no such option{did_you_mean(name, names)}"
-            )
-
-
 def check_tensor_parallel(config: Config) -> None:
     """Raises ConfigError if vLLM cannot divide the model of `model.path` into `generator.tensor_parallel` parts, and if
     its worker processes would not find the plug-in."""
@@ -246,18 +251,6 @@ def check_adapters(config: Config) -> None:
         raise ConfigError(
             f"learner.lora.rank = {rank}: vLLM takes adapters of at most {LORA_RANKS[-1]}; {WITHOUT_ADAPTERS}"
         )
-
-
-def engine_option_names() -> list[str]:
-    """Returns the options that the installed vLLM has, from the source of `vllm.EngineArgs`: importing vLLM takes
-    seconds."""
-    package = importlib.util.find_spec("vllm")
-    if package is None or package.origin is None:
-        raise ConfigError("generator.engine_options: vLLM is not installed; run `make setup`")
-    tree = ast.parse(Path(package.origin).with_name("engine").joinpath("arg_utils.py").read_text())
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "EngineArgs"]
-    fields = [node.target for one in classes for node in one.body if isinstance(node, ast.AnnAssign)]
-    return [target.id for target in fields if isinstance(target, ast.Name)]
 
 
 def bfloat16_fault() -> str:

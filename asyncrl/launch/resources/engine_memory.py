@@ -35,7 +35,6 @@ def engine_parts(config: Config, shape: Shape, *, on_gpu: bool = True) -> Parts:
     options = config.generator.engine_options
     given = options.get("max_num_batched_tokens")
     default = ENGINE_STEP_TOKENS if on_gpu else CPU_STEP_TOKENS
-    default = 2 * default if options.get("performance_mode") == "throughput" else default
     is_eager = config.generator.engine == "transformers"
     if is_eager:
         default = STEP_TOKENS["cuda" if on_gpu else "cpu"]

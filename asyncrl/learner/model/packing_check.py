@@ -28,6 +28,8 @@ both dtypes."""
 LENGTHS = (12, 9)
 COMMON_TOKENS = 3
 """Length of the sequences' common prefix, which a packed row computes once."""
+WINDOW = 4
+"""Sliding windows during the check, so that the sequences are longer."""
 
 
 def check_packing(model: PreTrainedModel, score: Callable[[MicroBatch], Any], device: torch.device, name: str) -> None:
@@ -41,7 +43,10 @@ def check_packing(model: PreTrainedModel, score: Callable[[MicroBatch], Any], de
     together = _group([0, 1], model.config.get_text_config().vocab_size)
     what = f"{name}: a model of type {model.config.model_type}"
     training = model.training
+    windows = _windows(model)
     try:
+        for owner, _ in windows:
+            owner.sliding_window = WINDOW
         packed = _hidden_states(model, score, together, device)
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             trained = _hidden_states(model, score, together, device, training=True)
@@ -59,6 +64,9 @@ def check_packing(model: PreTrainedModel, score: Callable[[MicroBatch], Any], de
         raise ConfigError(
             f"{what} cannot be scored in packed rows ({type(error).__name__}: {error}); {HOW_TO_FIX}"
         ) from error
+    finally:
+        for owner, window in windows:
+            owner.sliding_window = window
     tolerance = TOLERANCES[model.dtype]
     rounding = (
         f"of their norm, but rounding in {str(model.dtype).removeprefix('torch.')} explains at most {tolerance:g}"
@@ -70,7 +78,7 @@ def check_packing(model: PreTrainedModel, score: Callable[[MicroBatch], Any], de
         raise ConfigError(
             f"{what} computes sequences in a packed row differently from each sequence alone: hidden states differ by "
             f"{difference:.2g} {rounding}. Its layers mix tokens by more than attention, or use an attention that "
-            f"cannot be replaced; {HOW_TO_FIX}"
+            f"cannot be replaced, or a sliding window that it is not told of; {HOW_TO_FIX}"
         )
     difference = _difference(trained, packed)
     if not difference <= tolerance:
@@ -99,6 +107,15 @@ def _group(numbers: list[int], vocabulary: int) -> list[Trajectory]:
             )
         )
     return trajectories
+
+
+def _windows(model: PreTrainedModel) -> list[tuple[Any, int]]:
+    """Returns the owners of sliding windows: the layers, which pass theirs to attention, and the configs, from which
+    the model makes masks for its own attention."""
+    configs = {id(config): config for part in model.modules() if (config := getattr(part, "config", None)) is not None}
+    owners = [*model.modules(), *configs.values()]
+    named = [(owner, getattr(owner, "sliding_window", None)) for owner in owners]
+    return [(owner, window) for owner, window in named if isinstance(window, int) and window > 0]
 
 
 def _not_finite(model: PreTrainedModel) -> str:

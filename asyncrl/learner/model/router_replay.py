@@ -62,3 +62,8 @@ class RouterReplay:
                     )
                 if int(routing.max(initial=0)) >= self._routers.experts:
                     raise InvariantError(f"{where}: it was routed to expert {routing.max()} of {self._routers.experts}")
+                # The last token is not computed by the engine. What was never recorded is expert 0 throughout.
+                if (routing[:-1, :, 1:] == routing[:-1, :, :-1]).any():
+                    raise InvariantError(
+                        f"{where}: a token was routed to one expert twice: its routing was not recorded"
+                    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,20 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import structlog
+from numpy.typing import NDArray
 
-from asyncrl.errors import RunError
+from asyncrl.errors import RunError, observing
+from asyncrl.util.files import replace_file
 from asyncrl.wire.messages import GroupHeader
 
 log = structlog.get_logger()
 
 ROWS_PER_WRITE = 2048
+MAX_ROWS = 16 * ROWS_PER_WRITE
+"""Rows that wait while the log cannot be written; further ones are lost."""
 FLUSH_S = 5.0
 """Maximum time that rows are buffered while others arrive, so that readers of a running run see them."""
-ROWS_PER_BLOCK = 1 << 16
+ROWS_PER_PART = 1 << 14
 END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
 SCHEMA = pa.schema(
@@ -64,13 +68,15 @@ OF_EPISODE = ("observation_tokens", "environment_s", "reset_s", "wait_s", "slow_
 
 
 class TraceWriter:
-    """Appends rows to a log next to the file, an Arrow IPC stream that survives the process; `close` writes the file.
+    """Appends rows to a log next to the file, an Arrow IPC stream that survives the process. When it has ROWS_PER_PART
+    rows they become a numbered part; `close` joins the parts to the file.
 
     A ticket may have several rows, if it was in flight when a launch ended or its end was reported twice; the last row
-    is kept. Raises RunError naming the file when it cannot be written.
+    is kept. A disk that is full costs rows or the last join, not the run: nothing but `TraceWriter()` raises.
     """
 
     def __init__(self, path: Path) -> None:
+        """Raises RunError naming the file when it cannot be written."""
         self._path = path
         self._log_path = path.with_suffix(".arrow")
         self._rows: list[list[Any]] = []
@@ -78,15 +84,17 @@ class TraceWriter:
         self._flushed_s = time.monotonic()
         try:
             self._file = os.open(self._log_path, os.O_RDWR | os.O_CREAT, 0o644)
-            whole = whole_bytes(self._log_path)
-            if whole < os.fstat(self._file).st_size:
-                log.warning("torn tail of the trace cut", file=str(self._log_path), bytes=whole)
-                os.ftruncate(self._file, whole)
-            os.lseek(self._file, 0, os.SEEK_END)
-            if not whole:
-                self._write(SCHEMA.serialize())
+            self._end = whole_bytes(self._log_path)
+            if torn := os.fstat(self._file).st_size - self._end:
+                log.warning("torn tail of the trace cut", file=str(self._log_path), bytes=torn)
+                os.ftruncate(self._file, self._end)
+            self._log_rows = sum(len(table) for table in _tables(self._log_path)) if self._end else 0
+            if not self._end:
+                self._append(SCHEMA.serialize())
         except OSError as error:
-            raise self._failed(error) from None
+            raise RunError(
+                f"{path}: the trace cannot be written: {error}; make room on the disk and resume the run"
+            ) from None
 
     def add(
         self,
@@ -116,58 +124,89 @@ class TraceWriter:
     def flush(self) -> None:
         """Writes the rows added so far to the log; a killed process loses nothing of them."""
         self._flushed_s = time.monotonic()
-        if self._rows:
+        if not self._rows:
+            return
+        with observing("trace"):
+            del self._rows[MAX_ROWS:]
             columns = zip(*self._rows, strict=True)
             arrays = [pa.array(column, kind) for column, kind in zip(columns, SCHEMA.types, strict=True)]
-            batch = pa.RecordBatch.from_arrays(arrays, schema=SCHEMA)
+            self._append(pa.RecordBatch.from_arrays(arrays, schema=SCHEMA).serialize())
+            self._log_rows += len(self._rows)
             self._rows = []
-            try:
-                self._write(batch.serialize())
-            except OSError as error:
-                raise self._failed(error) from None
+            if self._log_rows >= ROWS_PER_PART:
+                self._write_part()
 
     def forget(self, in_flight: Collection[int], *, issued: int, step: int) -> None:
         """Drops the rows of groups that ended after a state of the queue in which `in_flight` tickets were in flight,
         `issued` tickets were issued and `step` steps were trained."""
+
+        def stays(table: pa.Table) -> NDArray[np.bool_]:
+            tickets = table.column("ticket").to_numpy()
+            ended = (tickets < issued) & ~np.isin(tickets, list(in_flight))
+            return ended & (table.column("train_version").to_numpy() < step)
+
         self.flush()
-        os.close(self._file)
-        temporary = self._log_path.with_suffix(".new")
-        try:
-            with pa.OSFile(str(temporary), "wb") as file, pa.ipc.new_stream(file, SCHEMA) as stream:
-                for table in (table for path in (self._path, self._log_path) for table in _tables(path)):
-                    tickets = table.column("ticket").to_numpy()
-                    kept = (tickets < issued) & ~np.isin(tickets, list(in_flight))
-                    stream.write_table(table.filter(kept & (table.column("train_version").to_numpy() < step)))
-            # Without the end-of-stream mark, so that rows can be appended.
-            os.truncate(temporary, temporary.stat().st_size - len(END_OF_STREAM))
-            temporary.replace(self._log_path)
-            self._path.unlink(missing_ok=True)
-            self._file = os.open(self._log_path, os.O_RDWR)
-            os.lseek(self._file, 0, os.SEEK_END)
-        except OSError as error:
-            raise self._failed(error) from None
+        with observing("trace"):
+            self._join(stays)
+            self._begin_log()
 
     def close(self) -> None:
-        """Writes the file atomically and removes the log."""
+        """Writes the file atomically and removes log and parts."""
         self.flush()
         os.close(self._file)
-        temporary = self._path.with_name(f".{self._path.name}.tmp")
-        try:
-            with pq.ParquetWriter(temporary, SCHEMA, compression="zstd") as writer:
-                for table in _in_blocks(_last_of_each_ticket([self._path, self._log_path])):
-                    writer.write_table(table)
-            temporary.replace(self._path)
+        with observing("trace"):
+            self._join()
             self._log_path.unlink()
-        except OSError as error:
-            raise self._failed(error) from None
 
-    def _write(self, data: pa.Buffer) -> None:
+    def _append(self, data: pa.Buffer) -> None:
+        """Appends a message to the log, over what an earlier failure left of one."""
+        os.lseek(self._file, self._end, os.SEEK_SET)
+        os.ftruncate(self._file, self._end)
         left = memoryview(data)
         while left:
             left = left[os.write(self._file, left) :]
+        self._end += len(data)
 
-    def _failed(self, error: OSError) -> RunError:
-        return RunError(f"{self._path}: the trace cannot be written: {error}; make room on the disk and resume the run")
+    def _write_part(self) -> None:
+        parts = trace_parts(self._path)
+        number = int(parts[-1].suffixes[-2][1:]) + 1 if parts else 1
+        self._write_file(self._path.with_suffix(f".{number:06d}.parquet"), _tables(self._log_path))
+        # Its rows are in both if the process is killed here: the last row of each ticket is kept.
+        self._begin_log()
+
+    def _begin_log(self) -> None:
+        """Replaces the log by an empty one, which readers know by its inode."""
+        replace_file(self._log_path, SCHEMA.serialize().to_pybytes(), durable=False)
+        os.close(self._file)
+        self._file = os.open(self._log_path, os.O_RDWR)
+        self._end, self._log_rows = os.fstat(self._file).st_size, 0
+
+    def _join(self, stays: Callable[[pa.Table], NDArray[np.bool_]] | None = None) -> None:
+        """Writes the file from the rows of all files that stay, then removes the parts."""
+        parts = trace_parts(self._path)
+        self._write_file(self._path, _last_of_each_ticket([self._path, *parts, self._log_path], stays))
+        for part in parts:
+            part.unlink()
+
+    def _write_file(self, path: Path, tables: Iterable[pa.Table]) -> None:
+        temporary = path.with_name(f".{path.name}.tmp")
+        try:
+            with pq.ParquetWriter(temporary, SCHEMA, compression="zstd") as writer:
+                for table in tables:
+                    writer.write_table(table)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def trace_parts(path: Path) -> list[Path]:
+    """The numbered parts of a trace that is not complete, in order."""
+    return sorted(path.parent.glob(f"{path.stem}.{'[0-9]' * 6}.parquet"))
+
+
+def trace_bytes(run_dir: Path) -> int:
+    """Size of all files of a run's trace."""
+    return sum(file.stat().st_size for file in run_dir.glob("trace.*"))
 
 
 def whole_bytes(path: Path) -> int:
@@ -182,40 +221,43 @@ def whole_bytes(path: Path) -> int:
     return end
 
 
-def _tables(path: Path) -> Iterator[pa.Table]:
-    if not path.exists():
-        return
-    if path.suffix == ".parquet":
-        with pq.ParquetFile(path) as file:
-            yield from (pa.Table.from_batches([batch]) for batch in file.iter_batches())
-    else:
+def _tables(path: Path, columns: list[str] | None = None, *, backwards: bool = False) -> Iterator[pa.Table]:
+    """Yields the row groups of a file, or all rows of the log as one; with these columns, or all."""
+    if path.suffix == ".arrow":
         with pa.OSFile(str(path)) as source, pa.ipc.open_stream(source) as stream:
-            yield from (pa.Table.from_batches([batch]) for batch in stream)
+            table = stream.read_all()
+        yield table.select(columns) if columns else table
+    elif path.exists():
+        with pq.ParquetFile(path) as file:
+            groups = range(file.num_row_groups)
+            for group in reversed(groups) if backwards else groups:
+                yield file.read_row_group(group, columns)
 
 
-def _in_blocks(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """Merges tables into ones of at least ROWS_PER_BLOCK rows, except for the last. Each becomes a row group."""
-    parts: list[pa.Table] = []
-    rows = 0
-    for table in tables:
-        parts.append(table)
-        rows += len(table)
-        if rows >= ROWS_PER_BLOCK:
-            yield pa.concat_tables(parts)
-            parts, rows = [], 0
-    if parts:
-        yield pa.concat_tables(parts)
+def _last_of_each_ticket(
+    paths: list[Path], stays: Callable[[pa.Table], NDArray[np.bool_]] | None
+) -> Iterator[pa.Table]:
+    """Yields the rows of all files in order, but only the last one of each ticket, and only those that stay. Takes a
+    byte of memory for each ticket and each row, and a row group."""
+    seen = np.zeros(0, dtype=np.bool_)
+    kept: list[NDArray[np.bool_]] = []
+    for path in reversed(paths):
+        for table in _tables(path, ["ticket", "train_version"], backwards=True):
+            tickets = table.column("ticket").to_numpy()
+            if (beyond := int(tickets.max(initial=-1)) + 1 - len(seen)) > 0:
+                seen = np.concatenate([seen, np.zeros(beyond, dtype=np.bool_)])
+            mask = ~seen[tickets]
+            mask[mask] = last_of_each(tickets[mask])
+            seen[tickets] = True
+            kept.append(mask if stays is None else mask & stays(table))
+    for path in paths:
+        for table in _tables(path):
+            mask = kept.pop()
+            yield table if mask.all() else table.filter(pa.array(mask))
 
 
-def _last_of_each_ticket(paths: list[Path]) -> Iterator[pa.Table]:
-    """Yields the rows of all files in order, but only the last one of each ticket."""
-    tickets = [table.column("ticket").to_numpy() for path in paths for table in _tables(path)]
-    if not tickets:
-        return
-    backwards = np.concatenate(tickets)[::-1]
-    keep = np.zeros(len(backwards), dtype=bool)
-    keep[len(backwards) - 1 - np.unique(backwards, return_index=True)[1]] = True
-    start = 0
-    for table in (table for path in paths for table in _tables(path)):
-        yield table.filter(pa.array(keep[start : start + len(table)]))
-        start += len(table)
+def last_of_each(tickets: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """A mask of the last occurrence of each ticket."""
+    mask = np.zeros(len(tickets), dtype=np.bool_)
+    mask[len(tickets) - 1 - np.unique(tickets[::-1], return_index=True)[1]] = True
+    return mask

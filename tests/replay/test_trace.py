@@ -1,0 +1,130 @@
+"""The trace is written as the run goes: parts while it runs, one file at the end, and no failure that ends the run."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from asyncrl.errors import observer_failures
+from asyncrl.launch.watch import TRACE_BYTES_PER_S, TRACE_S
+from asyncrl.plan.tail import TraceTail
+from asyncrl.plan.trace import read_trace
+from asyncrl.replay.codec import pack_group
+from asyncrl.replay.metrics import trace as trace_module
+from asyncrl.replay.metrics.stats import completion_tokens
+from asyncrl.replay.metrics.trace import SCHEMA, TraceWriter, trace_bytes, trace_parts
+from asyncrl.types import Lease
+from tests.helpers.replay import EndlessPrompts, make_group
+
+
+@pytest.fixture(autouse=True)
+def small_parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "slow" not in request.keywords:
+        monkeypatch.setattr(trace_module, "ROWS_PER_WRITE", 2)
+        monkeypatch.setattr(trace_module, "ROWS_PER_PART", 4)
+
+
+def add(trace: TraceWriter, tickets: range, outcome: str = "trained") -> None:
+    for ticket in tickets:
+        meta, arrays = pack_group(make_group(Lease(ticket, 0, EndlessPrompts().prompt(0)), 0))
+        trace.add(
+            meta, completion_tokens(meta, arrays[1]),
+            outcome=outcome, signal=True, taken_s=3.0, trained_s=4.0, train_version=ticket // 2,
+        )  # fmt: skip
+
+
+def tickets_of(table: pa.Table) -> list[int]:
+    return table.column("ticket").to_pylist()
+
+
+def test_rows_become_parts_that_close_joins(tmp_path: Path) -> None:
+    path = tmp_path / "trace.parquet"
+    trace, tail = TraceWriter(path), TraceTail(tmp_path, rows=6)
+    seen = list[int]()
+    for begin in range(0, 22, 2):
+        add(trace, range(begin, begin + 2))
+        assert tickets_of(read_trace(tmp_path)) == list(range(begin + 2))
+        seen += tickets_of(tail.read())[-2:]
+    assert seen == list(range(22)) and tickets_of(tail.read())[-6:] == list(range(16, 22))
+    assert [part.name for part in trace_parts(path)] == [f"trace.{number:06d}.parquet" for number in range(1, 6)]
+    trace.close()
+    assert tickets_of(pq.read_table(path)) == list(range(22))
+    assert [file.name for file in tmp_path.iterdir()] == ["trace.parquet"]
+
+
+def test_a_kill_between_a_part_and_its_log_leaves_no_row_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "trace.parquet"
+    trace = TraceWriter(path)
+    monkeypatch.setattr(trace, "_begin_log", lambda: None)
+    add(trace, range(4))
+    os.close(trace._file)
+    assert len(trace_parts(path)) == 1 and tickets_of(read_trace(tmp_path)) == [0, 1, 2, 3]
+    trace = TraceWriter(path)
+    add(trace, range(3, 7), "in_flight")
+    trace.close()
+    table = pq.read_table(path)
+    assert tickets_of(table) == [0, 1, 2, 3, 4, 5, 6]
+    assert table.column("outcome").to_pylist() == ["trained"] * 3 + ["in_flight"] * 4
+
+
+def test_rows_wait_for_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "trace.parquet"
+    trace = TraceWriter(path)
+    add(trace, range(2))
+    before, write = observer_failures["trace"], os.write
+
+    def full(file: int, data: bytes) -> int:
+        if len(data) > 100:
+            return write(file, data[:100])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    monkeypatch.setattr(trace_module, "MAX_ROWS", 4)
+    add(trace, range(2, 8))
+    assert observer_failures["trace"] > before
+    assert tickets_of(read_trace(tmp_path)) == [0, 1], "readers do not see half of a message"
+    monkeypatch.undo()
+    trace.close()
+    assert tickets_of(pq.read_table(path)) == [0, 1, 2, 3, 4, 5], "of those that waited only MAX_ROWS"
+
+
+def test_a_file_that_cannot_be_joined_leaves_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "trace.parquet"
+    trace = TraceWriter(path)
+    add(trace, range(9))
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(trace, "_write_file", full)
+    trace.close()
+    assert tickets_of(read_trace(tmp_path)) == list(range(9)) and not path.exists()
+    TraceWriter(path).close()
+    assert tickets_of(pq.read_table(path)) == list(range(9)), "the next launch joins them"
+
+
+@pytest.mark.slow
+def test_two_million_rows_close_within_the_deadline_in_bounded_memory(tmp_path: Path) -> None:
+    path, rows = tmp_path / "trace.parquet", trace_module.ROWS_PER_PART
+    trace = TraceWriter(path)
+    add(trace, range(500))
+    trace.flush()
+    few = pa.concat_tables([read_trace(tmp_path)] * (rows // 500 + 1)).slice(0, rows)
+    for number in range(1, 124):
+        tickets = pa.array(np.arange(rows) + number * rows)
+        pq.write_table(few.set_column(0, SCHEMA.field("ticket"), tickets), path.with_suffix(f".{number:06d}.parquet"))
+    before_kib, num_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, trace_bytes(tmp_path)
+    started_s = time.monotonic()
+    trace.close()
+    took_s = time.monotonic() - started_s
+    growth_mib = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib) / 1024
+    print(f"{123 * rows:,} rows, {num_bytes:,} bytes: {took_s:.1f} s, {growth_mib:.0f} MiB")
+    assert pq.read_metadata(path).num_rows == 123 * rows + 500
+    assert took_s < (TRACE_S + num_bytes / TRACE_BYTES_PER_S) / 4 and growth_mib < 200
