@@ -60,7 +60,8 @@ class AlgorithmConfig(Section):
         "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
     ] = "token-mean"
     """Reduction of token losses to the loss of a step: token-sum is their sum, token-mean divides it by the number of
-    tokens; seq-mean-* are means over trajectories of their sum, their mean, or their sum over `max_new_tokens`."""
+    tokens; seq-mean-* are means over all trajectories of the batch of their sum, their mean, or their sum over the
+    limit of a trajectory: `generator.max_new_tokens`, of an episode times `environment.max_turns`."""
 
     @property
     def truncated_penalty(self) -> float:

@@ -78,6 +78,7 @@ def make_algorithm(config: Config) -> Algorithm:
     asked, wanted = _positional(advantage), _positional(loss)
     correction = settings.correction.weight_options()
     solve = BOUNDS.get(settings.loss)
+    turns = 1 if config.environment.name is None else config.environment.max_turns
     return Algorithm(
         advantage=_called_by_name(advantage, asked, settings.advantage_options),
         per_sequence="group" in asked or "greedy_rewards" in asked,
@@ -87,7 +88,7 @@ def make_algorithm(config: Config) -> Algorithm:
         masks=partial(_masked, correction=correction if CORRECTION in inspect.signature(loss).parameters else {}),
         weights=partial(importance_weights, **correction),
         bound=None if solve is None else partial(solve, **_accepted(solve, settings.loss_options)),
-        aggregate=partial(aggregate, mode=settings.aggregation, max_length=config.generator.max_new_tokens),
+        aggregate=partial(aggregate, mode=settings.aggregation, max_length=config.generator.max_new_tokens * turns),
         correction_level=settings.correction.level,
         correction_cap=settings.correction.high,
         kl_estimator=settings.kl_estimator,

@@ -110,6 +110,14 @@ class Batch:
     turn_rewards: Tensor | None = None
     """float64 [M, T], what environments gave for the turns of each member, NaN after its last turn; None without
     environments. The rest of a member's reward is not in it."""
+    group_sizes: dict[int, int] = field(default_factory=dict[int, int])
+    """Number of members of each group, trained or not, by ticket in the order of the groups."""
+
+    @property
+    def num_members(self) -> list[int]:
+        """Members of the groups of each mini-batch, trained or not."""
+        count, sizes = len(self.minibatches), list(self.group_sizes.values())
+        return [sum(sizes[number::count]) for number in range(count)]
 
     @property
     def micro_batches(self) -> list[MicroBatch]:

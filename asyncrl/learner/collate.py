@@ -120,6 +120,7 @@ def make_batch(
         greedy_rewards=torch.tensor(known, dtype=torch.float64)[group] if len(known) == len(groups) else None,
         turn=turn,
         turn_rewards=turn_rewards,
+        group_sizes={one.ticket: len(set(one.members)) for one in groups},
     )
 
 

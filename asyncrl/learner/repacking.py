@@ -17,9 +17,10 @@ from asyncrl.learner.packing import pack_groups
 
 def repack(
     batch: Batch, minibatches: int, *, tokens_per_microbatch: int, rng: np.random.Generator | None = None
-) -> list[list[MicroBatch]]:
+) -> tuple[list[list[MicroBatch]], list[int]]:
     """Returns the micro-batches of `minibatches` mini-batches of complete groups, with the tokens and sequences of
-    `batch`. Their spans are places in `batch`, so that its columns stay valid.
+    `batch`, and the number of members of each, trained or not. Their spans are places in `batch`, so that its columns
+    stay valid.
 
     Every mini-batch gets the same number of groups, or one more: of those in the order of their tickets, or of a random
     order with `rng`.
@@ -28,15 +29,18 @@ def repack(
     counts = np.bincount(batch.seq.numpy(), minlength=len(rows.names))
     firsts = np.cumsum(counts) - counts
     tickets = np.array([ticket for ticket, _ in rows.names], dtype=np.int64)
-    order = np.unique(tickets)
+    order = np.unique([*tickets.tolist(), *batch.group_sizes]).astype(np.int64)
     if rng is not None:
         order = rng.permutation(order)
     parts: list[list[MicroBatch]] = []
+    num_members: list[int] = []
     for number in range(minibatches):
-        chosen = np.flatnonzero(np.isin(tickets, order[number::minibatches]))
+        own = order[number::minibatches]
+        num_members.append(sum(batch.group_sizes.get(ticket, 0) for ticket in own.tolist()))
+        chosen = np.flatnonzero(np.isin(tickets, own))
         packed = pack_groups(rows.lengths[chosen], tickets[chosen], tokens_per_microbatch, rows.members[chosen])
         parts.append([_micro_batch(rows, chosen[members], firsts, counts) for members in packed])
-    return parts
+    return parts, num_members
 
 
 def _micro_batch(rows: Rows, members: Integers, firsts: Integers, counts: Integers) -> MicroBatch:

@@ -50,6 +50,7 @@ from asyncrl.learner.update import (
     Minibatch,
     broken_names,
     learning_rate,
+    may_be_empty,
     name_together,
     plan_updates,
     skip_if_not_finite,
@@ -98,8 +99,9 @@ class Trainer:
         Raises RunError on all ranks after more than `learner.max_skipped_updates` skipped updates in a row.
         """
         settings, device = self.config.learner, self.ranks.device
-        may_be_empty = self.config.replay.drops
-        minibatches = sync_microbatches(batch.minibatches, self.data_ranks, step, may_be_empty=may_be_empty)
+        minibatches = sync_microbatches(
+            batch.minibatches, batch.num_members, self.data_ranks, step, may_be_empty=may_be_empty(self.config)
+        )
         if not any(minibatch.num_tokens for minibatch in minibatches):
             return {"learner/tokens": 0.0, "learner/skipped_updates": 0.0}
         scores = self._score(batch, minibatches, step)

@@ -69,7 +69,7 @@ class Minibatch:
     num_tokens: int
     """Action tokens of all ranks."""
     num_sequences: int
-    """Sequences of all ranks; the rows of a member count as one."""
+    """Members of the groups of all ranks; those that are not trained have a loss of 0, as in TRL and verl."""
 
     @property
     def counts(self) -> dict[str, int]:
@@ -91,27 +91,33 @@ def plan_updates(
 
     Shuffled ones are drawn for each epoch, by `seed`, step and epoch: a step that is trained again is the same.
     """
-    budget, may_be_empty = config.learner.tokens_per_microbatch, config.replay.drops
-    sync = partial(sync_microbatches, ranks=ranks, step=step, may_be_empty=may_be_empty)
+    budget = config.learner.tokens_per_microbatch
+    sync = partial(sync_microbatches, ranks=ranks, step=step, may_be_empty=may_be_empty(config))
     if config.learner.shuffle and minibatches > 1:
         draws = [np.random.default_rng([config.seed, step, epoch]) for epoch in range(epochs)]
-        epochs_parts = [repack(batch, minibatches, tokens_per_microbatch=budget, rng=rng) for rng in draws]
-        planned = [minibatch for parts in epochs_parts for minibatch in sync(parts)]
+        repacked = [repack(batch, minibatches, tokens_per_microbatch=budget, rng=rng) for rng in draws]
+        planned = [minibatch for parts, num_members in repacked for minibatch in sync(parts, num_members)]
     elif minibatches != len(scored):
-        planned = sync(repack(batch, minibatches, tokens_per_microbatch=budget)) * epochs
+        planned = sync(*repack(batch, minibatches, tokens_per_microbatch=budget)) * epochs
     else:
         planned = scored * epochs
     return [minibatch for minibatch in planned if minibatch.num_tokens]
 
 
+def may_be_empty(config: Config) -> bool:
+    """True if a step or a mini-batch may have no trained action token."""
+    return config.replay.drops or config.algorithm.truncated == "mask"
+
+
 def sync_microbatches(
-    minibatches: Sequence[list[MicroBatch]], ranks: Ranks, step: int, *, may_be_empty: bool = False
+    minibatches: list[list[MicroBatch]], num_members: list[int], ranks: Ranks, step: int, *, may_be_empty: bool = False
 ) -> list[Minibatch]:
-    """Returns the mini-batches with the counts over all ranks; ranks with fewer micro-batches get empty ones.
+    """Returns the mini-batches, of which this rank has `num_members` members each, with the counts over all ranks;
+    ranks with fewer micro-batches get empty ones.
 
     All ranks call it. Raises RunError if a mini-batch has no action token on any rank, unless it `may_be_empty`.
     """
-    own = [(sum(len(m.targets) for m in p), _count_members(p), len(p)) for p in minibatches]
+    own = [(sum(len(m.targets) for m in p), n, len(p)) for p, n in zip(minibatches, num_members, strict=True)]
     table = ranks.gather(torch.tensor(own))
     synced: list[Minibatch] = []
     for number, parts in enumerate(minibatches):
@@ -122,10 +128,6 @@ def sync_microbatches(
         missing = int(table[:, number, 2].max()) - len(parts)
         synced.append(Minibatch(parts + [empty_micro_batch()] * missing, num_tokens, num_sequences))
     return synced
-
-
-def _count_members(micro_batches: Sequence[MicroBatch]) -> int:
-    return len({member for micro in micro_batches for member in micro.members.tolist()})
 
 
 def skip_if_not_finite(

@@ -192,7 +192,7 @@ def test_a_truncated_trajectory_ends_with_the_value_after_its_last_token(
     batch = pack_groups(config, groups)
     (micro,) = batch.micro_batches
     assert len(micro.names) == 2 and batch.ended.tolist() == [0]
-    scores = trainer._score(batch, sync_microbatches(batch.minibatches, one_rank, 1), 1)
+    scores = trainer._score(batch, sync_microbatches(batch.minibatches, batch.num_members, one_rank, 1), 1)
     assert scores.values is not None and scores.after is not None
     torch.testing.assert_close(critic.values(pack_groups(make_config(tiny_model), groups), 1), scores.values)
     hidden = plain_hidden(critic, cut)

@@ -28,7 +28,7 @@ from asyncrl.learner.model.packed_attention import find_firsts, make_layout
 from asyncrl.learner.packing import pack_groups
 from asyncrl.learner.repacking import repack
 from asyncrl.learner.token_losses import token_losses
-from asyncrl.learner.update import sync_microbatches
+from asyncrl.learner.update import plan_updates, sync_microbatches
 from asyncrl.types import NO_VERSION, EpisodeOutcome, Group, Trajectory
 from tests.helpers.examples import examples
 
@@ -121,7 +121,7 @@ def test_rows_of_a_member_lie_in_different_micro_batches_and_are_one_member() ->
     given_rewards = [[own for turns in rows for _, own in turns] for _, rows in MEMBERS]
     found = [row[~row.isnan()].tolist() for row in batch.turn_rewards]
     assert sorted(found) == sorted(given_rewards * 2) and batch.turn_rewards.shape == (8, 4)
-    (minibatch,) = sync_microbatches(batch.minibatches, FakeRanks(), 1)
+    (minibatch,) = sync_microbatches(batch.minibatches, batch.num_members, FakeRanks(), 1)
     assert (minibatch.num_tokens, minibatch.num_sequences) == (2 * 21, 8)
 
 
@@ -260,7 +260,7 @@ def test_rows_of_a_member_weigh_as_one_sequence_wherever_they_lie(aggregation: s
     for tokens in (14, 1000):
         batch = pack(groups, tokens)
         made = estimate(algorithm, batch, Scores(), FakeRanks(), kl_coef=0.0)
-        (minibatch,) = sync_microbatches(batch.minibatches, FakeRanks(), 1)
+        (minibatch,) = sync_microbatches(batch.minibatches, batch.num_members, FakeRanks(), 1)
         gradient = torch.empty(batch.num_tokens)
         for micro in batch.micro_batches:
             own, logprobs = made.of(micro, torch.device("cpu")), micro.behavior_logprobs
@@ -273,6 +273,50 @@ def test_rows_of_a_member_weigh_as_one_sequence_wherever_they_lie(aggregation: s
     assert found[0].keys() == found[1].keys()
     for name, own in found[0].items():
         assert own == pytest.approx(found[1][name], rel=1e-5)
+
+
+@pytest.mark.parametrize("aggregation", ["seq-mean-token-mean", "seq-mean-token-sum-norm", "seq-mean-token-sum"])
+def test_the_mean_over_sequences_is_that_of_the_batch(aggregation: str) -> None:
+    """As TRL computes it (`mask_truncated_completions`): rows [B, T] of which masked ones have no token, and a mean
+    over B. Half of the members are masked, in the second group all."""
+    members = [(reward, [[(n, 0.0)]]) for reward, n in ((1.0, 3), (0.0, 5), (0.5, 2), (0.25, 4))]
+    groups = make_groups(2, members=members)
+    for group, masked in zip(groups, ({0, 3}, {0, 1, 2, 3}), strict=True):
+        for place in masked:
+            group.trajectories[place].status = "truncated"
+    algorithm = {"advantage": "dr_grpo", "aggregation": aggregation, "loss": "reinforce_is", "truncated": "mask"}
+    config = make_config(Path("model"), algorithm=algorithm, generator={"max_new_tokens": 20})
+    made = make_algorithm(config)
+    batch = pack(groups, 100, skip_truncated=True)
+    (minibatch,) = sync_microbatches(batch.minibatches, batch.num_members, FakeRanks(), 1)
+    (micro,) = minibatch.micro_batches
+    own = estimate(made, batch, Scores(), FakeRanks(), kl_coef=0.0).of(micro, torch.device("cpu"))
+    logprobs = micro.behavior_logprobs
+    losses = token_losses(made, config, micro, own, logprobs, logprobs, counts=minibatch.counts, version=0)
+    per_token_loss, mask = torch.zeros(8, 5), torch.zeros(8, 5)
+    for number, (ticket, place) in enumerate(micro.names):
+        values = -own.advantages[micro.seq == number] * logprobs[micro.seq == number]
+        row = 4 * (ticket - 10) + place
+        per_token_loss[row, : len(values)], mask[row, : len(values)] = values, 1.0
+    sums = (per_token_loss * mask).sum(-1)
+    expected = {
+        "seq-mean-token-mean": (sums / mask.sum(-1).clamp(min=1.0)).mean(),
+        "seq-mean-token-sum-norm": sums.sum() / (per_token_loss.size(0) * 20),
+        "seq-mean-token-sum": sums.mean(),
+    }[aggregation]
+    torch.testing.assert_close(losses.loss, expected)
+    assert expected.abs() > 1e-3
+    planned = plan_updates(batch, [minibatch], FakeRanks(), 1, config, epochs=1, minibatches=2)
+    assert [part.num_sequences for part in planned] == [4], "a mini-batch without tokens is no update"
+
+
+def test_the_length_of_an_episode_is_that_of_all_its_turns() -> None:
+    limits: list[float] = []
+    for options in ({}, {"environment": ENVIRONMENT}, {"environment": {**ENVIRONMENT, "max_turns": 3}}):
+        config = make_config(Path("model"), algorithm={"aggregation": "seq-mean-token-sum-norm"}, **options)
+        loss = make_algorithm(config).aggregate(torch.ones(6), torch.zeros(6).long(), num_tokens=6, num_sequences=1)
+        limits.append(6 / float(loss))
+    assert limits == pytest.approx([20, 20 * 16, 20 * 3])
 
 
 @pytest.mark.parametrize("tokens", [14, 40])
@@ -294,7 +338,7 @@ def test_the_gradient_does_not_depend_on_where_rows_lie(tokens: int, one_rank: R
 
 def test_repacked_rows_keep_their_members() -> None:
     batch = pack(make_groups(4))
-    for part in repack(batch, 2, tokens_per_microbatch=30, rng=np.random.default_rng(0)):
+    for part in repack(batch, 2, tokens_per_microbatch=30, rng=np.random.default_rng(0))[0]:
         assert len({member for micro in part for member in micro.members.tolist()}) == 8
         for micro in part:
             own = dict(zip(micro.names, micro.members.tolist(), strict=True))

@@ -41,7 +41,8 @@ def test_every_trajectory_stays_as_it_was_in_groups_that_stay_together(rng: int 
     groups[1].trajectories[2].status = groups[4].trajectories[0].status = "truncated"
     batch = pack_groups(config, groups)
     generator = None if rng is None else np.random.default_rng(rng)
-    parts = repack(batch, 3, tokens_per_microbatch=40, rng=generator)
+    parts, num_members = repack(batch, 3, tokens_per_microbatch=40, rng=generator)
+    assert num_members == [8, 8, 8] and batch.num_members == [24]
     assert contents(batch, parts) == contents(batch, batch.minibatches)
     tickets = [sorted({ticket for micro in part for ticket, _ in micro.names}) for part in parts]
     assert sorted(ticket for part in tickets for ticket in part) == list(range(10, 16))
@@ -100,7 +101,7 @@ def test_without_shuffling_all_epochs_have_the_packed_minibatches(
 def test_a_rank_with_fewer_groups_than_minibatches_has_empty_ones(one_rank: Ranks, tiny_model: Path) -> None:
     config = make_config(tiny_model, learner={"shuffle": True, "minibatches": 3, "epochs": 2})
     batch = pack_groups(config, make_groups(2))
-    parts = [len(part) for part in repack(batch, 3, tokens_per_microbatch=40, rng=np.random.default_rng(0))]
+    parts = [len(part) for part in repack(batch, 3, tokens_per_microbatch=40, rng=np.random.default_rng(0))[0]]
     assert len(parts) == 3 and 0 in parts
 
 
@@ -140,7 +141,7 @@ def test_a_repacked_batch_has_the_same_gradient(one_rank: Ranks, tiny_model: Pat
     packed, groups = make_config(tiny_model, learner={"minibatches": 2}), make_groups()
     norms: list[float] = []
     for batch in (pack_groups(config, groups), pack_groups(packed, groups)):
-        scored = sync_microbatches(batch.minibatches, one_rank, 1)
+        scored = sync_microbatches(batch.minibatches, batch.num_members, one_rank, 1)
         (update,) = plan_updates(batch, scored, one_rank, 1, config, epochs=1, minibatches=1)
         assert update.num_tokens == batch.num_tokens
         norms.append(make_trainer(config, one_rank).train(batch, step=1)["learner/grad_norm"])

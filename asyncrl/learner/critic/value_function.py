@@ -116,14 +116,15 @@ class Critic:
         self.data_ranks = ranks.of_data
         self.model = CriticModel(config, ranks)
         self._step = 0
-        self._batch = Batch([], *(torch.empty(0) for _ in range(4)))
+        none = torch.empty(0)
+        self._batch = Batch([], none, none, none, none)
         self._minibatches: list[Minibatch] = []
         self._values = torch.empty(0)
         self._metrics: dict[str, float] = {}
 
     def values(self, batch: Batch, step: int) -> Tensor:
         self._step, self._batch = step, batch
-        self._minibatches = sync_microbatches(batch.minibatches, self.data_ranks, step)
+        self._minibatches = sync_microbatches(batch.minibatches, batch.num_members, self.data_ranks, step)
         parts: list[Tensor] = []
         ends: list[Tensor] = []
         for micro in (micro for minibatch in self._minibatches for micro in minibatch.micro_batches):
