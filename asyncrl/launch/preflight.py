@@ -219,16 +219,16 @@ def check_truths(config: Config, splits: Sequence[Split], console: Console) -> N
     from asyncrl.data.custom import load_filter
     from asyncrl.data.parquet import ground_truths
     from asyncrl.data.rows import dataset_files, raw_rows
-    from asyncrl.rewards.table import COMPARING, truth_reader
+    from asyncrl.rewards.table import TRUTHS, truth_reader
 
-    comparing = COMPARING & set(reward_names(config.rewards))
-    if not comparing:
-        return
-    if config.data.columns.ground_truth is None:
+    comparing = {"exact", *TRUTHS} & set(reward_names(config.rewards))
+    if comparing and config.data.columns.ground_truth is None:
         raise ConfigError(
             f"rewards = {config.rewards!r}: {', '.join(sorted(comparing))} compares with a ground truth, and "
             "data.columns.ground_truth is null; name its column, or a reward that needs none"
         )
+    if comparing <= {"exact"}:  # which reads any text
+        return
     keeps = load_filter(config) if config.data.custom.filter is not None else None
     raw_training_rows = functools.cache(lambda: raw_rows(config, "train"))
     read, deadline_s = truth_reader(config), time.monotonic() + TRUTHS_S

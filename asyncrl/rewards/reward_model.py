@@ -50,8 +50,8 @@ def reward_model(
     The model in folder `path` runs in one process for all generators, in `dtype`, on `device` (auto: a GPU if there
     is one), in batches of at most `tokens_per_batch` tokens, including padding. A chat is rendered with the chat
     template of the reward model's tokenizer, with `data.template_options` and those of the row; a plain prompt and its
-    completion are concatenated. Of an episode it reads what the policy said, as one message. Reasoning (up to the last `</think>`, or an
-    open `<think>`) is left out.
+    completion are concatenated. Of an episode it reads what the policy said, as one message. Reasoning (up to the last
+    `</think>`, or an open `<think>`) is left out.
     """
     if _client is None:
         raise RunError("no reward model process: the reward workers have no address of it")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import Any, cast
 
 from asyncrl.config import ENVIRONMENT, Config, Options, Rewards, RewardSpec, did_you_mean
@@ -32,8 +30,6 @@ TRUTHS: dict[str, str] = {
     "code": "asyncrl.rewards.builtin.code:parse_tests",
 }
 """Built-in reward -> its parser of ground truths, which raises ValueError. `exact` compares with any text."""
-COMPARING = {"exact", *TRUTHS}
-"""Built-in rewards that need a ground truth."""
 
 
 def truth_reader(config: Config) -> Callable[[str, str], None]:
@@ -42,15 +38,13 @@ def truth_reader(config: Config) -> Callable[[str, str], None]:
     parsers: dict[str, Callable[..., Any]] = {}
     for name in TRUTHS.keys() & set(reward_names(config.rewards)):
         module, _, function = TRUTHS[name].partition(":")
-        parser = getattr(importlib.import_module(module), function)
-        accepted = inspect.signature(parser).parameters
-        options = config.reward_options.get(name, {})
-        parsers[name] = partial(parser, **{key: value for key, value in options.items() if key in accepted})
+        parsers[name] = getattr(importlib.import_module(module), function)
+    choices = config.reward_options.get("choice", {})
 
     def read(data_source: str, ground_truth: str) -> None:
         for name in names_in(reward_for(config.rewards, data_source)) & parsers.keys():
             try:
-                parsers[name](ground_truth, *([data_source] if name == "choice" else []))
+                parsers[name](ground_truth, **({"data_source": data_source} | choices if name == "choice" else {}))
             except ValueError as error:
                 raise ValueError(f"rewards: {name}: {error}") from None
 

@@ -373,5 +373,7 @@ def test_what_is_not_mathematics_is_no_ground_truth(truth: str) -> None:
 def test_long_texts_are_read_in_linear_time(filler: str) -> None:
     began_s = time.perf_counter()
     for text in (filler * 10_000, f"#### {filler * 10_000}x", f"B{filler * 10_000}x", f"answer{filler * 10_000}x"):
-        gsm8k(text, "1"), number(text, "1"), choice(text, "B"), matches_format([text], ["<think>" + text])
+        for reward, truth in ((gsm8k, "1"), (number, "1"), (choice, "B")):
+            reward(text, truth)
+        matches_format([text], ["<think>" + text])
     assert time.perf_counter() - began_s < 5

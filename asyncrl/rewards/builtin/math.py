@@ -26,7 +26,7 @@ _FORMS = (LatexExtractionConfig(normalization_config=_LATEX), ExprExtractionConf
 
 _SPACE = re.compile(r"(?<!\\)\\[,;: ]|~")
 _THOUSANDS = re.compile(r"(?<=\d)\\[,;](?=\d{3}(?!\d))")
-_REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)(?:\{(\d+)\}|(\d))")
+_REPEATING = re.compile(r"(\d{0,50})\.(\d{0,50})\\(?:overline|bar|dot)(?:\{(\d{1,50})\}|(\d))")
 _EQUALS = re.compile(r"(?<![\\<>!])=")
 _TEXT = re.compile(r"\\(?:text|textrm|mathrm|mbox)\{([^{}]*)\}")
 _POWER = r"(?:\s*\^\s*\{?([23])\}?)?\.?\s*$"
@@ -38,36 +38,12 @@ _GLUED_UNIT = re.compile(rf"(?<=[\d}}])\s*([A-Za-z]+){_POWER}")
 _UNIT = re.compile(r"(?:(square|sq|cubic|cu)\.? )?(.+?)(?:\^?([23²³]))?")
 _NO_UNITS = ("pi", "percent", "pct", "infinity", "infty", "inf", "or", "and", "sqrt", "sin", "cos", "tan", "log", "ln")
 """Words after a number that are part of the expression."""
-_UNITS = {
-    name: names.split()[0]
-    for names in (
-        "mm millimeter millimetre",
-        "cm centimeter centimetre",
-        "m meter metre",
-        "km kilometer kilometre",
-        "in inch inche",
-        "ft foot feet",
-        "yd yard",
-        "mi mile",
-        "mg milligram",
-        "g gram",
-        "kg kilogram",
-        "oz ounce",
-        "lb pound",
-        "ml milliliter millilitre",
-        "l liter litre",
-        "s sec second",
-        "min minute",
-        "h hr hour",
-        "day",
-        "week",
-        "month",
-        "yr year",
-        "am a.m",
-        "pm p.m",
-    )
-    for name in names.split()
-}
+_UNIT_NAMES = (
+    "mm millimeter millimetre; cm centimeter centimetre; m meter metre; km kilometer kilometre; in inch inche; "
+    "ft foot feet; yd yard; mi mile; mg milligram; g gram; kg kilogram; oz ounce; lb pound; ml milliliter millilitre; "
+    "l liter litre; s sec second; min minute; h hr hour; day; week; month; yr year; am a.m; pm p.m"
+)
+_UNITS = {name: names.split()[0] for names in _UNIT_NAMES.split(";") for name in names.split()}
 """Name of a unit, in the singular -> its symbol."""
 
 
