@@ -1,5 +1,5 @@
 """`python -m tests` runs every test that is not slow; `python -m tests all` runs the slow ones, and the property tests
-with random inputs.
+with random inputs, and tests of the engine on the model runner that GPUs use.
 
 Each part is a process of pytest, the longest first, and some run at the same time: each waits often, for a process
 or for a deadline. tests/generator needs a process of its own, since vLLM and DeepSpeed each take torch's process group.
@@ -109,6 +109,8 @@ def run(*, slow: bool) -> list[Part]:
         ("generator", selected, list(GENERATOR)),
         ("system", f"{selected} and system", list(SYSTEM)),
     ]
+    if slow:  # the model runner of GPUs; a process of its own, since it is chosen before vLLM is imported
+        left.insert(-1, ("runner", "", ["-p", "tests.helpers.second_runner", *GENERATOR]))
     parts: list[Part] = []
 
     def at_a_time() -> int:

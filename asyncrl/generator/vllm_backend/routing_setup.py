@@ -29,8 +29,8 @@ def record_routing(config: VllmConfig, *, on_gpu: bool) -> None:
         config.cache_config.enable_prefix_caching = False
 
 
-def return_on_cpu(engine: LLMEngine) -> None:
-    """Makes the workers on a CPU return the experts of every step."""
+def return_by_worker(engine: LLMEngine) -> None:
+    """Makes workers with vLLM's first model runner return the experts of every step."""
     from asyncrl.generator.vllm_backend.routing_worker import return_routing
 
     engine.collective_rpc(return_routing)

@@ -2,8 +2,8 @@
 
 vLLM's routers write the experts into memory of the device, in CUDA graphs, too. Its own connector collects them by
 blocks of the cache; it needs a cache of prompts, and fails if that is emptied while a batch is in flight. `StepRouting`
-takes its place and returns those of each step. On a CPU vLLM's model runner has no connector: `return_routing` adds it.
-For GPUs this was read in the source of vLLM 0.32, not tested.
+takes its place and returns those of each step. vLLM's first model runner, that of CPUs, has no connector:
+`return_routing` adds it. The tests run both runners on CPUs.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class StepRouting:
 
 
 def return_routing(worker: Any) -> None:
-    """Makes a worker on a CPU return the experts of every step."""
+    """Makes a worker with the first model runner return the experts of every step."""
     runner = worker.model_runner
     routing: Any = get_aux_output_connector(runner.get_model(), worker.vllm_config, runner.kv_cache_config)
     sample = runner.sample_tokens

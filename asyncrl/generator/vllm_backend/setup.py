@@ -18,7 +18,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.generator.engine import GPU_FRACTION
 from asyncrl.generator.vllm_backend.plugin import GENERATOR, GROUP, NAME, ROUTING, register
 from asyncrl.generator.vllm_backend.routing_records import RoutingRecords
-from asyncrl.generator.vllm_backend.routing_setup import explaining_routing, record_routing, return_on_cpu
+from asyncrl.generator.vllm_backend.routing_setup import explaining_routing, record_routing, return_by_worker
 from asyncrl.generator.vllm_backend.version_labels import VersionLabels
 from asyncrl.util.files import read_json
 from asyncrl.wire.socket_folder import socket_base
@@ -85,8 +85,8 @@ def build_engine(
     records = routing is not None
     with _environment_of_workers(config.generator.tensor_parallel, records), explaining_routing(config.model.path):
         engine = _build(config, arguments, labels, routing)
-        if records and not on_gpu:
-            return_on_cpu(engine)
+        if records and not engine.vllm_config.use_v2_model_runner:
+            return_by_worker(engine)
     return engine
 
 
