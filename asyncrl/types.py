@@ -64,9 +64,6 @@ NO_VERSION = -1
 MAX_NAME_CHARACTERS = 200
 """Maximum length of the name of a data source."""
 
-TEMPLATE_COLUMN = "chat_template_kwargs"
-"""The column with a row's options of the chat template, by its name in TRL and in requests to vLLM."""
-
 
 @dataclass(frozen=True, slots=True)
 class Prompt:

@@ -31,8 +31,9 @@ from asyncrl.data.rows import Split, dataset_files, raw_rows
 from asyncrl.data.sampler import check_sampler
 from asyncrl.data.values import chat_messages, check_text_only, ground_truth_text, missing, plain, template_options
 from asyncrl.errors import ConfigError, DataError
-from asyncrl.types import MAX_NAME_CHARACTERS, TEMPLATE_COLUMN
+from asyncrl.types import MAX_NAME_CHARACTERS
 from asyncrl.util.files import check_writable, read_json
+from asyncrl.util.tokenizer import TEMPLATE_COLUMN
 
 log = structlog.get_logger()
 

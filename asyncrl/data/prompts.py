@@ -15,8 +15,15 @@ from asyncrl.data.custom import load_filter
 from asyncrl.data.parquet import PromptTable, no_template
 from asyncrl.data.sampler import Order, make_order
 from asyncrl.errors import ConfigError, DataError
-from asyncrl.types import TEMPLATE_COLUMN, Prompt
-from asyncrl.util.tokenizer import load_tokenizer, no_embedding, num_embeddings, render_chat, start_tokens
+from asyncrl.types import Prompt
+from asyncrl.util.tokenizer import (
+    TEMPLATE_COLUMN,
+    load_tokenizer,
+    no_embedding,
+    num_embeddings,
+    render_chat,
+    start_tokens,
+)
 
 log = structlog.get_logger()
 

@@ -16,9 +16,11 @@ from rich.console import Console
 
 from asyncrl.config import AUTO, ENVIRONMENT, Config, Rewards
 from asyncrl.data.rows import Split
+from asyncrl.environments.environment import Schema
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.generator.engine import check_installed
 from asyncrl.generator.vllm_backend.setup import check_adapters, check_tensor_parallel
+from asyncrl.launch.row_checks import FirstRow, check_first_row
 from asyncrl.rewards.auto import choose_rewards, describe_choice
 from asyncrl.rewards.table import evaluation_config, reward_names
 from asyncrl.util.files import read_json, tensor_files
@@ -100,6 +102,7 @@ class Inputs:
     """True if the advantage of a group whose rewards are all equal is 0."""
     greedy_baseline: bool
     """True if the advantage needs the reward of a greedy completion of every prompt."""
+    first_row: FirstRow
 
 
 def check_inputs(config: Config, console: Console) -> Inputs:
@@ -107,8 +110,7 @@ def check_inputs(config: Config, console: Console) -> Inputs:
     option of the config is missing or cannot be used."""
     prompt_tokens = check_model(config)
     config, rows = check_data_and_rewards(config, console)
-    if config.environment.name is not None:
-        check_environments(config, console, prompt_tokens)
+    tools = check_environments(config, console, prompt_tokens) if config.environment.name is not None else {}
     check_installed(config)
     if config.generator.engine == "vllm":
         check_tensor_parallel(config)
@@ -124,7 +126,22 @@ def check_inputs(config: Config, console: Console) -> Inputs:
     check_weights(config)
     announce_imports(console, [config.algorithm.advantage, config.algorithm.loss])
     advantage, _ = check_algorithm(config)
-    return Inputs(config, rows, prompt_tokens, is_group_relative(advantage), needs_greedy_baseline(advantage))
+    first = check_first_row(config, prompt_tokens=prompt_tokens, tools=tools)
+    return Inputs(config, rows, prompt_tokens, is_group_relative(advantage), needs_greedy_baseline(advantage), first)
+
+
+def length_of(config: Config, rows: int, console: Console) -> dict[str, Any]:
+    """The update of a config with `epochs`: the steps that it stands for with this many training rows. Raises
+    ConfigError if `observe.profile` has later steps."""
+    if config.epochs is None:
+        return {}
+    steps = max(1, round(config.epochs * rows / config.replay.groups_per_step))
+    try:
+        config.observe.check_profile(steps)
+    except ValueError as error:
+        raise ConfigError(f"{error} (epochs = {config.epochs:g} of {rows:,} rows)") from None
+    console.print(f"{config.epochs:g} epochs of {rows:,} rows: {steps:,} steps", highlight=False)
+    return {"steps": steps, "epochs": None}
 
 
 def announce_imports(console: Console, names: Iterable[str]) -> None:
@@ -153,11 +170,12 @@ def check_data_and_rewards(config: Config, console: Console) -> tuple[Config, in
     return config, rows
 
 
-def check_environments(config: Config, console: Console, prompt_tokens: int) -> None:
-    """Raises ConfigError unless the environments of the config can be loaded, every data source has one, and the first
+def check_environments(config: Config, console: Console, prompt_tokens: int) -> dict[str, Sequence[Schema]]:
+    """Returns the tools of each environment, and prints what is to be known about the chat template.
+
+    Raises ConfigError unless the environments of the config can be loaded, every data source has one, and the first
     prompt of the training data, of at most `prompt_tokens` tokens, is one that they can be played with: messages under
-    a chat template that can be used, or plain text if they have no tools. Agent programs need a template, too. Prints
-    what is to be known about it."""
+    a chat template that can be used, or plain text if they have no tools. Agent programs need a template, too."""
     from asyncrl.data.parquet import count_sources
     from asyncrl.data.prompts import TrainingRows
     from asyncrl.environments.dialogue.checks import check_chat
@@ -178,6 +196,7 @@ def check_environments(config: Config, console: Console, prompt_tokens: int) -> 
                 f"environment.name: {name} has tools, which a chat template shows, but the prompts of "
                 f"{config.data.train_files[0]} are plain text; give messages, or set data.string_prompts=user"
             )
+    return table.tools
 
 
 def check_data(config: Config, console: Console) -> int:

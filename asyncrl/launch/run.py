@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from typing import Any
+from dataclasses import asdict
 
 from rich.console import Console
 
 from asyncrl.config import Config
 from asyncrl.data.hub import fetch
-from asyncrl.errors import ConfigError
 from asyncrl.generator.vllm_backend.setup import check_cpu
 from asyncrl.launch.console import (
     EXIT_FAILED,
@@ -29,10 +28,11 @@ from asyncrl.launch.endpoints import run_endpoints
 from asyncrl.launch.fork_server import ForkServer
 from asyncrl.launch.launcher import Launcher
 from asyncrl.launch.local import LocalLauncher, find_launcher
-from asyncrl.launch.preflight import check_inputs, run_recipes
+from asyncrl.launch.preflight import check_inputs, length_of, run_recipes
 from asyncrl.launch.resources.fit import fit_memory
 from asyncrl.launch.resources.placement import Placement, check_run_dir, check_transport, place_roles
 from asyncrl.launch.resources.staging import choose_staging
+from asyncrl.launch.row_checks import PromptScan
 from asyncrl.launch.run_dir import RunFolder, check_resume, discard_journal
 from asyncrl.launch.watch import Run
 from asyncrl.launch.worker import RoleSpec
@@ -86,6 +86,7 @@ def _launch(config: Config, console: Console, launcher: Launcher, *, reward_mode
             interrupts.caught(),
             run_endpoints(config, host=hosts[0].address, reward_model=reward_model) as endpoints,
             RunFolder(config) as folder,
+            PromptScan(config, limit_tokens=inputs.prompt_tokens, has_trained=bool(folder.earlier_s)) as scan,
         ):
             checkpoint = discard_journal(folder.path) if without_journal else ""
             folder.begin(config, endpoints, hosts)
@@ -103,11 +104,13 @@ def _launch(config: Config, console: Console, launcher: Launcher, *, reward_mode
                 greedy_baseline=inputs.greedy_baseline,
                 checkpoint=checkpoint,
             )
+            inputs.first_row.show(console)
             for name, text in launcher.describe().items():
                 console.print(f"{name:10} {text}", highlight=False, soft_wrap=True)
-            run = Run(config, placement, spec, console, interrupts, launcher)
+            run = Run(config, placement, spec, console, interrupts, launcher, scan)
             code = run.run()
             summary = folder.summary(run.summary) | run.bottleneck.summary(run.summary)
+            summary |= {"start": asdict(inputs.first_row), "rows": scan.summary}
             if trackers := tracker_summary(folder.path):
                 summary["trackers"] = trackers
             show_end(console, summary)
@@ -118,20 +121,6 @@ def _launch(config: Config, console: Console, launcher: Launcher, *, reward_mode
     if interrupts.go_on_later and code in (EXIT_INTERRUPTED, EXIT_FAILED):
         launcher.requeue()
     return code
-
-
-def length_of(config: Config, rows: int, console: Console) -> dict[str, Any]:
-    """The update of a config with `epochs`: the steps that it stands for with this many training rows. Raises
-    ConfigError if `observe.profile` has later steps."""
-    if config.epochs is None:
-        return {}
-    steps = max(1, round(config.epochs * rows / config.replay.groups_per_step))
-    try:
-        config.observe.check_profile(steps)
-    except ValueError as error:
-        raise ConfigError(f"{error} (epochs = {config.epochs:g} of {rows:,} rows)") from None
-    console.print(f"{config.epochs:g} epochs of {rows:,} rows: {steps:,} steps", highlight=False)
-    return {"steps": steps, "epochs": None}
 
 
 @contextmanager

@@ -40,6 +40,7 @@ from asyncrl.launch.first_look import FirstLook
 from asyncrl.launch.launcher import Launcher
 from asyncrl.launch.resources.placement import Placement
 from asyncrl.launch.role_group import Progress
+from asyncrl.launch.row_checks import PromptScan
 from asyncrl.launch.shown_samples import ShownSamples
 from asyncrl.launch.supervisor import Supervisor
 from asyncrl.launch.worker import RoleSpec
@@ -78,6 +79,7 @@ class Run:
         console: Console,
         interrupts: Interrupts,
         launcher: Launcher,
+        scan: PromptScan,
     ) -> None:
         self.config = config
         self.console = console
@@ -91,6 +93,7 @@ class Run:
         self.bottleneck = BottleneckMonitor(config, placement)
         self.first_look = FirstLook(Path(spec.run_dir), config, self._say)
         self.shown_samples = ShownSamples(Path(spec.run_dir), config)
+        self.scan = scan
         self._stop_since_s: float | None = None
         self._stop_told = False
 
@@ -130,6 +133,7 @@ class Run:
             while not self.supervisor.learners_ended:
                 self.supervisor.tick(time.monotonic())
                 self._check_interrupts()
+                self.scan.report(self._say)
                 if time.monotonic() >= next_status_s:
                     self._look(view)
                     next_status_s = time.monotonic() + STATUS_EVERY_S
@@ -154,6 +158,7 @@ class Run:
         self.first_look.update(status["rewards"], time.monotonic())
         if sentence := self.bottleneck.update(status):
             view.judge(sentence)
+        self.scan.has_trained |= status["step"] > 0
         if status["step"] > 0:
             view.show_samples(self.shown_samples.update())
             view.update(status, restarts=sum(self.supervisor.restarts.values()))

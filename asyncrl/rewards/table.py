@@ -32,21 +32,24 @@ TRUTHS: dict[str, str] = {
 """Built-in reward -> its parser of ground truths, which raises ValueError. `exact` compares with any text."""
 
 
-def truth_reader(config: Config) -> Callable[[str, str], None]:
-    """Returns a function of data source and ground truth that raises ValueError if a built-in reward of that data
-    source cannot read the ground truth."""
+def truth_reader(config: Config) -> Callable[[str, str], dict[str, Any]]:
+    """Returns a function of data source and ground truth, which returns what the built-in rewards of that data source
+    read in it, by their names. It raises ValueError if one cannot read it."""
     parsers: dict[str, Callable[..., Any]] = {}
     for name in TRUTHS.keys() & set(reward_names(config.rewards)):
         module, _, function = TRUTHS[name].partition(":")
         parsers[name] = getattr(importlib.import_module(module), function)
     choices = config.reward_options.get("choice", {})
 
-    def read(data_source: str, ground_truth: str) -> None:
+    def read(data_source: str, ground_truth: str) -> dict[str, Any]:
+        values: dict[str, Any] = {}
         for name in names_in(reward_for(config.rewards, data_source)) & parsers.keys():
             try:
-                parsers[name](ground_truth, **({"data_source": data_source} | choices if name == "choice" else {}))
+                options = {"data_source": data_source} | choices if name == "choice" else {}
+                values[name] = parsers[name](ground_truth, **options)
             except ValueError as error:
                 raise ValueError(f"rewards: {name}: {error}") from None
+        return values
 
     return read
 

@@ -6,7 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from asyncrl.errors import ConfigError
 from asyncrl.util.files import read_json
+
+TEMPLATE_COLUMN = "chat_template_kwargs"
+"""The column with a row's options of the chat template, by its name in TRL and in requests to vLLM."""
 
 
 class Decoder(Protocol):
@@ -19,15 +23,18 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
     """The Hugging Face tokenizer at `path`.
 
     A tokenizer that is only a tokenizer.json is loaded as such: AutoTokenizer would use the class of the model type,
-    which may split text differently.
+    which may split text differently. Raises ConfigError if it cannot be loaded.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     settings = Path(path) / "tokenizer_config.json"
     kind = read_json(settings, "model.path").get("tokenizer_class") if settings.is_file() else None
-    if kind in ("TokenizersBackend", "PreTrainedTokenizerFast"):
-        return PreTrainedTokenizerFast.from_pretrained(path)
-    return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    try:
+        if kind in ("TokenizersBackend", "PreTrainedTokenizerFast"):
+            return PreTrainedTokenizerFast.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:  # what is missing or wrong in a folder comes as any class, as do errors of its own code
+        raise ConfigError(f"{path}: its tokenizer cannot be loaded: {' '.join(str(error).split())}") from error
 
 
 def start_tokens(tokenizer: Any) -> list[int]:

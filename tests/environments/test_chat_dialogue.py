@@ -15,7 +15,7 @@ from asyncrl.environments import Message, ToolCall
 from asyncrl.environments.dialogue import MARK, ChatDialogue, Dialogue, DialogueError
 from asyncrl.environments.dialogue.checks import call_turn
 from asyncrl.errors import ConfigError
-from asyncrl.types import TEMPLATE_COLUMN
+from asyncrl.util.tokenizer import TEMPLATE_COLUMN
 from tests.helpers.chat_models import CALLING, FAMILIES, QWEN, STRIPPING, save_chat_model
 
 TOOL: dict[str, Any] = {

@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from asyncrl.errors import DataError
 from asyncrl.launch.console import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, Interrupts
 from asyncrl.launch.local import LocalLauncher
 from asyncrl.launch.resources.placement import place_roles
+from asyncrl.launch.row_checks import PromptScan
 from asyncrl.launch.watch import Run
 from asyncrl.launch.worker import RoleSpec
 from tests.helpers.replay import loopback_endpoints, small_config
@@ -57,7 +59,15 @@ Conduct = Callable[..., tuple[int, Run, str]]
 def conduct(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Conduct:
     """Runs one generator and two learners. Returns the exit code, the run, and its output."""
 
-    def start(codes: Codes, *, last_s: float = 1.5, interrupts: int = 0, **settings: object) -> tuple[int, Run, str]:
+    def start(
+        codes: Codes,
+        *,
+        last_s: float = 1.5,
+        interrupts: int = 0,
+        bad_row: str = "",
+        is_resumed: bool = False,
+        **settings: object,
+    ) -> tuple[int, Run, str]:
         monkeypatch.chdir(tmp_path)
         folder = tmp_path / "runs" / "run"
         folder.mkdir(parents=True)
@@ -67,7 +77,9 @@ def conduct(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Conduct:
         caught = Interrupts()
         caught.count = interrupts
         launcher = StandIns(folder, codes, last_s)
-        run = Run(config, place_roles(config), spec, Console(file=out, width=200), caught, launcher)
+        scan = PromptScan(config, limit_tokens=8, has_trained=is_resumed)
+        scan.problem = DataError(bad_row) if bad_row else None
+        run = Run(config, place_roles(config), spec, Console(file=out, width=200), caught, launcher, scan)
         code = run.run()
         assert all(role.code is not None for role in run.processes.roles)
         return code, run, out.getvalue()
@@ -92,6 +104,17 @@ def test_final_error_ends_the_run(conduct: Conduct, code: int) -> None:
     assert got == code
     assert run.summary["status"] == "failed"
     assert run.summary["error"] == f"learner-1 ended with code {code}: it broke"
+
+
+def test_a_bad_row_ends_a_run_before_its_first_step_and_is_named_later(conduct: Conduct) -> None:
+    code, run, _ = conduct({}, last_s=600, bad_row="rows.jsonl, row 900: empty")
+    assert code == EXIT_CONFIG and run.summary["error"] == "rows.jsonl, row 900: empty"
+
+
+def test_a_bad_row_does_not_end_a_run_that_has_trained(conduct: Conduct) -> None:
+    code, _, output = conduct({}, bad_row="rows.jsonl, row 900: empty", is_resumed=True)
+    assert code == EXIT_DONE
+    assert "warning: rows.jsonl, row 900: empty; the run ends when it is the turn of this row" in output
 
 
 def test_role_that_dies_again_and_again_ends_the_run(conduct: Conduct) -> None:

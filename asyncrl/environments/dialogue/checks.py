@@ -33,7 +33,7 @@ def check_chat(config: Config, prompt: Prompt, tools: Mapping[str, Sequence[Sche
     where = f"model.path = {config.model.path!r}"
     try:
         dialogue = Dialogue.of(config).chat_for(prompt.columns)
-        _check_stops(config, dialogue, any(tools.values()))
+        check_stops(config, dialogue, has_tools=any(tools.values()))
         for name, schemas in tools.items():
             _check_tools(config, dialogue, name, schemas)
         notes = [_compared(dialogue, ()), _reasoning(dialogue)]
@@ -44,7 +44,7 @@ def check_chat(config: Config, prompt: Prompt, tools: Mapping[str, Sequence[Sche
     return list(dict.fromkeys(note for note in notes if note))
 
 
-def _check_stops(config: Config, dialogue: ChatDialogue, has_tools: bool) -> None:
+def check_stops(config: Config, dialogue: ChatDialogue, *, has_tools: bool) -> None:
     """Raises ConfigError unless the engine stops at the tokens with which the template ends a turn."""
     stops = end_tokens(config.model.path, trust_remote_code=config.model.trust_remote_code)
     rendering = dialogue.rendering

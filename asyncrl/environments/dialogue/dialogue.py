@@ -10,7 +10,7 @@ from typing import Any
 from asyncrl.config import Config
 from asyncrl.environments.dialogue.chat import ChatDialogue
 from asyncrl.environments.dialogue.plain import TextDialogue
-from asyncrl.types import TEMPLATE_COLUMN
+from asyncrl.util.tokenizer import TEMPLATE_COLUMN
 
 MAX_CHATS = 64
 """Dialogues that are kept for rows with options of their own."""
