@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import pytest
 import torch
 from weight_parts import manifest_of
 
 from asyncrl.errors import ConfigError, InvariantError, ProtocolError, RunError
-from asyncrl.weights.buckets import MAX_MANIFEST_BYTES, ROW_BYTES, WeightBuffer, WeightManifest, checksum
+from asyncrl.weights.buckets import MAX_MANIFEST_BYTES, ROW_BYTES, WeightBuffer, WeightManifest, checksum, weighted_sum
 from asyncrl.weights.transports import choose_transport
 
 CPU = torch.device("cpu")
@@ -61,15 +62,29 @@ def test_buckets_cover_the_buffer_and_do_not_change_the_checksum(bucket_bytes: i
     parts = list(buffer.buckets(timeout_s=5.0, check=lambda: None))
     assert torch.equal(torch.cat(parts), buffer.data)
     assert all(part.numel() <= max(bucket_bytes, ROW_BYTES) for part in parts)
-    assert total(buffer.data, bucket_bytes // 8 * 8) == total(buffer.data, 1 << 20)
 
 
-def test_checksum_notices_a_flipped_bit_and_exchanged_rows() -> None:
+@pytest.mark.parametrize("of", [lambda bucket: checksum(bucket, 0), weighted_sum], ids=["host", "gpu"])
+def test_checksum_sees_each_bit_changed_signs_and_exchanged_rows(of: Callable[[torch.Tensor], object]) -> None:
+    """The sum of a GPU runs on the CPU here, as the same operations of torch."""
+    generator = torch.Generator().manual_seed(1)
+    buffer = torch.randint(0, 256, (8 * ROW_BYTES + 12,), dtype=torch.uint8, generator=generator)
+    for byte in (*range(5 * ROW_BYTES + 16, 5 * ROW_BYTES + 24), *range(7 * ROW_BYTES, 7 * ROW_BYTES + 8), -1):
+        for bit in range(8):
+            flipped = buffer.clone()
+            flipped[byte] ^= 1 << bit
+            assert of(flipped) != of(buffer), (byte, bit)
+    signs = buffer.clone()
+    signs[: 8 * ROW_BYTES].view(torch.bfloat16)[3::4] *= -1
+    exchanged = torch.cat([buffer[ROW_BYTES : 2 * ROW_BYTES], buffer[:ROW_BYTES], buffer[2 * ROW_BYTES :]])
+    shifted = torch.cat([torch.zeros(2, dtype=torch.uint8), buffer])[2:]
+    assert len({of(one) for one in (buffer, signs, exchanged)}) == 3 and of(shifted) == of(buffer)
+
+
+def test_checksum_sees_exchanged_buckets() -> None:
     buffer = torch.randint(0, 256, (8 * ROW_BYTES,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    flipped = buffer.clone()
-    flipped[5 * ROW_BYTES + 17] ^= 1
-    exchanged = buffer.view(8, ROW_BYTES)[[0, 1, 3, 2, 4, 5, 6, 7]].reshape(-1)
-    assert len({total(b, 2 * ROW_BYTES) for b in (buffer, flipped, exchanged)}) == 3
+    exchanged = torch.cat([buffer[4 * ROW_BYTES :], buffer[: 4 * ROW_BYTES]])
+    assert total(buffer, 4 * ROW_BYTES) != total(exchanged, 4 * ROW_BYTES)
 
 
 @pytest.mark.parametrize(
