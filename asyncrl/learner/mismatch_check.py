@@ -53,8 +53,9 @@ class MismatchCheck:
         stale = torch.zeros(len(micro.names), device=micro.seq.device)
         stale.index_add_(0, micro.seq, (micro.versions != version).float())
         differences = (logprobs - micro.behavior_logprobs).abs().double()
-        differences = differences[(stale[micro.seq] == 0) & differences.isfinite()]
-        self._sums += torch.stack([differences.sum(), torch.tensor(len(differences)).to(differences)]).cpu()
+        compared = (stale[micro.seq] == 0) & differences.isfinite()
+        sums = torch.stack([torch.where(compared, differences, 0.0).sum(), compared.sum().double()])
+        self._sums = self._sums.to(sums.device) + sums  # not read back here: that would wait for the GPU
 
     def conclude(self, step: int) -> bool:
         """Returns True if enough tokens were counted up to this step, the same on all ranks. All ranks call it.

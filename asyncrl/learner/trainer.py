@@ -191,7 +191,7 @@ class Trainer:
         wants_proximal = recomputes or wants_reference or "log_ratios" in algorithm.needs or algorithm.bound is not None
         if wants_reference and self._reference is None and self.policy.adapters is None:
             self._reference = Reference(self.config, self.ranks)
-        micro_batches = [micro.to(self.ranks.device) for minibatch in minibatches for micro in minibatch.micro_batches]
+        micro_batches = [micro for minibatch in minibatches for micro in minibatch.micro_batches]
         phase, proximal, ref, values = self.phases.phase, None, None, None
         if self.critic is not None:
             with phase("values"):
@@ -210,9 +210,8 @@ class Trainer:
             after=None if values is None else values[batch.num_tokens :],
         )
 
-    @staticmethod
-    def _join(score: Callable[[MicroBatch], Tensor], micro_batches: list[MicroBatch]) -> Tensor:
-        return torch.cat([score(micro).cpu() for micro in micro_batches])
+    def _join(self, score: Callable[[MicroBatch], Tensor], micro_batches: list[MicroBatch]) -> Tensor:
+        return torch.cat([score(micro.to(self.ranks.device)) for micro in micro_batches]).cpu()
 
     def _new_metrics(self, step: int) -> StepMetrics:
         algorithm = self.algorithm

@@ -12,6 +12,7 @@ from torch import Tensor
 from asyncrl.errors import ConfigError, InvariantError, RunError
 from asyncrl.weights.buckets import WeightBuffer
 from asyncrl.weights.shares import RankShare
+from asyncrl.weights.transports import queued
 
 _LOOK_S = 0.1
 """Interval of calls of `check`."""
@@ -27,6 +28,8 @@ class WeightReferences:
         self._entries = share.layout.entries
         self._cuts = share.cuts
         self._slices: list[Tensor] | None = None
+        self._written: torch.cuda.Event | None = None
+        """Happens when the learner's stream has written the weights."""
         self.is_released = False
         """True if the weights may have changed since."""
         self._changed = threading.Condition()
@@ -52,7 +55,7 @@ class WeightReferences:
                 )
             slices.append(tensor.detach().view(-1).view(torch.uint8))
         with self._changed:
-            self._slices = slices
+            self._slices, self._written = slices, queued(self._device)
             self._changed.notify_all()
 
     def release(self) -> None:
@@ -60,8 +63,8 @@ class WeightReferences:
         self._slices, self.is_released = None, True
 
     def buckets(self, *, timeout_s: float, check: Callable[[], None]) -> Iterator[Tensor]:
-        """Yields the buckets. `check` is polled during the wait for the slices and may raise. Raises RunError if there
-        are none within `timeout_s`."""
+        """Yields the buckets; on a GPU the current stream waits for the weights that they are views of. `check` is
+        polled during the wait for the slices and may raise. Raises RunError if there are none within `timeout_s`."""
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
             while (slices := self._slices) is None:
@@ -69,6 +72,8 @@ class WeightReferences:
                 if time.monotonic() > deadline_s:
                     raise RunError(f"weights: the learner did not pass them on within {timeout_s:g} s")
                 self._changed.wait(_LOOK_S)
+        if self._written is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._written)
         parts = iter(zip(slices, self._entries, strict=True))
         part, entry = next(parts)
         for cut in self._cuts:

@@ -52,7 +52,7 @@ def slices_of(layout: WeightManifest, rank: int, ranks: int) -> RankSlices:
     for entry in layout.entries:
         begin, stop = slice_of(entry.num_bytes // entry.dtype.itemsize, rank, ranks)
         start = entry.offset + begin * entry.dtype.itemsize
-        # At the same place of a row as in all weights, so that tensors can be viewed there and a GPU sums rows without a copy.
+        # At the same place of a row as in all weights, so that tensors and rows can be viewed there.
         own = end + (start - end) % ROW_BYTES
         entries.append(replace(entry, shape=(stop - begin,), offset=own))
         starts.append(start)

@@ -267,3 +267,18 @@ def test_offload_is_passed_to_deepspeed(stage: int, offload: str, expected: set[
     zero = settings["zero_optimization"]
     assert {name for name in zero if name.startswith("offload")} == expected
     assert all(zero[name]["device"] == "cpu" for name in expected)
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [(s, d) for s in range(4) for d in ("float32", "bfloat16")])
+def test_backward_waits_for_no_other_stream(
+    stage: int, dtype: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSpeed's stages 1 and 2 wait for the whole device with `overlap_comm`, stage 3 for its own stream."""
+    from torch import nn
+    from worlds import make_config
+
+    from asyncrl.learner.model.settings import deepspeed_config
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config = make_config(tiny_model, learner={"zero_stage": stage}, model={"dtype": dtype})
+    assert deepspeed_config(config, nn.Identity())["zero_optimization"]["overlap_comm"] == (stage == 3)

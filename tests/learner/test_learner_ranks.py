@@ -19,7 +19,7 @@ from asyncrl.learner.distributed import Ranks, process_group
 from tests.helpers.selection import slow_except
 
 FLOAT32 = ["zero0", "zero1", "zero2", "zero3", "offload-zero1", "offload-zero2", "offload-zero3"]
-BFLOAT16 = ["bfloat16-zero0", "bfloat16-zero3", "bfloat16-offload1", "bfloat16-offload3"]
+BFLOAT16 = ["bfloat16-zero0", "bfloat16-zero2", "bfloat16-zero3", "bfloat16-offload1", "bfloat16-offload3"]
 WITH_ADAPTERS = ["lora-zero2", "lora-zero3"]
 WITH_CRITIC = ["critic-zero0", "critic-zero3", "critic-offload"]
 QUICK = {

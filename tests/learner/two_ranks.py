@@ -55,6 +55,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "dropped-zero2": {"learner": {"zero_stage": 2}, "replay": {"zero_variance": "drop"}},
     "dropped-zero3": {"learner": {"zero_stage": 3}, "replay": {"zero_variance": "drop"}},
     "bfloat16-zero0": {"learner": {"zero_stage": 0}, "model": {"dtype": "bfloat16"}},
+    "bfloat16-zero2": {"learner": {"zero_stage": 2}, "model": {"dtype": "bfloat16"}},
     "bfloat16-zero3": {"learner": {"zero_stage": 3, "gradient_checkpointing": True}, "model": {"dtype": "bfloat16"}},
     "bfloat16-offload1": {"learner": {"zero_stage": 1, "offload": "optimizer"}, "model": {"dtype": "bfloat16"}},
     "bfloat16-offload3": {"learner": {"zero_stage": 3, "offload": "all"}, "model": {"dtype": "bfloat16"}},

@@ -12,6 +12,7 @@ from rank_parts import make_rank, slices
 from weight_parts import assert_holds, joined, load_next, make_receiver, next_staged, weights
 
 from asyncrl.errors import ConfigError, InvariantError
+from asyncrl.weights import references
 from asyncrl.weights.background import BackgroundSender
 from asyncrl.weights.buckets import ROW_BYTES, WeightManifest
 from asyncrl.weights.process_groups import GLOO
@@ -66,6 +67,35 @@ def test_what_arrives_is_the_version_though_the_weights_change_behind_it(
             load_next(receiver, version)
     stats = learner.first.stats
     assert (stats.count, stats.dropped, learner.first._delivery.group_number) == (4, 0, 1)
+
+
+class StreamEvents:
+    """Stands in for a GPU's events and streams: records what was done to them, in order."""
+
+    def __init__(self) -> None:
+        self.order: list[str] = []
+
+    def queued(self, device: torch.device) -> StreamEvents:
+        self.order.append("written")
+        return self
+
+    def wait_event(self, event: StreamEvents) -> None:
+        assert event is self
+        self.order.append("waited")
+
+
+def test_the_sending_stream_waits_for_the_weights_to_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    events = StreamEvents()
+    monkeypatch.setattr(references, "queued", events.queued)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: events)
+    manifest = WeightManifest.of([("w", torch.float32, (600,))])
+    buffer = WeightReferences(share_of(manifest, 0, 1, ROW_BYTES), torch.device("cpu"))
+    for _ in range(2):
+        buffer.clear()
+        buffer.fill([("w", torch.ones(600))])
+        for bucket in buffer.buckets(timeout_s=5.0, check=lambda: None):
+            assert events.order[-1] == "waited" and len(bucket)
+    assert events.order == ["written", "waited"] * 2
 
 
 def test_the_next_update_waits_for_the_generators(address: str, cleanup: list) -> None:

@@ -32,7 +32,8 @@ def empty_sums() -> Tensor:
 
 @dataclass(slots=True)
 class StalenessMetrics:
-    """Sums over the action tokens of each bucket of `STALENESS_BUCKETS`, on the CPU."""
+    """Sums over the action tokens of each bucket of `STALENESS_BUCKETS`, on the device of the tokens: reading them back
+    would wait for a GPU in each micro-batch."""
 
     sums: Tensor = field(default_factory=empty_sums)
     """[len(SUMS), len(STALENESS_BUCKETS)] float64."""
@@ -55,15 +56,16 @@ class StalenessMetrics:
             clipped & positive, clipped & negative, masked & positive, masked & negative,
         )  # fmt: skip
         table = torch.stack([column.double() for column in columns])
-        self.sums += torch.zeros_like(self.sums, device=table.device).index_add(1, bucket, table).cpu()
+        self.sums = self.sums.to(table.device).index_add(1, bucket, table)
         largest = torch.zeros(len(STALENESS_BUCKETS), dtype=torch.float64, device=ratios.device)
         largest.scatter_reduce_(0, bucket, ratios, reduce="amax")
-        self.largest = torch.maximum(self.largest, largest.cpu())
+        self.largest = torch.maximum(self.largest.to(ratios.device), largest)
 
     def join(self, other: StalenessMetrics) -> None:
         """Adds what another one has counted."""
-        self.sums += other.sums
-        self.largest = torch.maximum(self.largest, other.largest)
+        device = other.sums.device
+        self.sums = self.sums.to(device) + other.sums
+        self.largest = torch.maximum(self.largest.to(device), other.largest)
 
 
 def staleness_metrics(sums: Tensor, largest: Tensor) -> dict[str, float]:

@@ -30,7 +30,9 @@ def deepspeed_config(config: Config, network: nn.Module) -> dict[str, Any]:
         "stage": max(stage, 1) if bfloat16 else stage,
         "reduce_bucket_size": BUCKET_ELEMENTS,
         "allgather_bucket_size": BUCKET_ELEMENTS,
-        "overlap_comm": torch.cuda.is_available(),
+        # In stages 1 and 2 DeepSpeed then waits for all streams after backward, also for the weights on their way to
+        # the slowest generator.
+        "overlap_comm": torch.cuda.is_available() and stage == 3,
     }
     if stage == 3:
         zero["stage3_max_live_parameters"] = zero["stage3_max_reuse_distance"] = 2 * largest_layer(network)
