@@ -7,6 +7,7 @@ known are errors here, before a model is loaded.
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -151,6 +152,12 @@ def _warnings(config: Config, prompt: Prompt, rows: TrainingRows) -> list[str]:
             "the first prompt is the text of a chat in JSON, which the model reads as text; give a list of messages, "
             "in JSON lines or Parquet"
         )
+    options = config.data.template_options
+    if options:
+        path, trusted = config.model.path, config.model.trust_remote_code
+        template = str(load_tokenizer(path, trust_remote_code=trusted).chat_template)
+        if unread := [name for name in options if not re.search(rf"\b{re.escape(name)}\b", template)]:
+            warnings.append(f"data.template_options: the model's chat template has no {', '.join(unread)}")
     if prompt.chat is not None and config.environment.name is None:
         try:
             check_stops(config, Dialogue.of(config).chat_for(prompt.columns), has_tools=False)

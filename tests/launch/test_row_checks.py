@@ -101,6 +101,8 @@ def test_what_is_probably_a_mistake_is_a_warning(tmp_path: Path) -> None:
     assert (
         "warning: the first prompt is the text of a chat in JSON, which the model reads as text; give a list" in printed
     )
+    _, printed = shown(written(tmp_path, ASK, data__template_options={"thinks": True, "message": 1}))
+    assert "warning: data.template_options: the model's chat template has no thinks\n" in printed
     save_chat_model(tmp_path / "model", template=QWEN, stop="<|endoftext|>")
     _, printed = shown(written(tmp_path, ASK))
     assert "its chat template ends a turn with <|im_end|>" in printed and "generator.stop='<|im_end|>'" in printed

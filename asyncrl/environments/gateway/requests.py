@@ -54,8 +54,8 @@ REASONS: Mapping[str, str] = {
     "reasoning_effort": TEMPLATE,
     "functions": "the older form of tools; send tools",
     "function_call": "the older form of tool_choice; send tools and tool_choice",
-    "add_generation_prompt": "the policy always begins a turn of its own",
-    "continue_final_message": "the policy always begins a turn of its own",
+    "add_generation_prompt": "the policy continues a last message of the assistant, and else begins a turn",
+    "continue_final_message": "the policy continues a last message of the assistant, and else begins a turn",
 } | dict.fromkeys(
     (
         "response_format", "logit_bias", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
