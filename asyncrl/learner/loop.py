@@ -29,6 +29,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import structlog
 import torch
@@ -45,12 +46,16 @@ from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.metrics.flops import device_peak, utilization
 from asyncrl.learner.metrics.profiler import StepProfiler
 from asyncrl.learner.prefetch import Prefetcher
-from asyncrl.learner.protocols import Batches, Sender, Tracker
 from asyncrl.learner.trainer import Trainer
+from asyncrl.observe.trackers import Trackers
+from asyncrl.replay.client import LearnerClient
+from asyncrl.replay.journal.history import JournalBatches
 from asyncrl.replay.metrics.run import LEARNER_TIMES
+from asyncrl.replay.sample_batches import SampleBatches
 from asyncrl.samples.book import SampleBook
 from asyncrl.types import Shard
 from asyncrl.util.processes import Stopwatch
+from asyncrl.weights.background import BackgroundSender
 from asyncrl.wire.learner_messages import Committed
 
 log = structlog.get_logger()
@@ -65,9 +70,9 @@ class Learner:
 
     config: Config
     trainer: Trainer
-    batches: Batches
-    sender: Sender | None
-    tracker: Tracker | None
+    batches: LearnerClient | JournalBatches | SampleBatches
+    sender: BackgroundSender[Any] | None
+    tracker: Trackers | None
     run_dir: Path
     checkpoints: Checkpoints | None = None
     """None when no checkpoints are to be saved."""
