@@ -1,4 +1,5 @@
-"""Weights in memory that a generator shares with the worker processes of its engine: one bucket of tensors at a time.
+"""Weights in memory that a generator shares with the worker processes of its engine: two buckets of tensors, one of
+which is filled while the workers read the other.
 
 The memory has no name in a file system: a worker maps it by the file descriptor of the generator, and the kernel frees
 it with the last of the processes, however they end.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
 
@@ -15,7 +17,7 @@ import torch
 from torch import Tensor
 
 BUCKET_BYTES = 64 << 20
-"""Size of the memory; a larger tensor gets memory of its size."""
+"""Size of a bucket; a larger tensor gets one of its size."""
 _ALIGNMENT_BYTES = 64
 
 Entry = tuple[str, str, tuple[int, ...], int]
@@ -24,7 +26,7 @@ Entry = tuple[str, str, tuple[int, ...], int]
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """The places of some tensors. Their memory is valid until the next bucket is made."""
+    """The places of some tensors. Their memory is valid until the next bucket is asked for."""
 
     path: str
     num_bytes: int
@@ -36,67 +38,90 @@ class SharedWeights:
     """The generator's side: copies tensors into the memory, unless they are there already."""
 
     def __init__(self) -> None:
-        self._file = -1
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memories = [_Memory(), _Memory()]
+        """One is filled while workers read the other."""
 
     def buckets(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Bucket]:
-        """Copies the tensors, as many at a time as fit, and yields where they are; those that are in `memory` are
-        not copied."""
+        """Copies the tensors, as many at a time as fit, and yields where they are, while a thread copies the next ones;
+        those that are in `memory` are not copied."""
         tensors = iter(tensors)
         first = next(tensors, None)
         if first is None:
             return
-        if self._has(first[1]):
-            yield self._bucket([self._entry(name, tensor) for name, tensor in (first, *tensors)])
+        memory = self._memories[0]
+        if memory.has(first[1]):
+            yield memory.bucket([memory.entry(name, tensor) for name, tensor in (first, *tensors)])
             return
-        yield from self._copied(chain([first], tensors))
+        copied = self._copied(chain([first], tensors))
+        with ThreadPoolExecutor(1, thread_name_prefix="bucket-copy") as pool:
+            coming = pool.submit(next, copied, None)
+            while (bucket := coming.result()) is not None:
+                coming = pool.submit(next, copied, None)
+                yield bucket
 
     def memory(self, num_bytes: int) -> torch.Tensor:
         """Returns memory of this size."""
-        self._allocate(num_bytes)
-        return self._memory
-
-    def _has(self, tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage().data_ptr() == self._memory.untyped_storage().data_ptr() != 0
-
-    def _entry(self, name: str, tensor: torch.Tensor) -> Entry:
-        offset = tensor.data_ptr() - self._memory.data_ptr()
-        return name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset
-
-    def _copied(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Bucket]:
-        entries: list[Entry] = []
-        used = 0
-        for name, tensor in tensors:
-            if entries and used + tensor.nbytes > self._memory.numel():
-                yield self._bucket(entries)
-                entries, used = [], 0
-            if tensor.nbytes > self._memory.numel():
-                self._allocate(max(tensor.nbytes, BUCKET_BYTES))
-            entry = (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), used)
-            view_of(self._memory, entry).copy_(tensor)
-            entries.append(entry)
-            used += -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        if entries:
-            yield self._bucket(entries)
+        self._memories[0].reserve(num_bytes)
+        return self._memories[0].tensor[:num_bytes]
 
     def close(self) -> None:
         """Frees the memory."""
+        for memory in self._memories:
+            memory.close()
+
+    def _copied(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Bucket]:
+        """Fills the memories in turn. What it yielded is read until the bucket after the next one is asked for."""
+        memory, other = self._memories
+        entries: list[Entry] = []
+        used = 0
+        for name, tensor in tensors:
+            if entries and used + tensor.nbytes > memory.tensor.numel():
+                yield memory.bucket(entries)
+                memory, other = other, memory
+                entries, used = [], 0
+            if not entries:
+                memory.reserve(max(tensor.nbytes, BUCKET_BYTES))
+            entry = (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), used)
+            view_of(memory.tensor, entry).copy_(tensor)
+            entries.append(entry)
+            used += -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        if entries:
+            yield memory.bucket(entries)
+
+
+class _Memory:
+    """A file in memory, which grows and keeps its path."""
+
+    def __init__(self) -> None:
+        self._file = -1
+        self.tensor = torch.empty(0, dtype=torch.uint8)
+
+    def reserve(self, num_bytes: int) -> None:
+        if num_bytes <= self.tensor.numel():
+            return
+        if self._file < 0:
+            self._file = os.memfd_create("asyncrl-weights")
+        os.truncate(self._file, num_bytes)
+        self.tensor = map_file(self._path, num_bytes)
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() == self.tensor.untyped_storage().data_ptr() != 0
+
+    def entry(self, name: str, tensor: torch.Tensor) -> Entry:
+        offset = tensor.data_ptr() - self.tensor.data_ptr()
+        return name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset
+
+    def bucket(self, entries: list[Entry]) -> Bucket:
+        return Bucket(self._path, self.tensor.numel(), entries)
+
+    def close(self) -> None:
         if self._file >= 0:
             os.close(self._file)
-        self._file, self._memory = -1, torch.empty(0, dtype=torch.uint8)
-
-    def _bucket(self, entries: list[Entry]) -> Bucket:
-        return Bucket(self._path, self._memory.numel(), entries)
+        self._file, self.tensor = -1, torch.empty(0, dtype=torch.uint8)
 
     @property
     def _path(self) -> str:
         return f"/proc/{os.getpid()}/fd/{self._file}"
-
-    def _allocate(self, num_bytes: int) -> None:
-        self.close()
-        self._file = os.memfd_create("asyncrl-weights")
-        os.truncate(self._file, num_bytes)
-        self._memory = map_file(self._path, num_bytes)
 
 
 def map_file(path: str, num_bytes: int) -> Tensor:

@@ -66,9 +66,11 @@ class StagedTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpdateInfo
 
     _checked = False
     """True once a first update has set every parameter of the model."""
-    _memory = torch.empty(0, dtype=torch.uint8)
-    _mapped = ""
-    """The shared memory, and its file."""
+
+    @cached_property
+    def _mapped(self) -> dict[str, Tensor]:
+        """The buckets of shared memory, by their files."""
+        return {}
 
     @cached_property
     def _in_place(self) -> bool:
@@ -110,6 +112,15 @@ class StagedTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpdateInfo
     def _names(self) -> set[str]:
         return set() if self._checked else {name for name, _ in self.model.named_parameters()}
 
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Loads the weights of an update, or of a part of it. In the generator's own process the copies may end after
+        the return: batches follow on the same stream, and the staging memory is released by an event behind them. A
+        worker waits for its copies, since the generator overwrites the shared memory."""
+        info = self.parse_update_info(update_info)
+        self.receive_weights(info)
+        if not info.key:
+            torch.accelerator.synchronize()
+
     @torch.no_grad()
     def receive_weights(self, update_info: StagedUpdateInfo) -> None:
         """Loads the weights of an update, or of a part of it."""
@@ -131,11 +142,12 @@ class StagedTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpdateInfo
         if info.key:
             yield from STAGING[info.key]
             return
-        if self._mapped != info.path or self._memory.numel() != info.num_bytes:
-            self._memory, self._mapped = map_file(info.path, info.num_bytes), info.path
+        memory = self._mapped.get(info.path)
+        if memory is None or memory.numel() != info.num_bytes:
+            memory = self._mapped[info.path] = map_file(info.path, info.num_bytes)
         for entry in info.entries:
-            tensor = view_of(self._memory, entry)
-            # A reload holds the tensors of a layer until they are complete; the next bucket overwrites this one.
+            tensor = view_of(memory, entry)
+            # A reload holds the tensors of a layer until they are complete; a later bucket overwrites this one.
             yield entry[0], tensor if self._in_place else tensor.clone()
 
     def finish_weight_update(self) -> None:
