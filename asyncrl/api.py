@@ -18,7 +18,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -40,7 +39,7 @@ from asyncrl.plan.trace import read_trace
 from asyncrl.replay.client import LauncherClient
 from asyncrl.samples import Samples
 from asyncrl.util.files import read_json, replace_file
-from asyncrl.util.processes import end_with_parent
+from asyncrl.util.processes import PYTHON, end_with_parent
 from asyncrl.util.user_code import name_of, refuse_while_importing
 
 if TYPE_CHECKING:
@@ -261,7 +260,7 @@ def _start(arguments: list[str], output: Path) -> subprocess.Popen[bytes]:
     lines, also where the environment claims a terminal, as that of a notebook's kernel does."""
     with os.fdopen(os.open(output, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
         return subprocess.Popen(
-            [sys.executable, "-m", "asyncrl.cli", *arguments],
+            [*PYTHON, "-m", "asyncrl.cli", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,

@@ -47,9 +47,9 @@ LEFT_OUT = pytest.StashKey[dict[str, int]]()
 @pytest.fixture(scope="session")
 def preloaded() -> Iterator[ForkServer]:
     """The process that commands of asyncrl are forked from: imports are done once in a session."""
-    from asyncrl.launch.fork_server import ForkServer
+    from tests.helpers.fork_servers import start_fork_server
 
-    fork_server = ForkServer("tests.helpers.preloaded")
+    fork_server = start_fork_server("tests.helpers.preloaded")
     yield fork_server
     fork_server.close()
 

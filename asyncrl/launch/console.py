@@ -37,9 +37,10 @@ class Interrupts:
 
     @contextmanager
     def caught(self) -> Iterator[None]:
-        """Counts the signals inside the block."""
+        """Counts the signals inside the block; one that is ignored, as SIGHUP under nohup, stays ignored."""
         signals = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *([signal.SIGUSR1] if self._preemptible else [])]
-        before = {number: signal.signal(number, self._on_signal) for number in signals}
+        heard = [number for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, self._on_signal) for number in heard}
         try:
             yield
         finally:

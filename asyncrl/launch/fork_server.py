@@ -30,7 +30,7 @@ import structlog
 from setproctitle import setproctitle
 
 from asyncrl.errors import AsyncrlError
-from asyncrl.util.processes import end_with_parent
+from asyncrl.util.processes import PYTHON, end_with_parent
 
 log = structlog.get_logger()
 
@@ -132,7 +132,7 @@ class ForkServer:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process: subprocess.Popen[bytes] | Forked = subprocess.Popen(
-                [sys.executable, "-m", module, str(os.getpid()), engine],
+                [*PYTHON, "-m", module, str(os.getpid()), engine],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

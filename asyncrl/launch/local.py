@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
@@ -24,6 +23,7 @@ from asyncrl.launch.resources.network import listening_address
 from asyncrl.launch.resources.placement import RoleResources
 from asyncrl.launch.worker import EXIT_DISK_FULL, SHOW_STACKS, RoleSpec
 from asyncrl.observe.logs import last_error
+from asyncrl.util.processes import PYTHON
 from asyncrl.util.redaction import redact, redact_file
 from asyncrl.util.user_code import resolve_function
 from asyncrl.wire.endpoints import LOOPBACK
@@ -178,7 +178,7 @@ class LocalLauncher(Launcher):
         if self.fork_server is None or resources.gpus or spec.host:
             return None
         try:
-            return self.fork_server.fork(self.command(spec)[1:], environment, output.fileno())
+            return self.fork_server.fork(self.command(spec)[len(PYTHON) :], environment, output.fileno())
         except ForkServerError as error:
             log.warning("the fork server failed: roles are started as subprocesses", error=str(error))
             self.fork_server.close()
@@ -191,7 +191,7 @@ class LocalLauncher(Launcher):
 
     def command(self, spec: RoleSpec) -> list[str]:
         """Returns the command of the role's process, which reads its spec from standard input."""
-        return [sys.executable, "-m", "asyncrl.launch.worker", spec.name, str(os.getpid())]
+        return [*PYTHON, "-m", "asyncrl.launch.worker", spec.name, str(os.getpid())]
 
     def input(self, spec: RoleSpec) -> str:
         """Returns what its process reads."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from asyncrl.launch.row_checks import FirstRow, check_first_row
 from asyncrl.rewards.auto import choose_rewards, describe_choice
 from asyncrl.rewards.table import evaluation_config, reward_names
 from asyncrl.util.files import read_json, tensor_files
+from asyncrl.util.processes import PYTHON
 
 EVAL_ROWS = 100
 """Number of rows in the evaluation file that a recipe creates."""
@@ -64,7 +64,7 @@ def run_recipes(config: Config, console: Console) -> None:
 def _make(console: Console, words: Sequence[str], path: str, seed: int, *options: str) -> None:
     recipe = " ".join(words)
     console.print(f"making {recipe} in {path} ...", highlight=False)
-    command = [sys.executable, "-m", "asyncrl.cli", "data", *words, path, "--seed", str(seed), *options]
+    command = [*PYTHON, "-m", "asyncrl.cli", "data", *words, path, "--seed", str(seed), *options]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     with process:
         try:

@@ -17,6 +17,7 @@ from asyncrl.config import Config
 from asyncrl.data.hub import fetch
 from asyncrl.generator.vllm_backend.setup import check_cpu
 from asyncrl.launch.console import (
+    EXIT_DONE,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     Interrupts,
@@ -33,7 +34,7 @@ from asyncrl.launch.resources.fit import fit_memory
 from asyncrl.launch.resources.placement import Placement, check_run_dir, check_transport, place_roles
 from asyncrl.launch.resources.staging import choose_staging
 from asyncrl.launch.row_checks import PromptScan
-from asyncrl.launch.run_dir import RunFolder, check_resume, discard_journal
+from asyncrl.launch.run_dir import RunFolder, check_resume, discard_journal, nothing_to_resume
 from asyncrl.launch.watch import Run
 from asyncrl.launch.worker import RoleSpec
 from asyncrl.observe.logs import configure_logs
@@ -52,6 +53,8 @@ def launch(config: Config, console: Console, *, without_journal: bool = False) -
     """
     console = ignore_broken_pipe(console)
     config = fetch(config, console)
+    if nothing_to_resume(config, console):
+        return EXIT_DONE
     check_resume(config)
     reward_model = uses_reward_model(config)
     launcher = find_launcher(config)()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from pydantic import TypeAdapter
+from rich.console import Console
 
 from asyncrl.config import Config, MappingValue, config_keys, load_config
 from asyncrl.errors import ConfigError
@@ -222,14 +223,11 @@ def check_resume(config: Config) -> bool:
         return False
     saved = load_config(file)
     config = config.with_choices_of(saved)
-    summary = _summary(config.run_dir)
-    if summary.get("status") == "finished" and summary.get("steps", 0) >= config.steps:
-        if must:
-            raise ConfigError(
-                f"run = {config.run!r}: it has finished its {summary['steps']} steps, there is nothing to resume; "
-                "raise --steps to train on"
-            )
-        return False
+    if steps := finished_steps(config):
+        raise ConfigError(
+            f"run = {config.run!r}: it has finished its {steps} steps, there is nothing to resume; raise --steps to "
+            "train on"
+        )
     refuse_changes(
         saved,
         config,
@@ -237,6 +235,21 @@ def check_resume(config: Config) -> bool:
         what=f"run = {config.run!r} cannot be resumed with other settings than it was started with",
         way_out="restore them, or start another run with --run NAME and without --resume",
     )
+    return True
+
+
+def finished_steps(config: Config) -> int:
+    """The steps of the earlier run of this name if it has done all steps of the config; 0 if it has not."""
+    summary = _summary(config.run_dir)
+    steps = summary.get("steps", 0)
+    return steps if summary.get("status") == "finished" and steps >= config.steps else 0
+
+
+def nothing_to_resume(config: Config, console: Console) -> bool:
+    """True, and printed, if the run has finished and `resume` is "auto": a scheduler repeats the command."""
+    if config.resume != "auto" or not (steps := finished_steps(config)):
+        return False
+    console.print(f"{config.run_dir} has finished its {steps} steps; raise --steps to train on", highlight=False)
     return True
 
 

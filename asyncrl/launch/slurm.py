@@ -7,7 +7,6 @@ import secrets
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -28,6 +27,7 @@ from asyncrl.launch.resources.network import listening_address
 from asyncrl.launch.resources.placement import RoleResources
 from asyncrl.launch.slurm_job import JOB_ID, in_job
 from asyncrl.launch.worker import EXIT_CRASHED, RoleSpec
+from asyncrl.util.processes import PYTHON
 from asyncrl.wire.curve_keys import is_loopback
 
 log = structlog.get_logger()
@@ -107,7 +107,7 @@ class SlurmLauncher(LocalLauncher):
             "--ntasks-per-node=1",
             f"--nodelist={','.join(names)}",
         ]
-        command += [sys.executable, "-m", "asyncrl.launch.host_facts", head, str(token)]
+        command += [*PYTHON, "-m", "asyncrl.launch.host_facts", head, str(token)]
         token.touch(mode=0o600)
         try:
             output = _call(*command, timeout_s=config.launch.start_timeout_s, environment=self.environment())
@@ -177,7 +177,7 @@ class SlurmLauncher(LocalLauncher):
         if not spec.host:
             return super().command(spec)
         place = [f"--nodelist={spec.host}", "--nodes=1", "--ntasks=1", f"--job-name={spec.name}"]
-        role = ["env", f"CUDA_VISIBLE_DEVICES={self._gpus[spec.name]}", sys.executable]
+        role = ["env", f"CUDA_VISIBLE_DEVICES={self._gpus[spec.name]}", *PYTHON]
         return [*STEP, *place, *role, "-m", "asyncrl.launch.worker", spec.name, "0", str(BASE)]
 
     def input(self, spec: RoleSpec) -> str:

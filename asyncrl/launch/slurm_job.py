@@ -16,8 +16,9 @@ from asyncrl.config.base import Options
 from asyncrl.config.placement import Pool
 from asyncrl.data.hub import fetch
 from asyncrl.errors import ConfigError, RunError
+from asyncrl.launch.console import EXIT_DONE
 from asyncrl.launch.preflight import check_inputs
-from asyncrl.launch.run_dir import JOB, check_resume, is_prepared, is_running
+from asyncrl.launch.run_dir import JOB, check_resume, is_prepared, is_running, nothing_to_resume
 from asyncrl.util.files import next_free_path, replace_file
 
 JOB_ID = "SLURM_JOB_ID"
@@ -134,6 +135,8 @@ def submit(config: Config, console: Console, *, dry_run: bool = False) -> int:
     folder = config.run_dir
     if is_running(folder):
         raise ConfigError(f"run = {config.run!r}: a run of this name is running; use another --run")
+    if nothing_to_resume(config, console):
+        return EXIT_DONE
     resumed = check_resume(config)
     check_inputs(config, console)
     if folder.exists() and not resumed and not is_prepared(folder):

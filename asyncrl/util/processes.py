@@ -13,6 +13,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
+PYTHON = (sys.executable, "-P")
+"""The interpreter of processes of asyncrl. -P keeps files in the working folder from shadowing modules of the standard
+library; `user_code` finds those of the user."""
 Activity = Literal["waiting", "working", "syncing", "writing"]
 ACTIVITIES: tuple[Activity, ...] = ("waiting", "working", "syncing", "writing")
 """Waiting for other roles; its own work; weight transfer or disk sync; passing on and storing results."""

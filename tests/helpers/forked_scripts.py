@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.launch.fork_server import Forked, ForkServer, main
+from tests.helpers.fork_servers import start_fork_server
 from tests.helpers.sockets import socket_address
 
 PRELOADED = (
@@ -26,7 +27,7 @@ PRELOADED = (
 
 @functools.cache
 def _fork_server() -> ForkServer:
-    fork_server = ForkServer("tests.helpers.forked_scripts")
+    fork_server = start_fork_server("tests.helpers.forked_scripts")
     atexit.register(fork_server.close)
     return fork_server
 

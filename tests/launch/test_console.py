@@ -58,3 +58,17 @@ def test_a_burst_of_sigterm_is_one_interrupt_and_every_sigint_counts(monkeypatch
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
     assert interrupts.count == 4
+
+
+def test_a_signal_that_was_ignored_stays_ignored() -> None:
+    """As SIGHUP is under nohup, and SIGINT in the background of a script."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        interrupts = Interrupts()
+        with interrupts.caught():
+            signal.raise_signal(signal.SIGHUP)
+            signal.raise_signal(signal.SIGTERM)
+        assert interrupts.count == 1
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

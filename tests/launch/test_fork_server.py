@@ -20,6 +20,7 @@ from asyncrl.launch.local import LocalLauncher, RoleProcess
 from asyncrl.launch.resources.placement import RoleResources
 from asyncrl.launch.worker import EXIT_CRASHED, RoleSpec
 from asyncrl.observe.logs import last_error
+from tests.helpers.fork_servers import start_fork_server
 from tests.helpers.replay import loopback_endpoints, small_config
 
 CPUS = tuple(sorted(os.sched_getaffinity(0)))
@@ -28,7 +29,7 @@ CPUS = tuple(sorted(os.sched_getaffinity(0)))
 @pytest.fixture(scope="module")
 def fork_server() -> Iterator[ForkServer]:
     """A fork server that has imported only torch, and whose children run Python code from their arguments."""
-    fork_server = ForkServer("tests.launch.fork_server_process")
+    fork_server = start_fork_server("tests.launch.fork_server_process")
     yield fork_server
     fork_server.close()
 
@@ -80,7 +81,7 @@ def test_random_numbers_of_two_children_differ(fork_server: ForkServer, tmp_path
 
 
 def test_a_child_does_nothing_before_it_has_its_input(tmp_path: Path) -> None:
-    fork_server = ForkServer("tests.launch.fork_server_process")
+    fork_server = start_fork_server("tests.launch.fork_server_process")
     with (tmp_path / "out").open("wb") as file:
         child = fork_server.fork(["-c", "import sys; print('input', sys.stdin.read())"], {}, file.fileno())
     os.kill(fork_server.pid, signal.SIGKILL)
@@ -110,7 +111,7 @@ def test_a_fork_server_that_cannot_fork_says_why(
     (tmp_path / f"{module}.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("FORK_SERVER_IMPORTS", module)
-    fork_server = ForkServer("tests.launch.fork_server_process")
+    fork_server = start_fork_server("tests.launch.fork_server_process")
     try:
         with (tmp_path / "out").open("wb") as file, pytest.raises(ForkServerError, match=says):
             fork_server.fork(["-c", "pass"], {}, file.fileno())
@@ -119,7 +120,7 @@ def test_a_fork_server_that_cannot_fork_says_why(
 
 
 def test_a_fork_server_that_does_not_die_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    fork_server = ForkServer("tests.launch.fork_server_process")
+    fork_server = start_fork_server("tests.launch.fork_server_process")
     os.kill(fork_server.pid, signal.SIGSTOP)
     with monkeypatch.context() as patched, capture_logs() as logs:
         patched.setattr(fork_server_module, "KILL_S", 0.1)
@@ -140,7 +141,7 @@ def start_role(
 
 def test_a_launcher_forks_roles_and_starts_those_with_gpus(tmp_path: Path) -> None:
     launcher = LocalLauncher()
-    launcher.fork_server = fork_server = ForkServer("tests.launch.fork_server_process")
+    launcher.fork_server = fork_server = start_fork_server("tests.launch.fork_server_process")
     try:
         forked, started = start_role(launcher, tmp_path), start_role(launcher, tmp_path, gpus=("0",))
         assert [type(role.process).__name__ for role in (forked, started)] == ["Forked", "Popen"]
@@ -185,7 +186,7 @@ import os, sys, time
 from pathlib import Path
 from asyncrl.launch.fork_server import ForkServer
 from asyncrl.util.processes import end_with_parent
-fork_server = ForkServer("tests.launch.fork_server_process")
+fork_server = start_fork_server("tests.launch.fork_server_process")
 code = f"from asyncrl.util import processes; processes.end_with_parent({os.getpid()}); import time; time.sleep(600)"
 child = fork_server.fork(["-c", code], {}, 1)
 child.stdin.close()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from asyncrl.config import Config, load_config
 from asyncrl.errors import ConfigError
+from asyncrl.launch.run import launch
 from asyncrl.launch.run_dir import (
     ATTEMPTS,
     RunFolder,
@@ -73,15 +76,24 @@ def test_time_of_a_killed_launch_ends_with_what_it_wrote_last() -> None:
         assert again.earlier_s == pytest.approx([30.0], abs=0.01)
 
 
-@pytest.mark.parametrize(("status", "steps", "goes"), [("finished", 3, False), ("finished", 2, True), ("", 0, True)])
-def test_auto_resumes_an_unfinished_run(status: str, steps: int, goes: bool) -> None:
+@pytest.mark.parametrize(("status", "steps"), [("finished", 2), ("", 0)])
+def test_auto_resumes_an_unfinished_run(status: str, steps: int) -> None:
     auto = small_config(run="one", resume="auto")
     assert not check_resume(auto), "no run exists yet"
     attempt(auto, status, steps=steps)
-    assert check_resume(auto) == goes
+    assert check_resume(auto)
     with RunFolder(auto) as folder:
-        assert (folder.moved_to is None) == goes
-        assert (folder.path / "journal").is_dir() == goes
+        assert folder.moved_to is None and (folder.path / "journal").is_dir()
+
+
+def test_auto_leaves_a_finished_run_where_it_is() -> None:
+    """A scheduler repeats the command; trained again, the model would be gone from its path."""
+    auto = small_config(run="one", resume="auto")
+    folder = attempt(auto, "finished", steps=3)
+    output = io.StringIO()
+    assert launch(auto, Console(file=output, width=1000)) == 0
+    assert output.getvalue() == f"{folder.path} has finished its 3 steps; raise --steps to train on\n"
+    assert (folder.path / "journal").is_dir() and not folder.path.with_name("one.1").exists()
 
 
 def test_without_resume_an_unfinished_run_is_moved_aside() -> None:

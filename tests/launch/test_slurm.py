@@ -228,7 +228,7 @@ def test_the_hosts_of_a_job(fake: FakeSlurm, launcher: SlurmLauncher, tmp_path: 
     places = ["--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--nodelist=n1,n3"]
     assert call[: len(call) - 2] == [
         "--overlap", "--kill-on-bad-exit=0", "--no-kill", "--cpu-bind=none", "--export=ALL", *places, sys.executable,
-        "-m", "asyncrl.launch.host_facts",
+        "-P", "-m", "asyncrl.launch.host_facts",
     ]  # fmt: skip
     assert list((tmp_path / "runs").iterdir()) == []
 
@@ -273,7 +273,8 @@ def test_a_role_on_another_node_is_a_step(
     call = fake.calls("srun")[-1]
     assert call == [
         "--overlap", "--kill-on-bad-exit=0", "--no-kill", "--cpu-bind=none", "--export=ALL", "--nodelist=n3",
-        "--nodes=1", "--ntasks=1", "--job-name=generator-1", "env", "CUDA_VISIBLE_DEVICES=3,4", sys.executable, "-m",
+        "--nodes=1", "--ntasks=1", "--job-name=generator-1", "env", "CUDA_VISIBLE_DEVICES=3,4", sys.executable, "-P",
+        "-m",
         "asyncrl.launch.worker", "generator-1", "0", "100",
     ]  # fmt: skip
     assert "SLURM_GPUS" not in launcher.environment()

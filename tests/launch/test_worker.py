@@ -46,7 +46,9 @@ def test_crash_ends_the_process_with_its_code_and_the_cause_in_the_log(tmp_path:
     role = launcher.start(spec, RoleResources(cpus, threads=1))
     shown = psutil.Process(role.process.pid).cmdline()
     assert launcher.wait([role], 60.0) == [] and role.code == 4
-    assert shown[1:] == ["-m", "asyncrl.launch.worker", "unheard_of-0", str(os.getpid())], "every user can read these"
+    assert shown[1:] == ["-P", "-m", "asyncrl.launch.worker", "unheard_of-0", str(os.getpid())], (
+        "every user can read these"
+    )
     file = spec.logs / "unheard_of-0.jsonl"
     assert last_error(file) == "KeyError: 'unheard_of'"
     assert json.loads(file.read_text().splitlines()[0])["start"] == 2

@@ -7,6 +7,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -361,3 +363,36 @@ def test_killed_role_ends_a_run_without_restarts_with_its_name(launch: Start, ro
     assert summary["error"] == f"{role} was killed by signal SIGKILL"
     if role != "replay":
         check_ledger(summary)
+
+
+@pytest.mark.slow
+def test_a_run_under_nohup_survives_sighup_next_to_files_named_as_modules(demo_folder: Path, tmp_path: Path) -> None:
+    """The name of the file is that of verl's reward for MATH; roles import the standard library's."""
+    for name in ("code", "random", "statistics", "token", "types"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a file of the user')\n")
+    reward = "def compute_score(solution_str, ground_truth):\n    return float(solution_str.strip() == ground_truth)\n"
+    (tmp_path / "math.py").write_text(reward)
+    (tmp_path / "demo").symlink_to(demo_folder / "demo")
+    asyncrl = Path(sys.executable).with_name("asyncrl")
+    command = ["nohup", str(asyncrl), "launch", "--config", "demo", "--run", "kept", "--steps", "8", *SMALL]
+    process = subprocess.Popen(
+        [*command, "rewards=math.py:compute_score"],
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        metrics = tmp_path / "runs/kept/metrics.jsonl"
+        deadline_s = time.monotonic() + 100
+        while not (metrics.is_file() and metrics.read_text()) and process.poll() is None:
+            assert time.monotonic() < deadline_s, "no first step"
+            time.sleep(0.1)
+        process.send_signal(signal.SIGHUP)
+        output, _ = process.communicate(timeout=100)
+        assert process.returncode == 0, output
+        assert json.loads((tmp_path / "runs/kept/summary.json").read_text())["status"] == "finished"
+    finally:
+        process.kill()
+        process.wait()

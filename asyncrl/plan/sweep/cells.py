@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from asyncrl.config import Config, load_config, parse_override
 from asyncrl.errors import ConfigError
 from asyncrl.plan.sweep.report import print_results, write_sweep_report
 from asyncrl.plan.sweep.results import Cell, read_results, status_of
-from asyncrl.util.processes import end_with_parent
+from asyncrl.util.processes import PYTHON, end_with_parent
 
 Run = Callable[[Sequence[str], Path], int]
 """Runs `asyncrl launch` with these arguments, writes its output to the file, and returns its exit code."""
@@ -150,7 +149,7 @@ def run_cells(sweep: Sweep, console: Console, run: Run) -> tuple[list[Cell], boo
 
 def launch_in_process(arguments: Sequence[str], log: Path) -> int:
     """Runs `asyncrl launch` in a process. Ctrl-C reaches it too; returns 130 once it has ended."""
-    command = [sys.executable, "-m", "asyncrl.cli", *arguments]
+    command = [*PYTHON, "-m", "asyncrl.cli", *arguments]
     with log.open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, preexec_fn=partial(end_with_parent, os.getpid()))
         try:
