@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from asyncrl.plan.measured import Measured, read_run
-from asyncrl.plan.simulate import simulate
+from asyncrl.plan.simulation import simulate
 from asyncrl.plan.workload import Workload
 from benchmarks.demo import launched
 from benchmarks.frame import CannotRun

@@ -54,29 +54,10 @@ def simulate(
     routing_bytes: Annotated[
         int | None, typer.Option(min=0, help="Of a token, with algorithm.routing_replay: layers x experts of it; 0.")
     ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Whose weights are sent, as in 7B; with it, by --transport.")
-    ] = None,
-    transport: Annotated[
-        str | None,
-        typer.Option(help="tree, chain, nccl, shards or delta; the fastest, by the arithmetic of plan --fleet."),
-    ] = None,
-    link: Annotated[str | None, typer.Option(help="The network of a machine, as in 20Mb/s; 100Gb/s.")] = None,
-    hosts: Annotated[int | None, typer.Option(min=1, help="Machines; one for 8 devices.")] = None,
-    mtbf: Annotated[
-        str | None, typer.Option(help="Mean time between two failures of a machine, as in 100h; they never fail.")
-    ] = None,
-    restart_s: Annotated[float | None, typer.Option(help="Until its roles run again; 60.")] = None,
-    checkpoint_steps: Annotated[int | None, typer.Option(help="Steps between two checkpoints; 50.")] = None,
-    checkpoint_s: Annotated[
-        float | None, typer.Option(help="How long one holds the learner; by --model, else 0.")
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the lengths and failures that are drawn.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the lengths that are drawn.")] = 0,
 ) -> None:
-    """Predict throughput, idle time and staleness of a run with other settings; with --model or --mtbf also what the
-    deliveries of weights and failures of machines cost. Exit code 2: it cannot be predicted."""
+    """Predict throughput, idle time and staleness of a run with other settings. Exit code 2: it cannot be predicted."""
     from asyncrl.plan.show import show_simulation
-    from asyncrl.plan.spread import SpreadOptions
 
     changes = {
         "generators": generators, "learners": learners, "max_staleness": max_staleness,
@@ -94,11 +75,7 @@ def simulate(
     }  # fmt: skip
     given: dict[str, float] = {name: float(value) for name, value in numbers.items() if value is not None}
     changed = {name: value for name, value in changes.items() if value is not None}
-    spread = SpreadOptions(
-        model=model, transport=transport, link=link, hosts=hosts, mtbf=mtbf, restart_s=restart_s,
-        checkpoint_steps=checkpoint_steps, checkpoint_s=checkpoint_s,
-    )  # fmt: skip
-    show_simulation(Console(), run, given, changed, spread=spread, turns=turns, seed=seed)
+    show_simulation(Console(), run, given, changed, turns=turns, seed=seed)
 
 
 @app.command()
@@ -108,49 +85,29 @@ def plan(
         int | None, typer.Option(help="GPUs, or cores, to split between generators and learners.")
     ] = None,
     max_staleness: Annotated[int, typer.Option(help="Highest staleness limit to consider.")] = 8,
-    fleet: Annotated[
-        bool, typer.Option("--fleet", help="Without a run: by arithmetic, for the numbers below.")
-    ] = False,
-    gpus: Annotated[
-        str | None, typer.Option(help="With --fleet: numbers of GPUs; with --model PATH: cards, as in 8xH100-80.")
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="With --fleet: models, as in 7B,70B; else a folder with a config.json.")
-    ] = None,
-    mean_tokens: Annotated[float, typer.Option(help="With --fleet: mean length of a completion.")] = 8192,
+    model: Annotated[str | None, typer.Option(help="Folder of a model, to find a layout for --gpus.")] = None,
+    gpus: Annotated[str | None, typer.Option(help="Cards for --model, such as 8xH100-80.")] = None,
     config: Annotated[
-        str | None, typer.Option(help="With --model PATH: YAML file, or one in configs/, whose other keys are kept.")
+        str | None, typer.Option(help="With --model: YAML file, or one in configs/, whose other keys are kept.")
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="With --model PATH: file for the config; else it is printed.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="With --model: file for the config; else it is printed.")] = None,
     tokens: Annotated[
         int | None,
-        typer.Option(min=64, help="With --model PATH: longest trajectory; that of --config, or 8192."),
+        typer.Option(min=64, help="With --model: longest trajectory; that of --config, or 8192."),
     ] = None,
 ) -> None:
     """Find the split of the devices, and the staleness limit, that would train the most tokens with signal per second,
-    and what to do with groups without signal. With --fleet: what a run on any number of GPUs would be, computed, not
-    measured. With --model PATH: a layout that fits the memory of the cards. Exit code 2: there is none."""
-    if model is not None and not fleet and run is None:
+    and what to do with groups without signal. With --model: a layout that fits the memory of the cards. Exit code 2:
+    there is none."""
+    if model is not None and run is None:
         from asyncrl.launch.layout.show import show_layout
 
         if gpus is None:
             raise ConfigError("--gpus: is missing, as in --gpus 8xH100-80")
         show_layout(Console(), model, gpus, base=config, out=out, tokens=tokens)
         return
-    if fleet:
-        from asyncrl.plan.fleet_tables import show_fleet
-
-        if run is not None or devices is not None:
-            raise ConfigError("--fleet: is computed without a run; leave --from and --devices out")
-        numbers, models = gpus or "8,64,512,4096", model or "7B"
-        show_fleet(Console(), numbers, models, max_staleness=max_staleness, answer_tokens=mean_tokens)
-        return
     if run is None or devices is None:
-        raise ConfigError(
-            f"--{'from' if run is None else 'devices'}: is missing; or use --model PATH or --fleet, which need no run"
-        )
+        raise ConfigError(f"--{'from' if run is None else 'devices'}: is missing; or use --model, which needs no run")
     from asyncrl.plan.show import show_plan
 
     show_plan(Console(), run, devices=devices, max_staleness=max_staleness)

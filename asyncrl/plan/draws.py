@@ -21,9 +21,6 @@ class Group:
 
     generator: int
     leased_s: float
-    attempt: int
-    row: int
-    """Row of the workload."""
     tokens: int
     prompt_tokens: int
     """Sum of the prompt tokens of all members."""
@@ -60,7 +57,7 @@ class Draws:
             self._drawn = self._dice.integers(len(self._completions), size=DRAWN_AT_ONCE).tolist()
         return self._drawn.pop()
 
-    def start(self, engine: Engine, number: int, row: int, *, generator: int, attempt: int, now_s: float) -> Group:
+    def start(self, engine: Engine, number: int, row: int, *, generator: int, now_s: float) -> Group:
         """Starts the group of this row in an engine."""
         lengths, episodes = self._completions[row], self._episodes
         if isinstance(engine, SimulatedEngine) or episodes is None:
@@ -76,4 +73,4 @@ class Draws:
             engine.add(number, turns)
         prompt_tokens = self._prompts[row] * len(lengths)
         signal, refunded = self._signal[row], self._refunded[row]
-        return Group(generator, now_s, attempt, row, sum(lengths), prompt_tokens, signal, refunded)
+        return Group(generator, now_s, sum(lengths), prompt_tokens, signal, refunded)

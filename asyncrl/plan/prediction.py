@@ -9,23 +9,6 @@ from asyncrl.replay.metrics.goodput import Goodput
 from asyncrl.types import mean_staleness
 
 
-@dataclass(slots=True)
-class Failed:
-    """The cost of failures of machines in a simulation."""
-
-    generator_machines: int = 0
-    learner_machines: int = 0
-    """Failures of machines with generators, and of those with learner ranks; with both they count in each."""
-    steps_again: int = 0
-    """Steps that were trained again from a checkpoint."""
-    lost_tokens: int = 0
-    """Tokens of unfinished groups that ended with their generator."""
-    generators_down: float = 0.0
-    """Fraction of the generators' time from a failure until they are up again."""
-    learners_down: float = 0.0
-    """Fraction of the time in which the learners restarted or trained steps again."""
-
-
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """The predicted results of a run. Rates are from the first lease to the last step."""
@@ -39,11 +22,11 @@ class Prediction:
     goodput: Goodput
     generated_tokens_per_s: float
     generator_idle: float
-    """Fraction of the generators' time without a running sequence and without an episode, while they are up."""
+    """Fraction of the generators' time without a running sequence and without an episode."""
     environments: float
     """Fraction of it in which all episodes waited for their environments."""
     learner_idle: float
-    """Fraction of the time in which learners waited for groups, for weights to be sent or for checkpoints."""
+    """Fraction of the time in which learners waited for groups or for weights to be sent."""
     staleness: list[int]
     """Trained action tokens by staleness, in learner steps."""
     tokens_in_flight: float
@@ -54,8 +37,6 @@ class Prediction:
     """Mean seconds from the lease of a group until it is trained or refunded."""
     leased_groups: int
     refunded_groups: int
-    failed: Failed | None = None
-    """None if no machine could fail."""
 
     @property
     def steps_per_s(self) -> float:

@@ -14,17 +14,18 @@ from asyncrl.config import load_config
 from asyncrl.errors import ConfigError
 from asyncrl.plan.choices import RECOMMENDED, Comparison, compare_choices
 from asyncrl.plan.episodes import Episodes
-from asyncrl.plan.fleet import queue_cores
-from asyncrl.plan.hardware import Links
 from asyncrl.plan.measured import Measured, read_run
 from asyncrl.plan.prediction import Prediction
-from asyncrl.plan.simulate import simulate
-from asyncrl.plan.spread import SpreadOptions, SpreadResult, sentences, simulate_spread, spread_of
+from asyncrl.plan.simulation import simulate
 from asyncrl.plan.verdict import Candidate, bottleneck_of, search
 from asyncrl.plan.workload import TURNS, EngineCost, LearnerCost, Lengths, Setup, SyncCost, Workload
 from asyncrl.types import mean_staleness
 from asyncrl.util.routing import replayed_routers
 
+QUEUE_GROUP_S, QUEUE_BYTE_S = 0.56e-3, 1.22e-9
+"""Time of the replay queue's core for a group and for each of its bytes: 0.7 ms at 118 KB and 2.8 ms at 1.84 MB."""
+TOKEN_BYTES = 13
+"""Bytes of a token in a group."""
 ROWS = 12
 """Maximum number of rows in the table of a plan."""
 MAX_TOKENS = 2.0**27
@@ -55,13 +56,11 @@ def show_simulation(
     numbers: dict[str, float],
     changes: dict[str, Any],
     *,
-    spread: SpreadOptions | None = None,
     turns: float | None = None,
     seed: int = 0,
 ) -> Prediction:
-    """Simulates the job of a run, or a synthetic job, with changed settings, and prints the prediction; with machines,
-    also what deliveries and failures cost. Raises ConfigError for invalid options and DataError for a run that cannot
-    be read."""
+    """Simulates the job of a run, or a synthetic job, with changed settings, and prints the prediction. Raises
+    ConfigError for invalid options and DataError for a run that cannot be read."""
     max_tokens = changes.pop("max_new_tokens", None)
     turns = TURNS if turns is None else turns
     if run is not None:
@@ -77,17 +76,11 @@ def show_simulation(
     if max_tokens is not None:
         workload = replace(workload, lengths=workload.lengths.cut(max_tokens))
     setup = replace(before, **changes)
-    over = spread_of(spread or SpreadOptions(), workload.sync, setup)
-    if over is not None and over.transport and "broadcast_s" in numbers:
-        raise ConfigError("--broadcast-s: is what --model and its transport take; leave one of them out")
-    result = None if over is None else simulate_spread(workload, setup, over, seed=seed)
-    found = simulate(workload, setup, seed=seed) if result is None else result.found
-    unchanged = measured if setup == before and max_tokens is None and over is None else None
+    found = simulate(workload, setup, seed=seed)
+    unchanged = measured if setup == before and max_tokens is None else None
     _print_prediction(console, found, unchanged, has_episodes=workload.lengths.episodes is not None)
     routing_bytes = _routing_of(run) if run is not None else round(numbers.get("routing_bytes", 0))
     _print_queue(console, found, workload.lengths, routing_bytes)
-    if result is not None:
-        _print_costs(console, result)
     return found
 
 
@@ -198,37 +191,16 @@ def _routing_of(run: Path) -> int:
 
 
 def _print_queue(console: Console, found: Prediction, lengths: Lengths, routing_bytes: int) -> None:
-    """Prints the bytes that go through the replay queue, and how busy it is by the constants of `plan --fleet`."""
-    links = Links()
+    """Prints the bytes that go through the replay queue, and how busy it is."""
     tokens = float((lengths.completions.sum(axis=1) + lengths.group_size * lengths.prompts).mean())
-    groups_per_s, group_bytes = found.leased_groups / found.wall_s, (links.token_bytes + routing_bytes) * tokens
+    groups_per_s, group_bytes = found.leased_groups / found.wall_s, (TOKEN_BYTES + routing_bytes) * tokens
     routing = f", of a token {routing_bytes} for its routing" if routing_bytes else ""
     console.print(
         f"replay queue         {groups_per_s * group_bytes / 1e6:,.3g} MB/s{routing}, busy for "
-        f"{queue_cores(groups_per_s, group_bytes, links):.2g} of its one core (computed)",
+        f"{groups_per_s * (QUEUE_GROUP_S + QUEUE_BYTE_S * group_bytes):.2g} of its one core (estimated)",
         highlight=False,
         soft_wrap=True,
     )
-
-
-def _print_costs(console: Console, result: SpreadResult) -> None:
-    """Prints the prediction next to those without failures and without the time of deliveries."""
-    predictions = [("ideal", result.ideal), ("deliveries", result.delivered)]
-    if result.spread.failures is not None:
-        predictions.append(("and failures", result.found))
-    table = Table(box=None, padding=(0, 3, 0, 0), header_style="bold")
-    for title in ("", *(title for title, _ in predictions)):
-        table.add_column(title, justify="right" if title else "left")
-    table.add_row("trained tokens/s", *(f"{p.tokens_per_s:,.0f}" for _, p in predictions))
-    table.add_row("staleness, mean", *(f"{p.staleness_mean:.2f}" for _, p in predictions))
-    table.add_row("generators parked", *(f"{p.generator_idle:.1%}" for _, p in predictions))
-    table.add_row("learners idle", *(f"{p.learner_idle:.1%}" for _, p in predictions))
-    down = [(p.failed.generators_down, p.failed.learners_down) if p.failed else (0.0, 0.0) for _, p in predictions]
-    table.add_row("generators down", *(f"{generators:.1%}" for generators, _ in down))
-    table.add_row("learners restarting", *(f"{learners:.1%}" for _, learners in down))
-    console.print(table)
-    for sentence in sentences(result):
-        console.print(sentence, highlight=False, soft_wrap=True)
 
 
 def show_plan(console: Console, run: Path, *, devices: int, max_staleness: int) -> list[Candidate]:

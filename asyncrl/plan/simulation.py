@@ -1,7 +1,7 @@
 """A discrete-event simulation of a run: generators, admission by the run's own ledger, learner, broadcasts.
 
 Decisions are made by the same code as in a run (`replay.ledger`); durations come from the workload. The simulation
-omits evaluation and the time of messages; failures of machines are in `asyncrl.plan.failing`.
+omits evaluation, failures, and the time of messages.
 """
 
 from __future__ import annotations
@@ -20,6 +20,11 @@ from asyncrl.replay.ledger_counts import State
 
 COUNTED = 256
 """Approximate number of measurements of the tokens in flight."""
+
+
+def simulate(workload: Workload, setup: Setup, *, seed: int = 0) -> Prediction:
+    """Simulates the run. The same seed draws the same groups in the same order of leases."""
+    return Simulation(workload, setup, seed).run()
 
 
 class Simulation:
@@ -47,12 +52,9 @@ class Simulation:
         self._training = False
         self._step_s = 0.0
         """Duration of the newest step."""
-        self._learner_epoch = 0
-        """Number of the learners' starts; events of an older one are ignored."""
         self._waits_since_s = 0.0
         self._sent_s = 0.0
         """End of the last broadcast."""
-        self._sent_version = 0
         self._counted_every = max(1, setup.steps // COUNTED)
 
     def run(self) -> Prediction:
@@ -64,19 +66,16 @@ class Simulation:
         return self._prediction()
 
     def _apply(self, kind: str, index: int, epoch: int) -> None:
-        """Applies an event, unless it is of a former start."""
         match kind:
             case "sequence":
                 if epoch == self._epochs[index]:
                     self._end_sequences(index)
             case "group":
-                self._score(index, epoch)
-            case _ if epoch != self._learner_epoch:
-                pass
+                self._score(index)
             case "trained":
                 self._commit()
             case "sent":
-                self._send(index)
+                self._send()
             case "learner":
                 self._training = False
                 self._take()
@@ -98,7 +97,7 @@ class Simulation:
         for _ in range(leased):
             ticket = ledger.lease(version)
             self._groups[ticket.number] = self._draws.start(
-                engine, ticket.number, self._row(ticket.number), generator=generator, attempt=ticket.attempt,
+                engine, ticket.number, self._draws.row(), generator=generator,
                 now_s=self._now_s,
             )  # fmt: skip
         if leased > 0:
@@ -117,10 +116,6 @@ class Simulation:
         if self._setup.max_episodes is None or not isinstance(engine, TurnsEngine):
             return self._wanted
         return (self._setup.max_episodes - engine.num_episodes) // self._setup.group_size
-
-    def _row(self, number: int) -> int:
-        """The row of the workload for a ticket."""
-        return self._draws.row()
 
     def _schedule(self, generator: int) -> None:
         engine = self._engines[generator]
@@ -153,7 +148,7 @@ class Simulation:
             number, self._groups[ended[0]].by_version = ended
             if self._workload.reward_s:
                 self._tally.scoring_tokens += self._groups[number].tokens
-                self._push(self._now_s + self._workload.reward_s, "group", number, self._groups[number].attempt)
+                self._push(self._now_s + self._workload.reward_s, "group", number)
             else:
                 self._finish(number)
         elif self._setup.max_episodes is None and (generator in self._denied or len(engine) % self._setup.group_size):
@@ -168,16 +163,12 @@ class Simulation:
             engine.advance(self._now_s)
             engine.swap(version, swap_s)
             self._ask(generator, changed=swap_s > 0.0)
-        if self._workload.sync.delta_s and self._ledger.steps > self._sent_version:
-            self._broadcast(self._ledger.steps)
 
     # --- the replay queue and the learner
 
-    def _score(self, number: int, attempt: int) -> None:
-        """Gives a complete group its rewards, unless its generator has failed meanwhile."""
-        group = self._groups.get(number)
-        if group is None or group.attempt != attempt:
-            return
+    def _score(self, number: int) -> None:
+        """Gives a complete group its rewards."""
+        group = self._groups[number]
         self._tally.scoring_tokens -= group.tokens
         self._finish(number)
         self._ask(group.generator)
@@ -214,7 +205,7 @@ class Simulation:
             groups = [group for group in groups if group.signal]
         tokens = sum(group.tokens + group.prompt_tokens for group in groups)
         self._step_s = cost.step_s(tokens, self._setup.learners)
-        self._push(self._now_s + cost.take_s + self._step_s, "trained", 0, self._learner_epoch)
+        self._push(self._now_s + cost.take_s + self._step_s, "trained")
 
     def _commit(self) -> None:
         version = self._ledger.steps
@@ -228,11 +219,9 @@ class Simulation:
             self._count_in_flight()
         self._waits_since_s = self._now_s
         if self._sent_s <= self._now_s:
-            self._send(version + 1)
-        elif self._workload.sync.delta_s:
-            self._push(self._now_s + self._hold_s(), "learner", 0, self._learner_epoch)
+            self._send()
         else:  # both the next broadcast and the learner wait for the previous broadcast
-            self._push(self._sent_s, "sent", version + 1, self._learner_epoch)
+            self._push(self._sent_s, "sent")
 
     def _count_in_flight(self) -> None:
         running = 0.0
@@ -241,18 +230,11 @@ class Simulation:
             running += engine.tokens
         self._tally.in_flight.append(self._ledger.in_flight().tokens + self._tally.scoring_tokens + running)
 
-    def _send(self, version: int) -> None:
-        self._broadcast(version)
-        self._push(self._now_s + self._hold_s(), "learner", 0, self._learner_epoch)
-
-    def _broadcast(self, version: int) -> None:
-        self._sent_s = self._now_s + self._workload.sync.seconds(version - self._sent_version)
-        self._sent_version = version
-        self._push(self._sent_s, "weights", version, self._learner_epoch)
-
-    def _hold_s(self) -> float:
-        """Seconds from the end of a step until the learner may take the next batch."""
-        return self._workload.sync.hold_s
+    def _send(self) -> None:
+        sync = self._workload.sync
+        self._sent_s = self._now_s + sync.broadcast_s
+        self._push(self._sent_s, "weights", self._ledger.steps)
+        self._push(self._now_s + sync.hold_s, "learner")
 
     # --- the end
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from asyncrl.plan.engine_clock import EngineClock
-from asyncrl.plan.prediction import Failed, Prediction
+from asyncrl.plan.prediction import Prediction
 from asyncrl.plan.workload import Setup, Workload, slowdown
 from asyncrl.replay.ledger import Ledger
 from asyncrl.replay.metrics.goodput import Goodput
@@ -32,7 +32,6 @@ class Tally:
     """Total lifetime of groups that are trained or refunded."""
     in_flight: list[float] = field(default_factory=list[float])
     """Tokens in flight at the ends of steps."""
-    failed: Failed | None = None
 
     def prediction(
         self,
@@ -51,14 +50,13 @@ class Tally:
         age of groups in flight, and the tokens of groups in the engines."""
         refunded = sum(amount.groups for amount in ledger.refunded.values())
         offered_s = wall_s * setup.generators
-        down_s = 0.0 if self.failed is None else self.failed.generators_down * offered_s
         slowed = slowdown(min(setup.generators_per_device, setup.generators), workload.turns)
         bare = workload.engine.bare_tokens_per_s(setup.max_running_groups * setup.group_size, mean_tokens)
         finished = ledger.generated.tokens
         goodput = Goodput.of_sums(
             bare_tokens_per_s=bare / slowed,
             offered_s=offered_s,
-            busy_s=offered_s - (idle_s + environments_s + down_s),
+            busy_s=offered_s - (idle_s + environments_s),
             generated=finished + self.scoring_tokens + running_tokens,
             finished=finished,
             finished_signal=self.signal_tokens,
@@ -80,7 +78,6 @@ class Tally:
             life_s=self.lived_s / (ledger.trained.groups + refunded),
             leased_groups=ledger.issued,
             refunded_groups=refunded,
-            failed=self.failed,
         )
 
 

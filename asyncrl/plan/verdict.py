@@ -13,7 +13,7 @@ import structlog
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.plan.measured import RecentRun
 from asyncrl.plan.prediction import Prediction
-from asyncrl.plan.simulate import simulate
+from asyncrl.plan.simulation import simulate
 from asyncrl.plan.workload import Setup, Workload
 
 SEQUENCES, MIN_STEPS, MAX_STEPS = 20_000, 8, 200

@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError
-from asyncrl.plan.deliveries import delta_of_steps
 from asyncrl.plan.episodes import Episodes
 from asyncrl.replay.metrics.goodput import bare_tokens_per_s
 
@@ -68,21 +67,11 @@ class LearnerCost:
 class SyncCost:
     """Costs of a weight broadcast in seconds: from the end of an optimizer step until generators can load its weights
     (`broadcast_s`), the time that the hand-over blocks the learner (`hold_s`), and the time that a swap stalls an
-    engine (`swap_s`).
-
-    The learner waits for the former broadcast. With deltas it does not: a version that is trained meanwhile is sent
-    next, with all changes since. Of `broadcast_s`, `delta_s` is for the changes of one step; 0 without deltas."""
+    engine (`swap_s`). The learner waits for the former broadcast."""
 
     broadcast_s: float = 0.0
     hold_s: float = 0.0
     swap_s: float = 0.0
-    delta_s: float = 0.0
-
-    def seconds(self, steps: int) -> float:
-        """Returns the seconds of a broadcast of the version `steps` after the one that was sent before it."""
-        if not self.delta_s:
-            return self.broadcast_s
-        return self.broadcast_s + self.delta_s * (delta_of_steps(steps) - 1)
 
 
 @dataclass(frozen=True, slots=True)

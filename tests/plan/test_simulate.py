@@ -12,7 +12,7 @@ import pytest
 
 from asyncrl.errors import ConfigError
 from asyncrl.plan.prediction import Prediction
-from asyncrl.plan.simulate import simulate
+from asyncrl.plan.simulation import simulate
 from asyncrl.plan.workload import TURNS, EngineCost, LearnerCost, Lengths, Setup, SyncCost, Workload, slowdown
 from tests.helpers.cli import asyncrl
 

@@ -13,7 +13,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.plan.episodes import Episodes, turns_of
 from asyncrl.plan.prediction import Prediction
 from asyncrl.plan.show import show_simulation
-from asyncrl.plan.simulate import simulate
+from asyncrl.plan.simulation import simulate
 from asyncrl.plan.verdict import bottleneck_of, groups_needed, guess, judge, predict
 from asyncrl.plan.workload import EngineCost, LearnerCost, Lengths, Setup, SyncCost, Workload
 

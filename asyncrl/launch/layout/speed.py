@@ -6,8 +6,7 @@ from asyncrl.config import Config
 from asyncrl.launch.layout.cells import Generation, Training
 from asyncrl.launch.resources.memory import item_bytes, longest_tokens
 from asyncrl.launch.resources.shape import Shape
-from asyncrl.plan.fleet import generation_rate
-from asyncrl.plan.hardware import Constants, Gpu, Job, ModelShape
+from asyncrl.plan.hardware import Gpu, Job, ModelShape, generation_rate
 
 RECOMPUTED_FLOPS = 2
 """FLOPs a token and weight of the second forward pass with checkpointing."""
@@ -18,13 +17,13 @@ MEAN_LENGTH = 0.5
 def generated_per_s(config: Config, shape: Shape, gpu: Gpu, generation: Generation, fitting_sequences: int) -> float:
     """Returns the tokens that all engines generate per second and that are trained later. An engine decodes at once
     what fits its cache, what it may take, and what admission allows, of whose batches one is being trained."""
-    constants, model = _constants(config, gpu), _model(shape)
+    model, job = _model(shape), _job(config)
     of_engine = generation.groups * config.generator.group_size
     batch = config.replay.groups_per_step * config.generator.group_size
     admitted = max(1, config.replay.staleness_limit) * batch / generation.engines
     sequences = min(of_engine, fitting_sequences, admitted)
     parallel = generation.tensor_parallel
-    return generation.engines * parallel * generation_rate(model, parallel, sequences, constants)
+    return generation.engines * parallel * generation_rate(model, gpu, job, tp=parallel, sequences=sequences)
 
 
 def trained_per_s(config: Config, shape: Shape, gpu: Gpu, training: Training) -> float:
@@ -45,14 +44,14 @@ def trained_per_s(config: Config, shape: Shape, gpu: Gpu, training: Training) ->
     return training.ranks / training.parallel * training.tokens / (compute_s / training.parallel + exchange_s)
 
 
-def _constants(config: Config, gpu: Gpu) -> Constants:
+def _job(config: Config) -> Job:
     prompt = config.data.max_prompt_tokens or 0
     answer = MEAN_LENGTH * (longest_tokens(config) - prompt)
-    return Constants(gpu=gpu, job=Job(answer_tokens=max(answer, 1), prompt_tokens=prompt))
+    return Job(answer_tokens=max(answer, 1), prompt_tokens=prompt)
 
 
 def _model(shape: Shape) -> ModelShape:
     return ModelShape(
-        name=shape.folder, source="config.json", parameters=shape.parameters, active=shape.active, layers=shape.layers,
+        parameters=shape.parameters, active=shape.active, layers=shape.layers,
         hidden=shape.hidden, kv_heads=shape.key_value_heads, head_size=shape.key_value // shape.key_value_heads,
     )  # fmt: skip
