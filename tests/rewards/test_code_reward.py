@@ -125,14 +125,14 @@ def test_programs_that_do_harm_get_nothing(program: str) -> None:
 def test_a_program_that_the_groups_time_cuts_off_has_no_score() -> None:
     """Its own limit gives 0. Loops do not keep others from a score."""
     started = time.monotonic()
-    truth = {"inputs": [""] * 50, "outputs": ["3"] * 50}
+    truth = {"inputs": [""] * 8, "outputs": ["3"] * 8}
     *loops, right = score(truth, *["while True: pass"] * 6, "print(3)", timeout_s=6.0, time_limit_s=1.5)
     assert time.monotonic() - started < 12.0
     assert right[0] == 1.0
-    verdicts = [(reward, error) for reward, parts, error in loops if parts]
-    assert set(verdicts) == {(0.0, "")} and len(verdicts) < 6
-    errors = {error for _, parts, error in loops if not parts}
-    assert all("the group's time was over after 0 of the program's 50 test cases" in error for error in errors)
+    assert all((reward, error) == (0.0, "") for reward, parts, error in loops if parts)
+    errors = [error for _, parts, error in loops if not parts]
+    assert errors, "six times 1.5 s is more than the time of the group"
+    assert all("the group's time was over after 0 of the program's 8 test cases" in error for error in errors)
 
 
 def test_a_right_program_with_sixty_tests_gets_its_reward() -> None:
