@@ -109,8 +109,8 @@ def group_time_note(config: Config, num_inputs: int) -> str:
         return ""
     return (
         f"warning: rewards: code: {size} right programs (generator.group_size) with {num_inputs} inputs each take "
-        f"about {needed_s:.0f} s and their own time, but generator.reward_timeout_s = {timeout_s:g}; those that it cuts off "
-        "have no score; raise it"
+        f"about {needed_s:.0f} s and their own time, but generator.reward_timeout_s = {timeout_s:g}; those that it "
+        "cuts off have no score; raise it"
     )
 
 
