@@ -94,7 +94,8 @@ def test_files_next_to_a_run_are_the_users_own(tmp_path: Path, monkeypatch: pyte
         (tmp_path / "runs" / f".modes.{suffix}").touch(mode=0o666)
     before = os.umask(0)
     try:
-        run = asyncrl.train("demo", run="modes", rewards="mine.py:missing", runs_dir=str(tmp_path / "runs"))
+        settings = {"model.path": "missing", "data.train": "missing.parquet", "rewards": "gsm8k"}
+        run = asyncrl.train(settings, run="modes", runs_dir=str(tmp_path / "runs"))
         with pytest.raises(ConfigError):
             run.wait(100, show=False)
     finally:
