@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 from asyncrl.config import Config
+from asyncrl.errors import observing
 from asyncrl.launch.resources.placement import Placement
 from asyncrl.plan.levers import goodput_sentence, link_sentence, timeout_sentence
 from asyncrl.plan.measured import RecentRun
@@ -16,6 +19,40 @@ from asyncrl.types import goodput_of
 
 EVERY_S = 60.0
 """Pause between two verdicts: simulating one takes a second or two of a core."""
+LAST_S = 30.0
+"""Time for the verdict at the end."""
+
+Result = TypeVar("Result")
+
+
+class Background(Generic[Result]):
+    """Calls functions in a daemon thread, one at a time, so that supervision neither waits for what only observes nor
+    ends with it."""
+
+    def __init__(self, what: str) -> None:
+        """`what` names the observer in warnings."""
+        self._what = what
+        self._thread: threading.Thread | None = None
+        self._results: list[Result] = []
+
+    def start(self, call: Callable[[], Result]) -> None:
+        """Starts the call, unless one is in progress."""
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._run, args=[call], name=self._what, daemon=True)
+            self._thread.start()
+
+    def poll(self) -> Result | None:
+        """Returns the result of a call that has ended, once; None without one."""
+        return self._results.pop(0) if self._results else None
+
+    def join(self, timeout_s: float) -> None:
+        """Waits for the call in progress."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def _run(self, call: Callable[[], Result]) -> None:
+        with observing(self._what):
+            self._results.append(call())
 
 
 class BottleneckMonitor:
@@ -27,18 +64,16 @@ class BottleneckMonitor:
         self.generators_per_device = generators_per_device(placement)
         self._next_s = time.monotonic() + first_s
         self._run = RecentRun(config, generators_per_device=self.generators_per_device)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="judge")
-        self._begun: Future[dict[str, Any]] | None = None
+        self._background = Background[dict[str, Any]]("bottleneck")
 
     def update(self, status: dict[str, Any]) -> str:
         """Returns the bottleneck sentence of a live run when there is a new one, else "". Never blocks."""
-        if self._begun is not None and self._begun.done():
-            begun, self._begun = self._begun, None
+        if (verdict := self._background.poll()) is not None:
             self._next_s = time.monotonic() + EVERY_S
-            return begun.result()["bottleneck"]
-        if self._begun is None and status["step"] and time.monotonic() >= self._next_s:
+            return verdict["bottleneck"]
+        if status["step"] and time.monotonic() >= self._next_s:
             idle = status["generator_idle"], status["learner_idle"], status["generator_environments"]
-            self._begun = self._thread.submit(self._judge, *idle, goodput_of(status["metrics"]), status["links"])
+            self._background.start(partial(self._judge, *idle, goodput_of(status["metrics"]), status["links"]))
         return ""
 
     def summary(self, summary: dict[str, Any]) -> dict[str, Any]:
@@ -47,9 +82,11 @@ class BottleneckMonitor:
         if idle is None:
             return {}
         fractions = idle["generator"], idle["learner"], idle["environments"]
-        return self._thread.submit(
-            self._judge, *fractions, summary.get("goodput", {}), summary.get("links", {})
-        ).result()
+        self._background.join(LAST_S)
+        self._background.poll()
+        self._background.start(partial(self._judge, *fractions, summary.get("goodput", {}), summary.get("links", {})))
+        self._background.join(LAST_S)
+        return self._background.poll() or {"bottleneck": "not known; see logs/launcher.jsonl"}
 
     def _judge(
         self,

@@ -68,7 +68,8 @@ log = structlog.get_logger()
 
 
 class PipeSafeFile:
-    """A file that drops its writes once they fail: the terminal was closed, or the pipe has no reader."""
+    """A file that drops its writes once they fail: the terminal was closed, or the pipe has no reader. Characters that
+    its encoding lacks are escaped."""
 
     def __init__(self, file: IO[str]) -> None:
         self._file = file
@@ -78,6 +79,8 @@ class PipeSafeFile:
         """Writes the text, or drops it; returns its length."""
         try:
             return len(text) if self._gone else self._file.write(text)
+        except UnicodeEncodeError as error:
+            return self.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
         except OSError as error:
             self._leave(error)
             return len(text)

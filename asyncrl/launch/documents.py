@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,20 +10,25 @@ from typing import TYPE_CHECKING, Any
 import structlog
 from rich.console import Console
 
-from asyncrl.errors import AsyncrlError, ConfigError, DataError
-from asyncrl.launch.run_dir import is_running, read_endpoints
+from asyncrl.errors import AsyncrlError, ConfigError, DataError, observer_failures, observing
+from asyncrl.launch.console import show_end
+from asyncrl.launch.run_dir import RunFolder, is_running, read_endpoints
 from asyncrl.launch.samples import page_samples
+from asyncrl.observe.destinations import METRICS_FILE
 from asyncrl.observe.document import RUNNING, UNANSWERED, UNFINISHED, run_document
 from asyncrl.observe.report import write_report
+from asyncrl.observe.trackers import tracker_summary
 from asyncrl.plan.measured import MAX_GROUPS
-from asyncrl.plan.tail import TraceTail
+from asyncrl.plan.tail import TraceTail, read_metrics_tail
 from asyncrl.plan.verdict import guess
 from asyncrl.replay.client import LauncherClient
 from asyncrl.util.files import check_writable, read_json
-from asyncrl.util.redaction import redact
+from asyncrl.util.redaction import describe, redact
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+    from asyncrl.launch.watch import Run
 
 log = structlog.get_logger()
 
@@ -113,3 +119,31 @@ def report_on(run_dirs: Sequence[Path], out: Path | None, console: Console) -> N
     check_writable(path, "--out")
     write_report(path, [document_of(run_dir) for run_dir in run_dirs])
     console.print(f"report     {path}", highlight=False, soft_wrap=True)
+
+
+def report_end(run: Run, folder: RunFolder, console: Console, start: dict[str, Any]) -> None:
+    """Shows how the run ended and writes its summary, with what the `start` found, and report. What fails here is a
+    warning: the run has ended."""
+    summary = folder.summary(run.summary) | start
+    with observing("bottleneck"):
+        summary |= run.bottleneck.summary(run.summary)
+    with observing("trackers"):
+        summary |= {"trackers": trackers} if (trackers := tracker_summary(folder.path)) else {}
+    failures = observer_failures + Counter(run.summary.get("observer_failures"))
+    with observing("metrics"):
+        for row in read_metrics_tail(folder.path / METRICS_FILE)[-1:]:
+            failures["learner"] += int(row.get("learner/observer_failures", 0))
+    summary["observer_failures"] = dict(+failures)
+    with observing("summary"):
+        show_end(console, summary)
+    report = folder.path / REPORT
+    for file, write in (
+        (folder.path / "summary.json", lambda: folder.write_summary(summary)),
+        (report, lambda: write_report(report, [document_of(folder.path)])),
+    ):
+        try:
+            write()
+        except Exception as error:
+            log.warning("a file is not written", file=str(file), exc_info=True)
+            console.print(f"{file} is not written: {describe(error)}", style="yellow", highlight=False, markup=False)
+    console.print(f"folder     {folder.path}\nreport     {report}", highlight=False, soft_wrap=True)

@@ -9,7 +9,6 @@ from typing import Any
 import structlog
 
 from asyncrl.config import ENVIRONMENT, Config
-from asyncrl.errors import AsyncrlError
 from asyncrl.launch.conversations import CONVERSATION, in_one_line
 from asyncrl.launch.samples import Query, find_samples
 from asyncrl.samples import Samples
@@ -73,7 +72,7 @@ class FirstLook:
             refunded, trained = (
                 find_samples(self._run_dir, Query(refunded=refunded, limit=SHOWN)).samples for refunded in (True, False)
             )
-        except AsyncrlError as error:
+        except Exception as error:  # a tokenizer may raise anything
             return [f"  (no samples: {error})"]
         return [_line(row) for row in Samples.concat([refunded, trained]).select(slice(SHOWN)).table.to_pylist()]
 

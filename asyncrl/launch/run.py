@@ -22,9 +22,8 @@ from asyncrl.launch.console import (
     EXIT_INTERRUPTED,
     Interrupts,
     ignore_broken_pipe,
-    show_end,
 )
-from asyncrl.launch.documents import REPORT, document_of
+from asyncrl.launch.documents import report_end
 from asyncrl.launch.endpoints import run_endpoints
 from asyncrl.launch.fork_server import ForkServer
 from asyncrl.launch.launcher import Launcher
@@ -38,8 +37,6 @@ from asyncrl.launch.run_dir import RunFolder, check_resume, discard_journal, not
 from asyncrl.launch.watch import Run
 from asyncrl.launch.worker import RoleSpec
 from asyncrl.observe.logs import configure_logs
-from asyncrl.observe.report import write_report
-from asyncrl.observe.trackers import tracker_summary
 from asyncrl.rewards.reward_model import uses_reward_model
 
 
@@ -112,15 +109,7 @@ def _launch(config: Config, console: Console, launcher: Launcher, *, reward_mode
                 console.print(f"{name:10} {text}", highlight=False, soft_wrap=True)
             run = Run(config, placement, spec, console, interrupts, launcher, scan)
             code = run.run()
-            summary = folder.summary(run.summary) | run.bottleneck.summary(run.summary)
-            summary |= {"start": asdict(inputs.first_row), "rows": scan.summary}
-            if trackers := tracker_summary(folder.path):
-                summary["trackers"] = trackers
-            show_end(console, summary)
-            folder.write_summary(summary)
-            report = folder.path / REPORT
-            write_report(report, [document_of(folder.path)])
-            console.print(f"folder     {folder.path}\nreport     {report}", highlight=False, soft_wrap=True)
+            report_end(run, folder, console, {"start": asdict(inputs.first_row), "rows": scan.summary})
     if interrupts.go_on_later and code in (EXIT_INTERRUPTED, EXIT_FAILED):
         launcher.requeue()
     return code

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,9 @@ import structlog
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, DataError
+from asyncrl.launch.bottleneck import Background
 from asyncrl.launch.conversations import CONVERSATION, Conversations, in_one_line
+from asyncrl.launch.first_look import FirstLook
 from asyncrl.launch.samples import conversations, run_decoder
 from asyncrl.observe.panel import ShownSample
 from asyncrl.samples.book import CHOSEN, FOLDER, TRAINED, read_latest
@@ -52,6 +56,25 @@ class ShownSamples:
         if self._shown is not None:
             samples = self._shown.add_to(samples)
         return [shown_sample(row) for row in samples.table.to_pylist(maps_as_pydicts="strict")]
+
+
+class Onlooker:
+    """Reads and decodes samples for the live view and looks at the first rewards, beside the supervision of the run."""
+
+    def __init__(self, run_dir: Path, config: Config, say: Callable[[str], None]) -> None:
+        self._first_look = FirstLook(run_dir, config, say)
+        self._shown = ShownSamples(run_dir, config)
+        self._background = Background[list[ShownSample]]("samples")
+
+    def look(self, status: dict[str, Any]) -> list[ShownSample]:
+        """Returns new samples to show, if there are any by now, and looks again in the background."""
+        samples = self._background.poll() or []
+        self._background.start(partial(self._look, status))
+        return samples
+
+    def _look(self, status: dict[str, Any]) -> list[ShownSample]:
+        self._first_look.update(status["rewards"], time.monotonic())
+        return self._shown.update() if status["step"] > 0 else []
 
 
 def shown_sample(row: Mapping[str, Any]) -> ShownSample:

@@ -27,7 +27,7 @@ import structlog
 from rich.console import Console
 
 from asyncrl.config import Config
-from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
+from asyncrl.errors import ConfigError, PeerTimeoutError, RunError, observing
 from asyncrl.launch.bottleneck import BottleneckMonitor
 from asyncrl.launch.console import (
     EXIT_CONFIG,
@@ -36,12 +36,11 @@ from asyncrl.launch.console import (
     EXIT_INTERRUPTED,
     Interrupts,
 )
-from asyncrl.launch.first_look import FirstLook
 from asyncrl.launch.launcher import Launcher
 from asyncrl.launch.resources.placement import Placement
 from asyncrl.launch.role_group import Progress
 from asyncrl.launch.row_checks import PromptScan
-from asyncrl.launch.shown_samples import ShownSamples
+from asyncrl.launch.shown_samples import Onlooker
 from asyncrl.launch.supervisor import Supervisor
 from asyncrl.launch.worker import RoleSpec
 from asyncrl.observe.live import LiveView
@@ -91,8 +90,7 @@ class Run:
         self.started_s = time.monotonic()
         self.progress = Progress(config, self.started_s)
         self.bottleneck = BottleneckMonitor(config, placement)
-        self.first_look = FirstLook(Path(spec.run_dir), config, self._say)
-        self.shown_samples = ShownSamples(Path(spec.run_dir), config)
+        self.onlooker = Onlooker(Path(spec.run_dir), config, self._say)
         self.scan = scan
         self._stop_since_s: float | None = None
         self._stop_told = False
@@ -155,13 +153,13 @@ class Run:
             )
             if reason:
                 self.supervisor.restart(learners, reason, time.monotonic(), hangs=True)
-        self.first_look.update(status["rewards"], time.monotonic())
-        if sentence := self.bottleneck.update(status):
-            view.judge(sentence)
         self.scan.has_trained |= status["step"] > 0
-        if status["step"] > 0:
-            view.show_samples(self.shown_samples.update())
-            view.update(status, restarts=sum(self.supervisor.restarts.values()))
+        with observing("live view"):
+            if sentence := self.bottleneck.update(status):
+                view.judge(sentence)
+            view.show_samples(self.onlooker.look(status))
+            if status["step"] > 0:
+                view.update(status, restarts=sum(self.supervisor.restarts.values()))
 
     def _status(self) -> dict[str, Any] | None:
         """The replay queue's status, also passed to the supervisor; None while the queue does not answer."""

@@ -35,7 +35,7 @@ import structlog
 import torch
 
 from asyncrl.config import Config
-from asyncrl.errors import InvariantError, PeerTimeoutError, RunError, observing
+from asyncrl.errors import InvariantError, PeerTimeoutError, RunError, observer_failures, observing
 from asyncrl.learner.batch import Batch
 from asyncrl.learner.checkpoint.files import Files, bytes_file
 from asyncrl.learner.checkpoint.hf_export import save_model
@@ -177,6 +177,7 @@ class Learner:
         lap = self.watch.lap()
         metrics |= {metric: lap[activity] for activity, metric in LEARNER_TIMES.items()} | self.trainer.phases.metrics()
         metrics |= utilization(metrics, ranks=self.ranks.count, peak=self.peak_flops) | self.card.metrics()
+        metrics["learner/observer_failures"] = float(observer_failures.total())
         saving = self._saves(step)
         # Committed before it is sent: no generator may have a version that the replay queue does not know.
         committed = self._commit(step, metrics, saving=saving)

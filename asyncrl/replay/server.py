@@ -27,7 +27,7 @@ from functools import partial
 
 import structlog
 
-from asyncrl.errors import InvariantError
+from asyncrl.errors import InvariantError, observer_failures, observing
 from asyncrl.replay.codec import pack_leases
 from asyncrl.replay.directory import Directory
 from asyncrl.replay.evaluation.samples import EvalSamples, unpack_rows
@@ -189,7 +189,8 @@ class ReplayServer:
         rows = unpack_rows(body, message.arrays)
         prompt = self.queue.evaluated(body)
         if prompt is not None and self._eval_samples is not None:
-            self._eval_samples.add(prompt, body, rows)
+            with observing("samples"):
+                self._eval_samples.add(prompt, body, rows)
         return Reply(Finished([LeaseName(body.ticket, body.attempt, evaluation=True)]))
 
     def _release(self, message: Message) -> Reply:
@@ -228,6 +229,7 @@ class ReplayServer:
     def _summary(self, message: Message) -> Reply:
         summary = self.queue.summary()
         summary["time"] |= {"replay": fractions(self._watch.seconds())}
+        summary["observer_failures"] = dict(observer_failures)
         return Reply(Ok(summary | {"links": self._versions.links()} | self._refused()))
 
     def _refused(self) -> dict[str, int]:

@@ -106,4 +106,4 @@ def test_the_caller_does_not_wait_for_the_simulation(tmp_path: Path, monkeypatch
     goes_on.set()
     assert verdict(monitor) == "balanced"
     assert monitor.update(STATUS) == "", "the next one is due in a minute"
-    assert threads == ["judge_0"]
+    assert threads == ["bottleneck"]
