@@ -109,12 +109,14 @@ def run_replay_role(config: Config, spec: RoleSpec, should_stop: Callable[[], bo
     """Runs the replay queue until the run ends or `should_stop` returns True."""
     from asyncrl.data.cursor import PromptCursor
     from asyncrl.data.prompts import eval_prompts
+    from asyncrl.replay.codec import MAX_INT32, GroupLimits
     from asyncrl.replay.directory import Directory
     from asyncrl.replay.evaluation.samples import EvalSamples
     from asyncrl.replay.journal.writer import SEGMENT_BYTES, Journal
     from asyncrl.replay.metrics.trace import TraceWriter
     from asyncrl.replay.queue import ReplayQueue
     from asyncrl.replay.server import run_replay
+    from asyncrl.util.tokenizer import num_embeddings
 
     run_dir, settings = Path(spec.run_dir), config.journal
     prompts = PromptCursor(config, limit_tokens=spec.prompt_tokens)
@@ -125,10 +127,17 @@ def run_replay_role(config: Config, spec: RoleSpec, should_stop: Callable[[], bo
     trace = TraceWriter(run_dir / "trace.parquet")
     checkpoint = Path(spec.checkpoint).read_bytes() if spec.checkpoint else b""
     run_id, grouped = spec.endpoints.run_id, spec.group_relative
-    queue = ReplayQueue(config, prompts, trace, evaluated, journal, run_id, checkpoint, group_relative=grouped)
+    window_tokens = spec.prompt_tokens + config.generator.max_new_tokens
+    played = config.environment.name is not None
+    # An episode may be longer: `data.max_prompt_tokens` limits its first prompt only.
+    longest_tokens = MAX_INT32 if played else window_tokens
+    limits = GroupLimits(num_embeddings(config.model.path) or MAX_INT32, longest_tokens)
+    queue = ReplayQueue(
+        config, prompts, trace, evaluated, journal, run_id, checkpoint, group_relative=grouped, limits=limits
+    )
     prompts.start()  # while generators start
-    tokens = config.generator.group_size * (spec.prompt_tokens + config.generator.max_new_tokens)
-    if config.environment.name is not None:  # an episode may have several rows
+    tokens = config.generator.group_size * window_tokens
+    if played:  # an episode may have several rows
         tokens = None
     routers = replayed_routers(
         config.algorithm.routing_replay, config.model.path, trust_remote_code=config.model.trust_remote_code

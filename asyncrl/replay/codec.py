@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,6 +22,9 @@ _SHARED = tuple(name for name in GroupHeader.__struct_fields__ if name in {field
 _LISTS = tuple(name for name in GroupHeader.__struct_fields__ if name not in (*_SHARED, "members", "routing"))
 _OUTCOME = EpisodeHeader.__struct_fields__
 MAX_ROWS_PER_MEMBER = 1024
+MAX_INT32 = 2**31 - 1
+MIN_LOGPROB, MAX_LOGPROB = -1e4, 0.01
+"""Bounds of behavior_logprobs in nats: rounding may make one greater than 0."""
 _ARRAYS = ["i4", "b1", "f4", "i4"]
 """Types of tokens, action_mask, behavior_logprobs and versions."""
 
@@ -63,8 +67,23 @@ def pack_group(group: Group) -> tuple[GroupHeader, Block]:
     return header, joined(columns)
 
 
-def check_group(header: GroupHeader, arrays: Sequence[Array], *, group_size: int) -> None:
-    """Raises ProtocolError unless header and arrays describe a complete, consistent group of `group_size` members."""
+class GroupLimits(NamedTuple):
+    """What the learner can take of a trajectory."""
+
+    vocabulary: int = MAX_INT32
+    """Rows of the embedding."""
+    tokens: int = MAX_INT32
+    """Length, with the prompt."""
+
+
+NO_LIMITS = GroupLimits()
+
+
+def check_group(
+    header: GroupHeader, arrays: Sequence[Array], *, group_size: int, limits: GroupLimits = NO_LIMITS
+) -> None:
+    """Raises ProtocolError unless header and arrays describe a complete, consistent group of `group_size` members,
+    which the learner can collate and compute."""
     where = f"group of ticket {header.ticket}"
     _check_members(header, where, group_size)
     if [NAMES.get(a.dtype) for a in arrays] != ([*_ARRAYS, "u1"] if header.routing else _ARRAYS):
@@ -76,14 +95,23 @@ def check_group(header: GroupHeader, arrays: Sequence[Array], *, group_size: int
         raise ProtocolError(f"{where}: lengths do not add up to the arrays")
     if header.routing and (len(header.routing) != 2 or arrays[4].shape != (total * math.prod(header.routing),)):
         raise ProtocolError(f"{where}: a routing of {arrays[4].shape} is none of {total} tokens with {header.routing}")
-    if tokens.min() < 0:
-        raise ProtocolError(f"{where}: token {tokens.min()} is negative")
+    if tokens.min() < 0 or tokens.max() >= limits.vocabulary:
+        raise ProtocolError(
+            f"{where}: the tokens {tokens.min()} to {tokens.max()} are not all in the vocabulary of {limits.vocabulary}"
+        )
+    if max(header.lengths) > limits.tokens:
+        raise ProtocolError(f"{where}: a trajectory of {max(header.lengths)} tokens; at most {limits.tokens} fit")
+    if mask[np.cumsum([0, *header.lengths[:-1]])].any():
+        raise ProtocolError(f"{where}: the first token of a trajectory is an action, but no token predicts it")
     if int(versions.min()) < NO_VERSION or ((versions >= 0) != mask).any():
         raise ProtocolError(f"{where}: a token has a version if and only if the policy chose it")
     if int(versions.view(np.uint32).min()) < header.start_version:  # as which NO_VERSION is the largest number
         raise ProtocolError(f"{where}: a token is older than the version the group started at")
-    if not np.isfinite(logprobs).all():
-        raise ProtocolError(f"{where}: behavior_logprobs are not finite")
+    if not ((logprobs >= MIN_LOGPROB) & (logprobs <= MAX_LOGPROB)).all():  # nan is neither
+        raise ProtocolError(
+            f"{where}: behavior_logprobs of {logprobs.min():g} to {logprobs.max():g}; they are nats from "
+            f"{MIN_LOGPROB:g} to 0"
+        )
     for reward, status in zip(header.rewards, header.status, strict=True):
         if status != "failed" and not math.isfinite(reward):
             raise ProtocolError(f"{where}: reward {reward} is not finite")

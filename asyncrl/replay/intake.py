@@ -7,7 +7,7 @@ from msgspec import structs
 
 from asyncrl.config import Config
 from asyncrl.errors import ProtocolError
-from asyncrl.replay.codec import check_group
+from asyncrl.replay.codec import GroupLimits, check_group
 from asyncrl.replay.refunds import FAILURES, check_environment_refunds, check_refunds, has_signal, refund_reason
 from asyncrl.replay.store import Store
 from asyncrl.wire.frames import Array
@@ -19,15 +19,15 @@ log = structlog.get_logger()
 class GroupIntake:
     """Decides what becomes of a group; `QueueState` keeps it."""
 
-    def __init__(self, config: Config, store: Store, *, group_relative: bool) -> None:
+    def __init__(self, config: Config, store: Store, *, group_relative: bool, limits: GroupLimits) -> None:
         """`group_relative` as in `has_signal`."""
-        self._config, self._group_relative = config, group_relative
+        self._config, self._group_relative, self._limits = config, group_relative, limits
         self._store, self._state = store, store.state
 
     def finish(self, header: GroupHeader, arrays: list[Array]) -> None:
         """Keeps a finished group, or refunds it. Only the first group of a ticket that arrives is used, and a group
         that arrives twice is counted once."""
-        check_group(header, arrays, group_size=self._config.generator.group_size)
+        check_group(header, arrays, group_size=self._config.generator.group_size, limits=self._limits)
         ledger, newest = self._state.ledger, int(arrays[3].max())
         if newest > ledger.steps:
             raise ProtocolError(f"ticket {header.ticket} has version {newest}, the learner is at {ledger.steps}")
@@ -40,7 +40,7 @@ class GroupIntake:
             self.lose(number, attempt, int(arrays[1].sum()))
             return
         held = self._state.held[number]
-        held.check_prompt(header, arrays[0])
+        held.check_prompt(header, arrays[0], arrays[1])
         leased_at = ledger.live[number].start_version
         if current and start_version < leased_at:
             raise ProtocolError(f"ticket {number} was leased at version {leased_at}, not started at {start_version}")

@@ -38,6 +38,7 @@ from asyncrl.config import Config
 from asyncrl.errors import ProtocolError
 from asyncrl.replay.admission import Admission
 from asyncrl.replay.batcher import Batcher
+from asyncrl.replay.codec import NO_LIMITS, GroupLimits
 from asyncrl.replay.evaluation.scores import eval_metrics
 from asyncrl.replay.expiry import LeaseExpiry
 from asyncrl.replay.intake import GroupIntake
@@ -74,8 +75,9 @@ class ReplayQueue:
         checkpoint: bytes = b"",
         *,
         group_relative: bool = True,
+        limits: GroupLimits = NO_LIMITS,
     ) -> None:
-        """`group_relative` as in `has_signal`."""
+        """`group_relative` as in `has_signal`; groups that exceed the limits are refused."""
         self.config = config
         warn_if_useless(config, prompts.num_rows)
         self.store = Store(config, prompts, trace, eval_prompts, journal, run_id, checkpoint)
@@ -86,8 +88,9 @@ class ReplayQueue:
         self.sessions = Sessions(self.state)
         self.admission = Admission(config, self.store)
         self.expiry = LeaseExpiry(config, self.store)
-        self.intake = GroupIntake(config, self.store, group_relative=group_relative)
+        self.intake = GroupIntake(config, self.store, group_relative=group_relative, limits=limits)
         self.batcher = Batcher(config, self.store)
+        self.begin = self.batcher.begin
         self.write, self.close = self.store.write, self.store.close
 
     @property
@@ -215,10 +218,6 @@ class ReplayQueue:
         self.state.reported.note_memory(role, peak_memory_bytes)
 
     # --- learners
-
-    def begin(self, rank: int, step: int) -> int:
-        """See `Batcher.begin`."""
-        return self.batcher.begin(rank, step)
 
     def take(self, rank: int, step: int) -> tuple[TakeOutcome, list[FinishedGroup]]:
         """See `Batcher.next_shard`."""

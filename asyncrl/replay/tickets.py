@@ -99,10 +99,10 @@ class TicketEntry(HeldTicket, kw_only=True):
         self.num_bytes = sum(array.nbytes for array in group.arrays)
         self.completion, self.by_version = completion_tokens(group.header, mask), tokens_by_version(versions, mask)
 
-    def check_prompt(self, header: GroupHeader, tokens: Array) -> None:
+    def check_prompt(self, header: GroupHeader, tokens: Array, action_mask: Array) -> None:
         """Raises ProtocolError unless the group belongs to this prompt: same row, same data source, and the prompt's
-        tokens at the start of every trajectory, which an environment may replace. `tokens` are those of all
-        trajectories end to end."""
+        tokens, none of them an action, at the start of every trajectory, which an environment may replace. The arrays
+        are those of all trajectories end to end."""
         prompt, where = self.prompt, f"ticket {header.ticket}"
         if header.row != prompt.row:
             raise ProtocolError(f"{where} is for row {prompt.row}, not {header.row}")
@@ -114,6 +114,8 @@ class TicketEntry(HeldTicket, kw_only=True):
         for number, length in enumerate(header.lengths):
             if tokens[begin : begin + min(size, length)].tobytes() != expected:
                 raise ProtocolError(f"{where}: trajectory {number} does not begin with the tokens of row {prompt.row}")
+            if action_mask[begin : begin + min(size, length)].any():
+                raise ProtocolError(f"{where}: trajectory {number} has actions in the prompt of row {prompt.row}")
             begin += length
 
     @classmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, field
+from msgspec import Meta
 
 from asyncrl.wire.bounds import MAX_NUMBER, Body, Count, Duration, Finite, Index, Items, Metrics, Number, Text
 
@@ -78,7 +78,7 @@ class Score(Body):
     completions: Items[str]
     timeout_s: Duration
     """Time after which nobody waits for the answer."""
-    template_options: dict[str, Any] = field(default_factory=dict[str, Any])
+    template_options: dict[str, Any]
     """Those of the row, for messages."""
 
 

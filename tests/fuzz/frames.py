@@ -183,7 +183,7 @@ def requests(step: int = 0) -> dict[str, list[bytes]]:
         Save(0, 1, "model"),
         Restore(0, 1),
         Leave(0),
-        Score([{"role": "user", "content": "1+1="}], ["2", "3"], timeout_s=1.5),
+        Score([{"role": "user", "content": "1+1="}], ["2", "3"], timeout_s=1.5, template_options={}),
         StoreRequest(1, "add", ["group/1/rank"], b"", 2),
         weights.Join(1, "cpu", "host-1"),
         weights.Up(),

@@ -40,7 +40,8 @@ REASONS = [
     "of length", "Invalid enum value", "a header of .* are read",
     r"\d+ \w+ for \d+ trajectories", "trajectories are of the members", "expected frames of tokens",
     "lengths do not add up",
-    "is negative", "a token has a version if and only if", "older than the version", "behavior_logprobs are not finite",
+    "not all in the vocabulary", "a token has a version if and only if", "older than the version",
+    "behavior_logprobs of .* nats from", "the first token of a trajectory is an action",
     "reward .* is not finite", "is not between",
 ]  # fmt: skip
 """The errors of `decode` and `check_group`; `tests/replay/test_wire.py` has an empty message."""

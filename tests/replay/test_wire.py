@@ -15,7 +15,7 @@ from msgspec import inspect, structs
 
 from asyncrl.errors import ProtocolError, StrangerError
 from asyncrl.replay.codec import check_group, pack_group, pack_leases, unpack_group, unpack_leases
-from asyncrl.types import Lease, Prompt
+from asyncrl.types import NO_VERSION, Lease, Prompt
 from asyncrl.wire.frames import SCHEMA, decode, encode
 from asyncrl.wire.kinds import BODIES, MAX_HEADER_BYTES, MAX_REQUEST_HEADER_BYTES, REQUESTS
 from asyncrl.wire.learner_messages import ShardHeader
@@ -293,10 +293,11 @@ def test_damaged_frames_never_do_worse_than_a_protocol_error(
             r"reward 1e\+31 is not between -1e\+30 and 1e\+30",
         ),
         (lambda header, arrays: header.parts[0].update(exact=-1e300), "is not between"),
-        (lambda header, arrays: arrays[0].fill(-5), "token -5 is negative"),
+        (lambda header, arrays: arrays[0].fill(-5), "the tokens -5 to -5 are not all in the vocabulary"),
         (lambda header, arrays: arrays.pop(), "expected frames of tokens"),
-        (lambda header, arrays: arrays[1].fill(True), "a token has a version if and only if"),
-        (lambda header, arrays: arrays[2].fill(np.inf), "behavior_logprobs are not finite"),
+        (lambda header, arrays: arrays[1].fill(True), "the first token of a trajectory is an action"),
+        (lambda header, arrays: arrays[3].fill(NO_VERSION), "a token has a version if and only if"),
+        (lambda header, arrays: arrays[2].fill(np.inf), "behavior_logprobs of .*inf; they are nats from -10000 to 0"),
     ],
 )
 def test_inconsistent_group_is_refused(change, reason: str) -> None:  # type: ignore[no-untyped-def]

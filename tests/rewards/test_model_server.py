@@ -51,7 +51,7 @@ def client(server: ModelServer, tmp_path: Path) -> Iterator[ModelClient]:
     client.close()
 
 
-SOUND = {"prompt": "1", "completions": ["2"], "timeout_s": 60.0}
+SOUND = {"prompt": "1", "completions": ["2"], "timeout_s": 60.0, "template_options": {}}
 
 
 def request(**changes: Any) -> list[bytes]:

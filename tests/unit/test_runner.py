@@ -55,6 +55,9 @@ def write_tests(folder: Path, *, mark: str = "", **bodies: str) -> None:
     (folder / "pytest.ini").write_text(SETTINGS)
     for other in (*GENERATOR, *LEARNER, *WEIGHTS, *PROCESSES, *SYSTEM):
         (folder / other).mkdir(parents=True)
+    plugin = folder / "tests/helpers/second_runner.py"
+    plugin.parent.mkdir(parents=True)
+    plugin.write_text("def pytest_collection_modifyitems(items):\n    items.clear()\n")
     for part, file in PARTS.items():
         marks = [mark] if mark else []
         marks += ["@pytest.mark.system"] if part == "system" else []
