@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -20,6 +19,7 @@ from asyncrl.launch.resources.hosts import Host
 from asyncrl.launch.worker import endpoints_of
 from asyncrl.observe.curves import step_of
 from asyncrl.util.files import next_free_path, read_json, read_lines, replace_file
+from asyncrl.util.locks import is_locked, try_lock
 from asyncrl.util.redaction import redact, redact_named
 from asyncrl.wire.endpoints import Endpoints
 
@@ -45,10 +45,9 @@ class RunFolder:
         """New path of the earlier run of this name; None when there was none or it is resumed."""
         self.earlier_s: list[float] = []
         """Wall time of each earlier launch of this run."""
-        self._lock_path = lock_path(self.path)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._lock = self._lock_path.open("a+")
+            self._lock = os.fdopen(os.open(lock_path(self.path), os.O_RDWR | os.O_CREAT, 0o600), "r+")
         except OSError as error:
             raise ConfigError(
                 f"run = {config.run!r}: {self.path.parent.absolute()} cannot hold the run's folder: {error.strerror}; "
@@ -56,15 +55,12 @@ class RunFolder:
             ) from None
 
     def __enter__(self) -> Self:
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._lock.seek(0)
+        if not try_lock(self._lock.fileno(), lock_path(self.path)):
             holder = self._lock.read().strip() or "unknown"
             self._lock.close()
             raise ConfigError(
                 f"run = {self.path.name!r}: a run of this name is running (process {holder}); use another --run"
-            ) from None
+            )
         self._lock.truncate(0)
         self._lock.write(str(os.getpid()))
         self._lock.flush()
@@ -85,7 +81,7 @@ class RunFolder:
 
     def __exit__(self, *_: object) -> None:
         (self.path / ENDPOINTS).unlink(missing_ok=True)
-        self._lock_path.unlink(missing_ok=True)
+        self._lock.truncate(0)
         self._lock.close()
 
     def begin(self, config: Config, endpoints: Endpoints, hosts: Sequence[Host]) -> None:
@@ -117,7 +113,7 @@ def is_prepared(run_dir: Path) -> bool:
 
 
 def lock_path(run_dir: Path) -> Path:
-    """The lock file of a run, next to its folder."""
+    """The lock file of a run, next to its folder. It stays: another launcher may have opened it to lock it next."""
     return run_dir.parent / f".{run_dir.name}.lock"
 
 
@@ -125,12 +121,9 @@ def is_running(run_dir: Path) -> bool:
     """True while a launcher holds the run's lock."""
     try:
         with lock_path(run_dir).open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return is_locked(lock.fileno(), lock_path(run_dir))
     except FileNotFoundError:
         return False
-    except BlockingIOError:
-        return True
-    return False
 
 
 def read_endpoints(run_dir: Path) -> Endpoints:

@@ -10,7 +10,6 @@ machine's clock, its kernel version, and names and sizes of files.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import secrets
@@ -31,6 +30,7 @@ import structlog
 
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.sandbox.inside import READY
+from asyncrl.util.locks import remove_leftovers, temporary_folder, warn_not_removed
 
 log = structlog.get_logger()
 
@@ -95,7 +95,7 @@ class Sandbox:
         self._control: socket.socket | None = None
 
     def __enter__(self) -> Self:
-        self._folder = _locked_folder(self._stack)
+        self._folder = self._stack.enter_context(temporary_folder(PREFIX, Path(tempfile.gettempdir())))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -120,7 +120,7 @@ class Sandbox:
         deadline_s = time.monotonic() + within_s
         with ExitStack() as stack:
             folder = Path(tempfile.mkdtemp(dir=self._folder))
-            stack.callback(shutil.rmtree, folder, onerror=_not_removed)
+            stack.callback(shutil.rmtree, folder, onerror=warn_not_removed)
             task, given, output, result = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(4))
             nonce = secrets.token_hex(16)
             _write(task, json.dumps(_task(source, cases, nonce, str(folder), limits, within_s)))
@@ -229,7 +229,7 @@ def check_sandbox(what: str) -> None:
     """Raises ConfigError, about `what` needs it, when this machine cannot confine a program."""
     if sys.platform != "linux":
         raise ConfigError(f"{what} needs Linux to confine programs, this is {sys.platform}")
-    _remove_leftovers()
+    remove_leftovers(PREFIX, Path(tempfile.gettempdir()))
     try:
         outcome = run_program("print(6 * 7)", limits=Limits(time_s=30.0), within_s=30.0)
     except (OSError, RunError) as error:
@@ -377,37 +377,6 @@ def _hidden_bytes(pid: int, folder: Path, limits: Limits) -> int:
             except OSError:  # closed since
                 continue
     return sum(sizes.values())
-
-
-def _locked_folder(stack: ExitStack) -> Path:
-    """A new folder, which the stack removes. It is locked, so that nobody takes it for a leftover."""
-    folder = tempfile.mkdtemp(prefix=PREFIX)
-    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    stack.callback(os.close, lock)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    stack.callback(shutil.rmtree, folder, onerror=_not_removed)
-    return Path(folder)
-
-
-def _remove_leftovers() -> None:
-    """Removes what processes that were killed have left."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        try:
-            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except OSError:  # another user's, or gone
-            continue
-        try:
-            if os.fstat(lock).st_uid == os.geteuid():
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, onerror=_not_removed)
-        except OSError:  # in use
-            continue
-        finally:
-            os.close(lock)
-
-
-def _not_removed(_: Any, path: str, error: tuple[Any, BaseException, Any]) -> None:
-    log.warning("a file of a sandboxed program was not removed", path=path, error=str(error[1]))
 
 
 def _check_confined(ready: int, ended: Ended) -> None:

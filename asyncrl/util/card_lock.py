@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from asyncrl.errors import PeerTimeoutError
+from asyncrl.util.locks import IN_USE, no_locks
 
 POLL_S = 0.005
 """Interval of the attempts to acquire a card."""
@@ -134,8 +135,10 @@ class CardLock:
     def _try(self, byte: int) -> bool:
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
-        except (BlockingIOError, PermissionError):  # which of them depends on the system
-            return False
+        except OSError as error:
+            if error.errno in IN_USE:
+                return False
+            raise no_locks(Path(self._name), error) from None
         return True
 
     def _free(self, byte: int) -> None:

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import re
-import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import structlog
 import zmq
 
 from asyncrl.errors import ConfigError
-
-log = structlog.get_logger()
+from asyncrl.util.locks import remove_leftovers, temporary_folder
 
 PREFIX = "asyncrl-sockets-"
-NAME = re.compile(re.escape(PREFIX) + r"[a-z0-9_]{8}")
-"""As `mkdtemp` makes them."""
 MAX_SOCKET_NAME_BYTES = 24
 MAX_BASE_BYTES = zmq.IPC_PATH_MAX_LEN - len(f"/{PREFIX}12345678/") - MAX_SOCKET_NAME_BYTES
 TEMPORARY = ("/tmp",)
@@ -39,15 +32,9 @@ def socket_folder() -> Iterator[Path]:
     left are removed first. Raises ConfigError when no folder for temporary files is suitable.
     """
     base = socket_base()
-    for path in base.glob(f"{PREFIX}*"):
-        if NAME.fullmatch(path.name):
-            _remove_leftover(path)
-    folder, lock = _locked_folder(base)
-    try:
+    remove_leftovers(PREFIX, base)
+    with temporary_folder(PREFIX, base) as folder:
         yield folder
-    finally:
-        shutil.rmtree(folder, onerror=_warn)
-        os.close(lock)
 
 
 def check_socket(path: Path, what: str) -> None:
@@ -98,39 +85,21 @@ def _unsuitable(folder: str) -> str:
         return f"cannot be used ({error.strerror})"
     if not os.access(folder, os.W_OK | os.X_OK):
         return "is not writable"
-    if status.st_uid not in (0, os.geteuid()) or (status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX):
+    is_sticky = bool(status.st_mode & stat.S_ISVTX)
+    if status.st_uid not in (0, os.geteuid()) and not (is_sticky and status.st_uid == _unmapped_user()):
+        return f"belongs to user {status.st_uid}, who can rename what is in it"
+    if status.st_mode & 0o022 and not is_sticky:
         return "lets other users rename what is in it"
     return ""
 
 
-def _locked_folder(base: Path) -> tuple[Path, int]:
-    """A new folder and the descriptor that locks it."""
-    while True:
-        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
-        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if folder.exists():
-            return folder, lock
-        os.close(lock)  # another launcher removed it as a leftover before it was locked
-
-
-def _remove_leftover(folder: Path) -> None:
-    """Removes the folder of a launcher that was killed: one of this user that nobody locks."""
+def _unmapped_user() -> int | None:
+    """The user id that this user namespace, as of a rootless container, shows for the machine's root and others whom it
+    does not map; None outside of one."""
     try:
-        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:
-        return  # another user's, or gone
-    try:
-        status = os.fstat(lock)
-        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) != 0o700:
-            return
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder, onerror=_warn)
-    except BlockingIOError:
-        return  # its run continues
-    finally:
-        os.close(lock)
-
-
-def _warn(_: object, path: str, problem: tuple[object, BaseException, object]) -> None:
-    log.warning("a folder of sockets is not removed", path=path, error=str(problem[1]))
+        first, _, count = Path("/proc/self/uid_map").read_text().split()[:3]
+        if (first, count) == ("0", str((1 << 32) - 1)):
+            return None
+        return int(Path("/proc/sys/kernel/overflowuid").read_text())
+    except (OSError, ValueError):
+        return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import signal
@@ -21,6 +20,7 @@ from asyncrl.board.guard import HOSTS
 from asyncrl.errors import PeerTimeoutError
 from asyncrl.launch import documents
 from asyncrl.launch.run_dir import lock_path
+from asyncrl.util.locks import try_lock
 from tests.helpers.board import Client, add_samples, append_metrics, made_run, rows_of, serving
 from tests.helpers.cli import asyncrl
 from tests.plan.made_runs import make_run
@@ -91,7 +91,7 @@ def test_the_list_has_every_run_with_its_state(board: Client, runs: Path) -> Non
     (made_run(runs / "damaged") / "metrics.jsonl").write_text("nonsense\n")
     made_run(runs / "failed", status="failed", error="out of memory")
     lock = lock_path(runs / "two").open("w")
-    fcntl.flock(lock, fcntl.LOCK_EX)
+    assert try_lock(lock.fileno(), lock_path(runs / "two"))
     cards = {card["name"]: card for card in board.get("runs")["runs"]}
     assert {name: card["status"] for name, card in cards.items()} == {
         "one": "finished", "two": "running", "empty": "unfinished", "damaged": "unfinished", "failed": "failed",

@@ -3,7 +3,6 @@ long ones."""
 
 from __future__ import annotations
 
-import fcntl
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 from asyncrl.launch.documents import document_of
 from asyncrl.launch.run_dir import lock_path
 from asyncrl.observe.report import write_report
+from asyncrl.util.locks import try_lock
 from tests.helpers.board import add_samples, append_metrics, made_run, rows_of, serving
 from tests.helpers.browser import Browser
 from tests.observe.test_page import HOSTILE
@@ -50,7 +50,7 @@ def press(browser: Browser, text: str) -> None:
 def test_a_run_in_progress_moves(browser: Browser, tmp_path: Path) -> None:
     run = made_run(tmp_path / "runs" / "live")
     with lock_path(run).open("w") as lock, serving(tmp_path / "runs") as board:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert try_lock(lock.fileno(), lock_path(run))
         browser.open(board.address)
         browser.wait_for("document.querySelector('table.runs a')?.textContent === 'live'")
         browser.click("table.runs a")

@@ -15,8 +15,8 @@ PACKAGE = Path(__file__).parents[2] / "asyncrl"
 
 LEVELS = [
     {"errors"},
-    {"types", "util", "sandbox"},
-    {"config", "samples"},
+    {"types", "util"},
+    {"config", "samples", "sandbox"},
     {"wire", "algorithms"},
     {"rewards", "environments", "data", "replay", "weights", "observe"},
     {"generator", "learner", "plan"},

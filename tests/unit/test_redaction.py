@@ -20,6 +20,7 @@ from asyncrl.launch.documents import document_of
 from asyncrl.launch.run_dir import lock_path, refuse_changes
 from asyncrl.observe.destinations import settings_of
 from asyncrl.observe.report import write_report
+from asyncrl.util.locks import try_lock
 from asyncrl.util.redaction import redact, redact_named
 from tests.helpers.replay import small_config
 
@@ -109,10 +110,8 @@ def test_a_second_start_of_a_live_run_leaves_its_output(tmp_path: Path, monkeypa
     (tmp_path / "runs").mkdir()
     output = tmp_path / "runs" / ".live.out"
     output.write_text("of the live run")
-    import fcntl
-
     with lock_path(tmp_path / "runs" / "live").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert try_lock(lock.fileno(), lock_path(tmp_path / "runs" / "live"))
         with pytest.raises(ConfigError, match="'live': a run of this name is running"):
             asyncrl.train("demo", run="live", runs_dir=str(tmp_path / "runs"))
     assert output.read_text() == "of the live run"

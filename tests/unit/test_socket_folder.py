@@ -128,3 +128,19 @@ def test_a_listener_is_not_pushed_aside_and_one_that_died_is_replaced(base: Path
         pytest.fail("callers do not find the new one")
     dealer.close()
     second.close()
+
+
+def test_the_temporary_folder_of_a_rootless_container_is_used(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There the machine's root, to whom it belongs, is shown as the user that stands for all who are not mapped."""
+    enter = ["unshare", "--user", "--map-user=1000"]
+    if os.geteuid() or subprocess.run([*enter, "true"], capture_output=True).returncode:
+        pytest.skip("needs root, to make a folder of another user, and user namespaces")
+    os.chown(base, 4242, 4242)
+    base.chmod(0o1777)
+    code = "import os\nfrom asyncrl.wire.socket_folder import socket_base\n"
+    code += f"print(os.stat({str(base)!r}).st_uid, socket_base())"
+    done = subprocess.run([*enter, sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"65534 {base}\n", done.stderr
+    base.chmod(0o777)
+    done = subprocess.run([*enter, sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "65534 /tmp\n", done.stderr

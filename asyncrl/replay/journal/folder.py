@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 from pathlib import Path
 
 import structlog
 
-from asyncrl.errors import JournalError
+from asyncrl.errors import ConfigError, JournalError
 from asyncrl.replay.journal.reader import (
     WITHOUT,
     Segment,
@@ -20,22 +19,27 @@ from asyncrl.replay.journal.reader import (
 )
 from asyncrl.replay.journal.segment_writer import SegmentWriter, failure
 from asyncrl.util.files import sync_folder
+from asyncrl.util.locks import try_lock
 
 log = structlog.get_logger()
 
 
 def lock(folder: Path) -> int:
-    """Locks the folder until the descriptor is closed. Raises JournalError if another process has the lock."""
+    """Locks the folder until the descriptor is closed. Raises JournalError if another process has the lock, and
+    ConfigError if its file system has no locks."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
         raise failure(folder, "write into it", error) from None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        is_free = try_lock(descriptor, folder)
+    except ConfigError:
         os.close(descriptor)
-        raise JournalError(f"{folder}: another process writes this journal; end it first") from None
+        raise
+    if not is_free:
+        os.close(descriptor)
+        raise JournalError(f"{folder}: another process writes this journal; end it first")
     return descriptor
 
 
