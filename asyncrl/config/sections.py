@@ -262,7 +262,8 @@ class LaunchConfig(Section):
     long a group takes."""
     max_restarts: int = Field(default=10, ge=0)
     """More restarts of one role than this within 10 minutes end the run; 0 restarts nothing. A role that never worked
-    and fails twice for one reason ends it earlier."""
+    and fails twice for one reason ends it earlier; so does one that fails five times for one reason, however slowly,
+    while no optimizer step ends."""
 
     @property
     def colocated(self) -> bool:

@@ -108,6 +108,8 @@ def _describe(status: dict[str, Any]) -> str:
 
 SETTLED_S = 30.0
 """A role that worked for this long after its start is taken to have failed for a new reason."""
+MAX_ALIKE = 5
+"""Failures for one reason and at one optimizer step after which a role is not started again."""
 NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 """Process ids, ports, addresses and sizes in a reason, which may differ the next time."""
 UNHEARD = ("reward_model",)
@@ -153,6 +155,10 @@ class RoleGroup:
     """True once any of its starts has worked."""
     former_reason: str = ""
     """The reason of its last failure, with the numbers replaced."""
+    former_step: int | None = None
+    """The optimizer step of the run at its last failure."""
+    alike: int = 0
+    """Its latest failures in a row that had one reason and came at one step."""
     died_s: float | None = None
     """Time at which a dead process of the group was first seen."""
     draining_since_s: float | None = None
@@ -204,14 +210,20 @@ class RoleGroup:
         processes, self.processes = self.processes, []
         return launcher.kill(processes, show_stacks=show_stacks)
 
-    def repeats(self, reason: str, now_s: float) -> bool:
-        """True if the group fails for the same reason as the time before and no start has ever worked: another start
-        would not help."""
+    def repeats(self, reason: str, step: int | None, now_s: float, *, by_chance: bool) -> str:
+        """Counts a failure at this optimizer step of the run. Returns why another start would only repeat it, or "":
+        the group failed for this reason the time before and no start has ever worked, unless that was `by_chance`; or
+        it failed for it MAX_ALIKE times, however slowly, and the run made no step in between."""
         self.proven = self.proven or self._works(now_s)
-        alike = NUMBER.sub("#", reason)
-        again = not self.proven and alike == self.former_reason
-        self.former_reason = alike
-        return again
+        reason = NUMBER.sub("#", reason)
+        again = reason == self.former_reason
+        self.alike = self.alike + 1 if again and step == self.former_step else 1
+        self.former_reason, self.former_step = reason, step
+        if again and not self.proven and not by_chance:
+            return "it has never worked and failed twice for this reason"
+        if self.alike >= MAX_ALIKE:
+            return f"it has failed {self.alike} times for this reason, and no optimizer step ended in between"
+        return ""
 
     def delay_s(self, now_s: float) -> float | None:
         """Counts a restart and returns the pause before it; None when no more are allowed."""

@@ -26,7 +26,9 @@ GRACE_S = 1.0
 TOGETHER = ("learner", "critic")
 """Roles whose ranks are restarted together: each rank waits for the others in every step."""
 
-BY_CHANCE = (EXIT_SILENT_PEER, EXIT_TERMINATED, HOST_LOST, -signal.SIGKILL, -signal.SIGTERM)
+EVICTED = (EXIT_TERMINATED, HOST_LOST, -signal.SIGTERM)
+"""Exit codes of roles whose machine is wanted for something else: they never count as failures of the role."""
+BY_CHANCE = (EXIT_SILENT_PEER, -signal.SIGKILL, *EVICTED)
 """Exit codes of roles that another process ended or did not answer: two in a row need not have the same cause."""
 NOT_MISSED = ("generator", "reward_model")
 """Roles that are not restarted when nothing is left to generate."""
@@ -162,21 +164,20 @@ class Supervisor:
             self.restart(group, f"replay did not answer within launch.{name} = {limit_s:g} s", now_s, hangs=True)
 
     def restart(
-        self, group: RoleGroup, reason: str, now_s: float, *, hangs: bool = False, by_chance: bool = False
+        self, group: RoleGroup, reason: str, now_s: float, *, hangs: bool = False, code: int | None = None
     ) -> None:
-        """Kills the processes of a group and schedules its next start. Raises RunError with the reason when the group
-        was restarted too often, or when it has never worked and failed for the same reason the time before, unless the
-        failure may be `by_chance`."""
+        """Kills the processes of a group and schedules its next start; `code` is the exit code of a process that ended.
+        Raises RunError with the reason when the group was restarted too often, and when another start would only repeat
+        the failure (`RoleGroup.repeats`)."""
         self._kill(group, show_stacks=hangs)
         if group.role == "generator":
             self._lost.add(group.index)
             self._report_lost(group.index)
         if group.role == "replay":
             self.answering_s = None
-        if not by_chance and group.repeats(reason, now_s):
-            raise RunError(
-                f"{reason}; it has never worked and failed twice for this reason: another start would only repeat it"
-            )
+        chance = code in BY_CHANCE
+        if code not in EVICTED and (repeated := group.repeats(reason, self._step, now_s, by_chance=chance)):
+            raise RunError(f"{reason}; {repeated}: another start would only repeat it")
         delay_s = group.delay_s(now_s)
         if delay_s is None:
             raise RunError(reason + self._too_often())
@@ -206,7 +207,8 @@ class Supervisor:
         self._groups[name] = RoleGroup(name, [(spec, resources)], history)
 
     def _check_ended(self, group: RoleGroup, now_s: float) -> None:
-        role = group.ended((0,) if self._may_end(group) else ())
+        expected = (0,) if self._may_end(group) else ()
+        role = group.ended((*expected, *BY_CHANCE)) or group.ended(expected)  # a rank's error, not its echo in others
         if role is not None and not self._cause_is_known(group, role, now_s):
             return
         if self.ending and group.restart_at_s is not None and group.role in NOT_MISSED:
@@ -218,7 +220,7 @@ class Supervisor:
             log.warning("generator died instead of leaving", name=group.name, cause=role.cause())
             self._forget(group)
         elif role is not None:
-            self.restart(group, role.cause(), now_s, by_chance=role.code in BY_CHANCE)
+            self.restart(group, role.cause(), now_s, code=role.code)
         elif group.draining_since_s is not None and group.ended() is not None:
             self._say(f"{group.name} has left")
             self._forget(group)

@@ -217,6 +217,51 @@ def test_same_crash_again_and_again_after_it_worked_is_restarted(stage: Make) ->
     assert one.supervisor.restarts["generator"] == 5
 
 
+def end_learner(one: Stage, *, step: int) -> None:
+    """Starts the only learner rank, long after its last end, and lets it end by itself at this step."""
+    one.tick(1000)
+    one.await_end("learner")
+    one.hear(step=step)
+    one.tick()
+    one.tick(GRACE_S + 0.1)
+
+
+@pytest.mark.parametrize("end", [crash("a row above the embedding"), "import os; os.kill(os.getpid(), 9)"])
+def test_the_same_end_at_the_same_step_ends_the_run_however_slowly_it_comes(stage: Make, end: str) -> None:
+    one = stage(launch__learners=1)
+    one.hear()
+    one.launcher.code["learner-0"] = end
+    one.supervisor.restart(one.supervisor.learners, "test", one.now_s)
+    for _ in range(4):
+        end_learner(one, step=3)
+    assert one.supervisor.restarts["learner"] == 5
+    with pytest.raises(RunError, match=r"^learner-0 .*; it has failed 5 times for this reason, and no optimizer step"):
+        end_learner(one, step=3)
+
+
+def test_ends_of_one_kind_with_steps_in_between_do_not_add_up(stage: Make) -> None:
+    one = stage(launch__learners=1)
+    one.hear()
+    one.launcher.code["learner-0"] = crash("a link is down")
+    one.supervisor.restart(one.group("learner"), "test", one.now_s)
+    for step in range(8):
+        end_learner(one, step=step)
+    assert one.supervisor.restarts["learner"] == 9
+
+
+def test_of_ranks_that_end_together_the_one_that_failed_is_the_cause(stage: Make) -> None:
+    one = stage()
+    one.hear()
+    one.launcher.code |= {"learner-0": crash("another rank stopped", 3), "learner-1": crash("index out of range")}
+    one.supervisor.restart(one.supervisor.learners, "test", one.now_s)
+    one.tick(100)
+    for rank in range(2):
+        one.await_end("learner", rank)
+    one.tick()
+    one.tick(GRACE_S + 0.1)
+    assert one.said[-1].startswith("learner-1 ended with code 4: index out of range; restart 2")
+
+
 def test_process_that_does_not_die_is_named_and_left_behind(stage: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "KILL_S", 0.2)
     one = stage()
