@@ -249,8 +249,9 @@ class LaunchConfig(Section):
     GPUs with an engine other than transformers, too, where this is not proven."""
     pin_cores: bool = True
     """On a CPU, generators and learners have cores of their own."""
-    start_timeout_s: float = Field(default=180.0, gt=0.0)
-    """Deadline for the start of every role."""
+    start_timeout_s: float = Field(default=1800.0, gt=0.0)
+    """Deadline for the start of every role. The default is for GPUs, whose engines read, compile and capture for
+    minutes; in a run without GPUs it is 180."""
     progress_timeout_s: float = Field(default=600.0, gt=0.0)
     """The run fails after this time without an optimizer step and, while the learners wait for a batch, without a
     generated token."""

@@ -19,14 +19,22 @@ from asyncrl.environments.environment import Schema
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.generator.engine import check_installed
 from asyncrl.generator.vllm_backend.setup import check_adapters, check_tensor_parallel
+from asyncrl.launch.resources.hosts import Host
+from asyncrl.launch.resources.network import check_interfaces
+from asyncrl.launch.resources.placement import Placement
 from asyncrl.launch.row_checks import FirstRow, check_first_row
 from asyncrl.rewards.auto import choose_rewards, describe_choice
 from asyncrl.rewards.table import evaluation_config, reward_names
 from asyncrl.util.files import read_json, tensor_files
-from asyncrl.util.processes import PYTHON
+from asyncrl.util.processes import PYTHON, raise_file_limit
 
 EVAL_ROWS = 100
 """Number of rows in the evaluation file that a recipe creates."""
+OPEN_FILES, OPEN_FILES_PER_ROLE = 256, 4
+"""Files that the launcher, the replay queue or learner rank 0 has open: those of its own, with the journal and the
+libraries', and connections and output files of each role."""
+CPU_START_S = 180.0
+"""`launch.start_timeout_s` of a run without GPUs."""
 RECIPE_S = 600.0
 """Deadline of a recipe."""
 TRUTHS_S = 60.0
@@ -331,6 +339,29 @@ def check_model(config: Config) -> int:
     if config.data.max_prompt_tokens is not None:
         prompt_tokens = min(prompt_tokens, config.data.max_prompt_tokens)
     return prompt_tokens
+
+
+def with_start_deadline(config: Config, placement: Placement) -> Config:
+    """Returns the config with the deadline for starts of a run without GPUs, unless it has one of its own."""
+    if placement.gpus or "start_timeout_s" in config.launch.model_fields_set:
+        return config
+    return config.model_copy(update={"launch": config.launch.model_copy(update={"start_timeout_s": CPU_START_S})})
+
+
+def check_machine(config: Config, placement: Placement, hosts: Sequence[Host]) -> None:
+    """Raises this process's limit of open files, and ConfigError unless it is enough for the roles and the data, and
+    the environment names network interfaces that exist. Roles on other hosts check this there."""
+    if len(hosts) == 1:
+        check_interfaces(with_gpus=bool(placement.gpus))
+    roles = config.launch.generators + config.launch.learners + config.critic.ranks
+    needed = OPEN_FILES + OPEN_FILES_PER_ROLE * roles + len(config.data.train_files) + len(config.data.eval_files)
+    limit = raise_file_limit()
+    if limit < needed:
+        raise ConfigError(
+            f"launch.generators = {config.launch.generators}: the run needs up to {needed:,} open files in a process, "
+            f"and the system allows {limit:,} (ulimit -Hn); raise it (limits.conf, systemd's LimitNOFILE, docker's "
+            "--ulimit nofile), or use fewer generators"
+        )
 
 
 def check_positions(settings: dict[str, Any], path: str, window: int) -> None:

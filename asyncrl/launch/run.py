@@ -28,7 +28,7 @@ from asyncrl.launch.endpoints import run_endpoints
 from asyncrl.launch.fork_server import ForkServer
 from asyncrl.launch.launcher import Launcher
 from asyncrl.launch.local import LocalLauncher, find_launcher
-from asyncrl.launch.preflight import check_inputs, length_of, run_recipes
+from asyncrl.launch.preflight import check_inputs, check_machine, length_of, run_recipes, with_start_deadline
 from asyncrl.launch.resources.fit import fit_memory
 from asyncrl.launch.resources.placement import Placement, check_run_dir, check_transport, place_roles
 from asyncrl.launch.resources.staging import choose_staging
@@ -65,6 +65,8 @@ def _launch(config: Config, console: Console, launcher: Launcher, *, reward_mode
     hosts = launcher.hosts()
     placement = place_roles(config, reward_model=reward_model, hosts=hosts)
     check_run_dir(config, placement, hosts)
+    check_machine(config, placement, hosts)
+    config = with_start_deadline(config, placement)
     run_recipes(config, console)
     with preloaded(config, placement, launcher):
         inputs = check_inputs(config, console)

@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -20,6 +19,7 @@ from asyncrl.launch.console import EXIT_DONE
 from asyncrl.launch.preflight import check_inputs
 from asyncrl.launch.run_dir import JOB, check_resume, is_prepared, is_running, nothing_to_resume
 from asyncrl.util.files import next_free_path, replace_file
+from asyncrl.util.processes import PYTHON
 
 JOB_ID = "SLURM_JOB_ID"
 SCRIPT = "job.sh"
@@ -117,7 +117,7 @@ def job_script(config: Config) -> str:
             "set -euo pipefail",
             f"cd {shlex.quote(str(Path.cwd()))}",
             "# exec: SIGUSR1, which announces the end of the job's time, must reach the launcher.",
-            f"exec {shlex.quote(sys.executable)} -m asyncrl.cli launch --config {shlex.quote(str(file))} resume=auto",
+            f"exec {shlex.join(PYTHON)} -m asyncrl.cli launch --config {shlex.quote(str(file))} resume=auto",
             "",
         ]
     )

@@ -22,9 +22,9 @@ from pydantic import TypeAdapter
 
 from asyncrl.config import Config, load_config, read_config
 from asyncrl.errors import AsyncrlError, ConfigError, DataError, PeerTimeoutError, is_disk_full
-from asyncrl.launch.resources.network import network_environment
+from asyncrl.launch.resources.network import check_interfaces, network_environment
 from asyncrl.observe.logs import configure_logs
-from asyncrl.util.processes import end_with_parent, tune_gc
+from asyncrl.util.processes import end_with_parent, raise_file_limit, tune_gc
 from asyncrl.util.routing import replayed_routers
 from asyncrl.wire.endpoints import Endpoints
 
@@ -253,6 +253,7 @@ def run_role(spec: RoleSpec, parent: int) -> int:
     normally, otherwise one of the codes above, with the cause as the last error in its log."""
     if parent:
         end_with_parent(parent)
+    raise_file_limit()
     if spec.cpus:
         os.sched_setaffinity(0, spec.cpus)
     stop = threading.Event()
@@ -265,6 +266,8 @@ def run_role(spec: RoleSpec, parent: int) -> int:
     log.info("started", pid=os.getpid(), cpus=spec.cpus, start=spec.start)
     try:
         os.environ.update(network_environment(spec.endpoints.host))
+        if spec.role in ("generator", "learner", "critic"):
+            check_interfaces(with_gpus=bool(os.environ.get("CUDA_VISIBLE_DEVICES")))
         ROLES[spec.role](config, spec, stop.is_set)
     except AsyncrlError as error:
         log.error("failed", error=str(error), kind=type(error).__name__, exc_info=True)

@@ -128,7 +128,7 @@ def process_group(
         torch.cuda.set_device(device)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(device.index or 0)}
     backend = "nccl" if device.type == "cuda" else "gloo"
-    with _rendezvous(endpoints, rank, count, start_timeout_s, what) as store, _failures_named(rank, what):
+    with _rendezvous(endpoints, rank, count, start_timeout_s, what) as store, _failures_named(rank, count, what):
         dist.init_process_group(
             backend,
             store=store,
@@ -182,14 +182,14 @@ def _rendezvous(endpoints: Endpoints, rank: int, count: int, timeout_s: float, w
 
 
 @contextmanager
-def _failures_named(rank: int, what: str) -> Iterator[None]:
-    """Converts the RuntimeError of a broken collective to a PeerTimeoutError."""
+def _failures_named(rank: int, count: int, what: str) -> Iterator[None]:
+    """Converts the RuntimeError of a broken collective to a PeerTimeoutError, if there are other ranks."""
     try:
         yield
     except AsyncrlError:
         raise
     except RuntimeError as error:
-        if not is_lost_rank(error):
+        if count == 1 or not is_lost_rank(error):
             raise
         raise PeerTimeoutError(
             f"{what} rank {rank}: another {what} rank stopped or did not answer: {str(error).splitlines()[0]}"

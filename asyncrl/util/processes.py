@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import resource
 import signal
 import struct
 import sys
@@ -16,6 +17,8 @@ from typing import Literal
 PYTHON = (sys.executable, "-P")
 """The interpreter of processes of asyncrl. -P keeps files in the working folder from shadowing modules of the standard
 library; `user_code` finds those of the user."""
+MAX_OPEN_FILES = 1 << 20
+"""More than any run needs. Containers allow up to a billion, and there are programs that close every possible file."""
 Activity = Literal["waiting", "working", "syncing", "writing"]
 ACTIVITIES: tuple[Activity, ...] = ("waiting", "working", "syncing", "writing")
 """Waiting for other roles; its own work; weight transfer or disk sync; passing on and storing results."""
@@ -84,6 +87,15 @@ def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def raise_file_limit() -> int:
+    """Raises this process's limit of open files, often 1,024, to what the system allows; returns it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    return limit
 
 
 def tune_gc() -> None:

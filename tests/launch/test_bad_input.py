@@ -79,6 +79,28 @@ def test_bad_input(folder: Path, arguments: list[str], message: str) -> None:
     assert not (folder / "runs").exists()
 
 
+def test_an_interface_that_a_cluster_profile_names_is_checked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth77")
+    code, output = launch(folder)
+    assert code == 2 and output.startswith("error: GLOO_SOCKET_IFNAME = 'eth77' in the environment: this machine has")
+    assert not (folder / "runs").exists()
+
+
+def test_more_generators_than_the_system_has_files_for(folder: Path) -> None:
+    command = [sys.executable, "-m", "asyncrl.cli", "launch", "--config", "run.yaml"]
+    for arguments, files in ([], 259), (["launch.generators=100"], 600):
+        done = subprocess.run(
+            ["prlimit", f"--nofile=128:{files}", *command, *arguments],
+            cwd=folder, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert done.returncode == 2, done.stderr
+        generators = 100 if arguments else 1
+        needed = 256 + 4 * (generators + 1) + 1
+        assert done.stderr.replace("\n", " ").startswith(
+            f"error: launch.generators = {generators}: the run needs up to {needed} open files in a process"
+        ), done.stderr
+
+
 def test_the_command_of_the_shell(folder: Path) -> None:
     command = [sys.executable, "-m", "asyncrl.cli", "launch", "--config", "run.yaml", "learner.lrr=1"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)

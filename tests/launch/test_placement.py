@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 import socket
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
 
+from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.bottleneck import generators_per_device
+from asyncrl.launch.preflight import with_start_deadline
 from asyncrl.launch.resources import gpus
-from asyncrl.launch.resources.network import find_port, listening_address, network_environment
+from asyncrl.launch.resources.gpus import Gpu
+from asyncrl.launch.resources.network import check_interfaces, find_port, listening_address, network_environment
 from asyncrl.launch.resources.placement import place_roles
 from tests.helpers.replay import small_config
 
@@ -151,3 +156,41 @@ def test_gloo_and_nccl_listen_on_the_interface_of_the_host(monkeypatch: pytest.M
     assert network_environment("127.0.0.1") == {"NCCL_SOCKET_IFNAME": "=lo"}
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "mine")
     assert network_environment("10.9.9.9") == {}
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "with_gpus", "is_there"),
+    [
+        ("GLOO_SOCKET_IFNAME", "eth7", False, False),
+        ("GLOO_SOCKET_IFNAME", "l", False, False),
+        ("GLOO_SOCKET_IFNAME", "eth7,lo", False, True),
+        ("NCCL_SOCKET_IFNAME", "eth7", True, False),
+        ("NCCL_SOCKET_IFNAME", "=l", True, False),
+        ("NCCL_SOCKET_IFNAME", "eth7,l", True, True),  # prefixes
+        ("NCCL_SOCKET_IFNAME", "^docker", True, True),
+        ("NCCL_SOCKET_IFNAME", "eth7", False, True),  # NCCL is not used
+    ],
+)
+def test_an_interface_of_the_environment_that_is_not_there_is_named(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, with_gpus: bool, is_there: bool
+) -> None:
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo")])
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv(variable, value)
+    if is_there:
+        check_interfaces(with_gpus=with_gpus)
+        return
+    with pytest.raises(ConfigError, match=rf"^{variable} = '{value}' in the environment: this machine has no such"):
+        check_interfaces(with_gpus=with_gpus)
+
+
+def test_the_deadline_for_starts_is_that_of_the_device_unless_it_is_set() -> None:
+    default, explicit = small_config(), small_config(launch__start_timeout_s=77.0)
+    placement = place_roles(default)
+    with_gpus = replace(placement, gpus=(Gpu("0", 80 << 30),))
+    assert with_start_deadline(default, with_gpus).launch.start_timeout_s == 1800.0
+    on_cpu = with_start_deadline(default, placement)
+    assert on_cpu.launch.start_timeout_s == 180.0
+    assert with_start_deadline(explicit, placement) == explicit
+    saved = Config.model_validate(yaml.safe_load(on_cpu.to_yaml()))
+    assert with_start_deadline(saved, with_gpus) == saved == on_cpu

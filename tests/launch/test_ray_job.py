@@ -64,7 +64,7 @@ def test_the_same_command_is_submitted() -> None:
     (job,) = jobs
     assert job["url"] == "http://10.0.0.5:8265"
     assert job["entrypoint"] == (
-        "python -m asyncrl.cli launch --cluster ray learner.lr=1e-6 launch.generators=2 --config gsm8k_0.5b --resume"
+        "python -P -m asyncrl.cli launch --cluster ray learner.lr=1e-6 launch.generators=2 --config gsm8k_0.5b --resume"
     )
     assert job["runtime_env"]["working_dir"] == str(Path.cwd()) and "/runs" in job["runtime_env"]["excludes"]
 

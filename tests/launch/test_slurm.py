@@ -79,7 +79,7 @@ def test_the_script_of_a_run(fake: FakeSlurm, tmp_path: Path) -> None:
 set -euo pipefail
 cd {tmp_path}
 # exec: SIGUSR1, which announces the end of the job's time, must reach the launcher.
-exec {sys.executable} -m asyncrl.cli launch --config {tmp_path}/runs/mine/job.yaml resume=auto
+exec {sys.executable} -P -m asyncrl.cli launch --config {tmp_path}/runs/mine/job.yaml resume=auto
 """
     )
 
@@ -97,7 +97,7 @@ def test_values_are_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (tmp_path / "job.sh").write_text(script.replace("exec ", "printf '%s\\n' ") + "pwd\n")
     done = subprocess.run(["bash", tmp_path / "job.sh"], capture_output=True, text=True, timeout=30, check=True)
     said = done.stdout.splitlines()
-    assert (said[-1], said[5]) == (str(folder), f"{folder}/runs/run/job.yaml"), said
+    assert (said[-1], said[6]) == (str(folder), f"{folder}/runs/run/job.yaml"), said
     assert not (folder / "gone").exists()
 
 

@@ -61,6 +61,17 @@ def test_role_without_a_spec_says_who_starts_roles() -> None:
     assert b"ConfigError: no role spec on standard input" in ended.stderr
 
 
+def test_role_raises_its_limit_of_open_files(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(small_config().to_yaml())
+    spec = RoleSpec("replay", 0, str(tmp_path), loopback_endpoints(1), (), 8)
+    code = "import resource; from asyncrl.launch import worker\n"
+    code += "worker.ROLES['replay'] = lambda *_: print(resource.getrlimit(resource.RLIMIT_NOFILE))\n"
+    code += f"worker.run_role(worker.RoleSpec.from_json({spec.to_json()!r}), 0)"
+    command = ["prlimit", "--nofile=256:2000", sys.executable, "-c", code]
+    ended = subprocess.run(command, timeout=60, capture_output=True, text=True, check=True)
+    assert "(2000, 2000)" in ended.stdout
+
+
 def test_spec_survives_the_pipe() -> None:
     endpoints = replace(loopback_endpoints(5), critics=("ipc:///x/critic-0",), critic_ranks="ipc:///x/ranks", keys="k")
     spec = RoleSpec("learner", 1, "runs/x", endpoints, (0, 1), 8, start=3, checkpoint="c", offline="runs/x/retrained/1")

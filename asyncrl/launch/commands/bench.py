@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from asyncrl.errors import ConfigError
+from asyncrl.util.processes import PYTHON
 
 ROOT = Path(__file__).parents[3]
 
@@ -21,7 +22,7 @@ def run_bench(arguments: list[str]) -> NoReturn:
             "make setup and .venv/bin/asyncrl bench there"
         )
     environment = os.environ | {"PYTHONPATH": python_path()}
-    os.execve(sys.executable, [sys.executable, "-m", "benchmarks", *arguments], environment)
+    os.execve(sys.executable, [*PYTHON, "-m", "benchmarks", *arguments], environment)
 
 
 def python_path() -> str:

@@ -35,7 +35,7 @@ def submit_job(address: str, arguments: Sequence[str], console: Console) -> int:
     try:
         client = JobSubmissionClient(url)
         job = client.submit_job(
-            entrypoint=shlex.join(["python", "-m", "asyncrl.cli", "launch", "--cluster", "ray", *arguments]),
+            entrypoint=shlex.join(["python", "-P", "-m", "asyncrl.cli", "launch", "--cluster", "ray", *arguments]),
             runtime_env={"working_dir": str(Path.cwd()), "excludes": LEFT_OUT},
         )
     except (ConnectionError, RuntimeError, ValueError) as error:

@@ -97,6 +97,23 @@ def network_environment(host: str) -> dict[str, str]:
     return left
 
 
+def check_interfaces(*, with_gpus: bool) -> None:
+    """Raises ConfigError if a variable of the environment, as of a cluster's profile, tells gloo, or NCCL on a machine
+    `with_gpus`, to listen on interfaces that this machine does not have."""
+    names = [name for _, name in socket.if_nameindex()]
+    for variable in ("GLOO_SOCKET_IFNAME", *(["NCCL_SOCKET_IFNAME"] if with_gpus else [])):
+        value = os.environ.get(variable, "")
+        wanted = value.removeprefix("=").split(",")
+        is_prefix = variable.startswith("NCCL") and not value.startswith("=")
+        if not value or (is_prefix and value.startswith("^")):  # NCCL: all but these
+            continue
+        if not any(name.startswith(one) if is_prefix else name == one for name in names for one in wanted):
+            raise ConfigError(
+                f"{variable} = {value!r} in the environment: this machine has no such network interface; it has "
+                f"{_listed(_own_addresses())}; unset the variable, and launch.address chooses the interface"
+            )
+
+
 def listening_address(host: str) -> str:
     """Returns the IPv4 address that the host of `launch.address` names on this machine. Raises ConfigError unless other
     processes can connect to it."""
