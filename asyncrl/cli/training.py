@@ -50,11 +50,15 @@ def launch(
         bool,
         typer.Option("--discard-journal", help="Resume from the newest checkpoint alone; the journal is put aside."),
     ] = False,
+    accept_data: Annotated[
+        bool, typer.Option("--accept-data", help="With --resume: continue although the training rows have changed.")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="With --cluster slurm: write and show the job without submitting it.")
     ] = False,
 ) -> None:
     """Train. Exit code 0: done, 1: the run failed, 2: bad configuration or data, 130: interrupted."""
+    from asyncrl.launch.fingerprints import accept_rows
     from asyncrl.launch.ray.job import SCHEME, submit_job
     from asyncrl.launch.run import launch as launch_run
     from asyncrl.launch.run_dir import config_of_run
@@ -66,13 +70,14 @@ def launch(
     }  # fmt: skip
     settings = dict(parse_override(text) for text in overrides or [])
     settings |= {FLAGS[name]: value for name, value in flags.items() if value is not None}
-    if discard_journal and not resume:
-        raise ConfigError("--discard-journal: is for a run that goes on; give --resume too")
+    for flag, is_given in (("--discard-journal", discard_journal), ("--accept-data", accept_data)):
+        if is_given and not resume:
+            raise ConfigError(f"{flag}: is for a run that goes on; give --resume too")
     if (address := str(settings.get("launch.cluster", ""))).startswith(SCHEME):
         given = [text for text in overrides or [] if not text.startswith("launch.cluster=")]
         given += [f"{FLAGS[name]}={value}" for name, value in flags.items() if value is not None and name != "cluster"]
         given += ["--config", config] if config else []
-        given += ["--resume"] * resume + ["--discard-journal"] * discard_journal
+        given += ["--resume"] * resume + ["--discard-journal"] * discard_journal + ["--accept-data"] * accept_data
         raise typer.Exit(submit_job(address, given, Console()))
     if resume:
         settings["resume"] = "must"
@@ -80,6 +85,8 @@ def launch(
     if config is None and not {"model.path", "data.train"} <= settings.keys():
         config = "demo"
     loaded, console = load_config(config, settings), Console()
+    if accept_data:
+        accept_rows(loaded.run_dir)
     if loaded.launch.cluster == "slurm" and not in_job():
         if discard_journal:
             raise ConfigError(

@@ -93,6 +93,10 @@ def _launch(config: Config, console: Console, launcher: Launcher, *, reward_mode
             checkpoint = discard_journal(folder.path) if without_journal else ""
             folder.begin(config, endpoints, hosts)
             configure_logs(folder.path, "launcher", config.observe.log_level)
+            for file in folder.changed:
+                console.print(
+                    f"warning: {file} has changed since the run was last started", markup=False, soft_wrap=True
+                )
             if folder.moved_to is not None:
                 console.print(f"the earlier run of this name is now {folder.moved_to}", highlight=False)
             spec = RoleSpec(

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from asyncrl.config import Config, MappingValue, config_keys, load_config
 from asyncrl.errors import ConfigError
+from asyncrl.launch.fingerprints import changed_files, refuse_other_rows, save_fingerprints
 from asyncrl.launch.resources.hosts import Host
 from asyncrl.launch.worker import endpoints_of
 from asyncrl.observe.curves import step_of
@@ -45,6 +46,8 @@ class RunFolder:
         """New path of the earlier run of this name; None when there was none or it is resumed."""
         self.earlier_s: list[float] = []
         """Wall time of each earlier launch of this run."""
+        self.changed: list[str] = []
+        """Files that have changed since the latest of these, as `key: name`."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._lock = os.fdopen(os.open(lock_path(self.path), os.O_RDWR | os.O_CREAT, 0o600), "r+")
@@ -74,6 +77,7 @@ class RunFolder:
     def _prepare(self) -> None:
         if check_resume(self.config):
             self.earlier_s = _attempts_s(self.path)
+            self.changed = changed_files(self.path, self.config)
         elif self.path.exists() and not is_prepared(self.path):
             self.moved_to = next_free_path(self.path.parent, f"{self.path.name}.")
             self.path.rename(self.moved_to)
@@ -89,6 +93,7 @@ class RunFolder:
         if self.earlier_s:
             replace_file(self.path / ATTEMPTS, json.dumps(self.earlier_s) + "\n")
         (self.path / "summary.json").unlink(missing_ok=True)
+        save_fingerprints(self.path, config)
         # A config that is used again starts a new run, whatever started this one.
         kept = config.model_copy(update={"resume": "never"}) if config.resume == "must" else config
         replace_file(self.path / "config.yaml", kept.to_yaml())
@@ -97,10 +102,14 @@ class RunFolder:
 
     def summary(self, summary: dict[str, Any]) -> dict[str, Any]:
         """The summary with the wall time of all launches of this run; secrets are shown as ***."""
-        return redact(summary) | {
-            "wall_s": summary["wall_s"] + sum(self.earlier_s),
-            "attempts": len(self.earlier_s) + 1,
-        }
+        return (
+            redact(summary)
+            | {
+                "wall_s": summary["wall_s"] + sum(self.earlier_s),
+                "attempts": len(self.earlier_s) + 1,
+            }
+            | ({"changed_files": self.changed} if self.changed else {})
+        )
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Replaces `summary.json` atomically."""
@@ -204,7 +213,8 @@ def refuse_changes(saved: Config, config: Config, allowed: Callable[[str], bool]
 def check_resume(config: Config) -> bool:
     """True if the earlier run of this name is resumed, False if a new one starts.
 
-    Raises ConfigError when `resume` is "must" and no run can be resumed, or when a setting differs that may not.
+    Raises ConfigError when `resume` is "must" and no run can be resumed, or when a setting or training rows differ that
+    may not.
     """
     if config.resume == "never":
         return False
@@ -228,6 +238,7 @@ def check_resume(config: Config) -> bool:
         what=f"run = {config.run!r} cannot be resumed with other settings than it was started with",
         way_out="restore them, or start another run with --run NAME and without --resume",
     )
+    refuse_other_rows(config.run_dir, config)
     return True
 
 

@@ -68,6 +68,7 @@ def test_what_it_writes_fits_by_the_launchers_arithmetic(
     assert (config.learner.offload, config.generator.tensor_parallel) == (offload, parallel)
     count, _, card = parse_cards(cards)
     assert config.launch.learners + parallel * config.launch.generators <= count
+    assert config.launch.start_timeout_s >= 1200, "engines on GPUs compile for minutes"
     models = Models(shape)
     placement = fitted(monkeypatch, config, count, round(card.memory_bytes) >> 20, models)
     for used in make_cards(config, placement, models):
