@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import struct
+import time
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -12,6 +14,8 @@ from typing import Any
 
 from asyncrl.errors import ConfigError
 
+DESCRIPTORS_S = 10.0
+"""Maximum wait for a file descriptor: longer than strangers may hold them (`wire/guard.py`)."""
 READ_BYTES = 1 << 18
 """Buffer for reading lines."""
 MAX_TENSOR_HEADER_BYTES = 100_000_000
@@ -25,13 +29,26 @@ WEIGHT_SUFFIXES = (
 """Ends of the names of files with weights in a model's folder."""
 
 
+def open_file(path: str | Path, flags: int, mode: int = 0o666) -> int:
+    """`os.open`, also as an `opener`, for files without which a run ends: while the process has no free descriptor it
+    waits, at most DESCRIPTORS_S. Raises OSError."""
+    deadline_s = time.monotonic() + DESCRIPTORS_S
+    while True:
+        try:
+            return os.open(path, flags, mode)
+        except OSError as error:
+            if error.errno != errno.EMFILE or time.monotonic() > deadline_s:
+                raise
+        time.sleep(0.01)
+
+
 def replace_file(path: Path, content: str | bytes, *, mode: int = 0o666, durable: bool = True) -> None:
     """Replaces the file atomically, text as UTF-8, and syncs it to the disk if it is to be `durable`; it has this mode,
     less the umask. Raises OSError that names the file."""
     temporary = path.with_name(f".{path.name}.new")
     temporary.unlink(missing_ok=True)
     try:
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        with os.fdopen(open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             if durable:
@@ -79,7 +96,7 @@ def cut_unfinished_line(path: Path) -> int:
 
 def sync_folder(folder: Path) -> None:
     """Syncs the names in the folder to the disk. Raises OSError."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    descriptor = open_file(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     finally:

@@ -1,11 +1,16 @@
-"""The guard of a socket with CURVE: lets in the peers that have the run's key, and counts all others."""
+"""The guard of a socket with CURVE: lets in the peers that have the run's key, counts all others, and drops them when
+they hold many connections open: each takes a file descriptor of the process, also one that sends nothing."""
 
 from __future__ import annotations
 
 import os
+import resource
+import socket
+import struct
 import threading
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import structlog
@@ -20,6 +25,15 @@ IO_THREADS = 4
 ZAP = "inproc://zeromq.zap.01"
 """The address at which ZeroMQ asks whether a key is admitted (ZeroMQ RFC 27)."""
 NO_KEYS, FOREIGN_KEY = "no keys, or no complete handshake", "foreign key"
+TOO_MANY = "too many connections in their handshake"
+HANDSHAKE_PART = 4
+"""Connections in their handshake may take 1 / HANDSHAKE_PART of the process's file descriptors: the rest is for peers
+with keys, and for the journal."""
+BYTES_ACKED = 120
+"""Offset of `tcpi_bytes_acked`, a uint64, in Linux's `struct tcp_info`."""
+HANDSHAKE_BYTES = 256
+"""A server sends 64 + 170 bytes (greeting, WELCOME) before it knows the client's key, and more than 60 (READY) once it
+has let the client in."""
 REASONS = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: FOREIGN_KEY,
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: NO_KEYS,
@@ -57,9 +71,12 @@ class Guard(threading.Thread):
         self._admitted = client_public.encode()
         self._num_accepted = self._num_let_in = 0
         self._refused: Counter[str] = Counter()
+        self._accepted: dict[int, None] = {}
+        """Descriptors of open connections, the oldest first; those let in are removed when there are many."""
+        self._max_handshakes = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // HANDSHAKE_PART
         self._asked = router.context.socket(zmq.REP, socket_class=zmq.Socket)
         self._asked.bind(ZAP)
-        events = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+        events = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         for event in REASONS:
             events |= event
         self._events = router.get_monitor_socket(events)
@@ -100,12 +117,29 @@ class Guard(threading.Thread):
         match event["event"]:
             case zmq.EVENT_ACCEPTED:
                 self._num_accepted += 1
+                self._accepted[event["value"]] = None
+                if len(self._accepted) > self._max_handshakes:
+                    self._drop_handshakes()
             case zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._num_let_in += 1
+            case zmq.EVENT_DISCONNECTED:
+                self._accepted.pop(event["value"], None)
             case kind:
-                self._refused[reason := REASONS[kind]] += 1
-                if self._refused[reason].bit_count() == 1:  # it reconnects continually: one line for each doubling
-                    log.warning("a stranger was refused", reason=reason, refused=self._refused[reason])
+                self._count(REASONS[kind])
+
+    def _drop_handshakes(self) -> None:
+        """Drops the oldest connections in their handshake until half as many as may be are left. A peer with keys that
+        is among them connects again. ZeroMQ closes the descriptors."""
+        self._accepted = {descriptor: None for descriptor in self._accepted if _in_handshake(descriptor)}
+        for descriptor in list(self._accepted)[: -self._max_handshakes // 2]:
+            del self._accepted[descriptor]
+            _shut_down(descriptor)
+            self._count(TOO_MANY)
+
+    def _count(self, reason: str) -> None:
+        self._refused[reason] += 1
+        if self._refused[reason].bit_count() == 1:  # it reconnects continually: one line for each doubling
+            log.warning("a stranger was refused", reason=reason, refused=self._refused[reason])
 
 
 def guarded_router(client_public: str, server_secret: str) -> GuardedRouter:
@@ -117,3 +151,26 @@ def guarded_router(client_public: str, server_secret: str) -> GuardedRouter:
     router.guard = Guard(router, client_public)
     router.guard.start()
     return router
+
+
+def _in_handshake(descriptor: int) -> bool:
+    """True if it is an open TCP connection over which the server has not completed a handshake."""
+    with suppress(OSError), _borrowed(descriptor) as connection:
+        state = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, BYTES_ACKED + 8)
+        return struct.unpack_from("=Q", state, BYTES_ACKED)[0] < HANDSHAKE_BYTES
+    return False
+
+
+def _shut_down(descriptor: int) -> None:
+    with suppress(OSError), _borrowed(descriptor) as connection:
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
+def _borrowed(descriptor: int) -> Iterator[socket.socket]:
+    """The socket of a descriptor that ZeroMQ owns and closes. Raises OSError if it is not a socket any more."""
+    connection = socket.socket(fileno=descriptor)
+    try:
+        yield connection
+    finally:
+        connection.detach()

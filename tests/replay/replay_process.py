@@ -1,8 +1,9 @@
-"""The replay role with prompts that need no data: `python -m tests.replay.replay_process FOLDER PORT STEPS`."""
+"""The replay role with prompts that need no data: `python -m tests.replay.replay_process FOLDER PORT STEPS [KEYS]`."""
 
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from asyncrl.replay.journal.writer import Journal
@@ -14,8 +15,8 @@ from tests.helpers.replay import EndlessPrompts, loopback_endpoints, small_confi
 MAX_STALENESS = 2
 
 
-def main(folder: Path, port: int, steps: int) -> None:
-    endpoints = loopback_endpoints(port)
+def main(folder: Path, port: int, steps: int, keys: str = "") -> None:
+    endpoints = replace(loopback_endpoints(port), keys=keys)
     journal = Journal(folder / "journal", flush="step", segment_bytes=30_000)
     trace = TraceWriter(folder / "trace.parquet")
     config = small_config(steps=steps, replay__max_staleness=MAX_STALENESS)
@@ -24,4 +25,4 @@ def main(folder: Path, port: int, steps: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])

@@ -28,6 +28,7 @@ import xxhash
 
 from asyncrl.errors import JournalError
 from asyncrl.replay.journal.records import FORMAT, FORMER, SCHEMA, JournalBatch, Record
+from asyncrl.util.files import open_file
 
 Location = tuple[int, int, int]
 """Segment, batch, row."""
@@ -285,6 +286,6 @@ def _is_intact(segment: Segment, batch: int) -> bool:
 
 def _open(path: Path) -> BinaryIO:
     try:
-        return path.open("rb")
+        return open(path, "rb", opener=open_file)
     except OSError as error:
         raise JournalError(f"{path}: cannot be read: {error.strerror}; {WITHOUT}") from None

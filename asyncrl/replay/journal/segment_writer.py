@@ -11,6 +11,7 @@ import xxhash
 from asyncrl.errors import JournalError
 from asyncrl.replay.journal.reader import ENTRY, HEAD_BYTES, HEADER, Segment, head, segment_path, sums_path
 from asyncrl.replay.journal.records import Packed
+from asyncrl.util.files import open_file
 
 log = structlog.get_logger()
 
@@ -106,7 +107,7 @@ class SegmentWriter:
     def _open(self, path: Path, whole_bytes: int) -> int:
         """Opens the file and cuts it after its intact part."""
         try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+            descriptor = open_file(path, os.O_WRONLY | os.O_CREAT, 0o644)
             self._files.append(descriptor)
             os.ftruncate(descriptor, whole_bytes)
             os.lseek(descriptor, 0, os.SEEK_END)

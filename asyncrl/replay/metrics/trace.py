@@ -15,7 +15,7 @@ import structlog
 from numpy.typing import NDArray
 
 from asyncrl.errors import RunError, observing
-from asyncrl.util.files import replace_file
+from asyncrl.util.files import open_file, replace_file
 from asyncrl.wire.messages import GroupHeader
 
 log = structlog.get_logger()
@@ -178,7 +178,7 @@ class TraceWriter:
         """Replaces the log by an empty one, which readers know by its inode."""
         replace_file(self._log_path, SCHEMA.serialize().to_pybytes(), durable=False)
         os.close(self._file)
-        self._file = os.open(self._log_path, os.O_RDWR)
+        self._file = open_file(self._log_path, os.O_RDWR)
         self._end, self._log_rows = os.fstat(self._file).st_size, 0
 
     def _join(self, stays: Callable[[pa.Table], NDArray[np.bool_]] | None = None) -> None:
