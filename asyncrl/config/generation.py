@@ -114,7 +114,8 @@ class EnvironmentConfig(Section):
     step_timeout_s: float = Field(default=60.0, gt=0.0)
     """Time limit of one call of an environment."""
     retries: int = Field(default=1, ge=0)
-    """How often an episode is tried again whose environment failed, before its group is refunded."""
+    """How often an episode is tried again whose environment failed, after 1, 2, 4 ... 30 s, before its group is
+    refunded."""
 
 
 class EvalConfig(Section):

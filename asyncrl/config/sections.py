@@ -139,7 +139,8 @@ class ReplayConfig(Section):
     """A completion whose reward raises or times out has reward 0, or its group is replaced by another prompt. A group
     without any reward is always replaced."""
     max_refunds_in_a_row: int = Field(default=4096, ge=1)
-    """The run fails after this many consecutive groups that were refunded or dropped."""
+    """The run fails after this many consecutive groups without signal that were refunded or dropped. Groups whose
+    environments or rewards failed do not count: they end a run after `launch.progress_timeout_s`."""
     max_bytes: int = Field(default=4 << 30, ge=1 << 20)
     """Limit of the finished groups in memory; above it only groups that the next batch needs may start."""
 
@@ -254,7 +255,7 @@ class LaunchConfig(Section):
     minutes; in a run without GPUs it is 180."""
     progress_timeout_s: float = Field(default=600.0, gt=0.0)
     """The run fails after this time without an optimizer step and, while the learners wait for a batch, without a
-    generated token."""
+    generated token or a refunded group, and when the environments or rewards of all groups of this time failed."""
     stop_timeout_s: float = Field(default=15.0, gt=0.0)
     """Deadline for a role that was asked to stop, and for a generator that leaves; after it they are killed."""
     heartbeat_timeout_s: float = Field(default=60.0, gt=0.0)

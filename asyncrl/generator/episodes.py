@@ -35,6 +35,8 @@ MEAN_POLLS = 8
 """Polls over which first turns are averaged."""
 MAX_HOST_LOSSES = 3
 """Tries of an episode whose host died that do not count as retries."""
+BACK_OFF_S, MAX_BACK_OFF_S = 1.0, 30.0
+"""Pause before the first retry of an episode, doubled for each further one; and the longest pause."""
 
 
 @dataclass(slots=True)
@@ -106,6 +108,8 @@ class Episodes:
         """Running mean of the first turns that arrive at a poll."""
         self._turns: dict[str, tuple[str, int]] = {}
         """The episode and the branch of each turn in the engine, by the engine's key of the turn."""
+        self._retries: list[tuple[float, str]] = []
+        """When episodes are to be tried again, and their keys."""
 
     @property
     def num_starting(self) -> int:
@@ -158,6 +162,7 @@ class Episodes:
         """Adds the next turns to the engine, and returns the members that are complete."""
         ended: list[EndedEpisode] = []
         arrived, idle = 0, not self._engine.num_running
+        self._start_retries()
         for wish in self._pool.poll():
             if wish.episode not in self._live:
                 continue
@@ -183,6 +188,14 @@ class Episodes:
             self._abort(key)
             del self._live[key]
         self._pool.drop(keys)
+
+    def _start_retries(self) -> None:
+        now_s = time.monotonic()
+        due = [key for due_s, key in self._retries if due_s <= now_s]
+        self._retries = [(due_s, key) for due_s, key in self._retries if due_s > now_s]
+        for key in due:
+            if key in self._live:
+                self._play(key)
 
     def _play(self, key: str) -> None:
         one = self._live[key]
@@ -245,16 +258,18 @@ class Episodes:
         """Starts the episode again if it failed and may be tried again. Returns True if it did."""
         if ended.status != "failed" or ended.ended == "overlong" or one.group.scored_together:
             return False  # once one of a group has its score, the others cannot be compared with it again
+        pause_s = 0.0
         if ended.ended == "host" and one.host_losses < MAX_HOST_LOSSES:
             one.host_losses += 1
         elif one.tries < self._config.environment.retries:
+            pause_s = min(BACK_OFF_S * 2**one.tries, MAX_BACK_OFF_S)
             one.tries += 1
         else:
             return False
-        log.warning("episode tried again", episode=ended.episode, reason=ended.error)
+        log.warning("episode tried again", episode=ended.episode, reason=ended.error, pause_s=pause_s)
         one.lost_tokens += self._abort(ended.episode) + one.num_action_tokens
         one.branches, one.num_turns = {}, 0
-        self._play(ended.episode)
+        self._retries.append((time.monotonic() + pause_s, ended.episode))
         return True
 
     def _end(self, one: _Episode, ended: EpisodeEnded) -> EndedEpisode:

@@ -52,7 +52,8 @@ class Progress:
     """Detects stalls: no progress within `launch.progress_timeout_s`.
 
     Progress is a finished optimizer step, evaluation prompt or repeated step after a resume. While there is no batch
-    for the learners, generated tokens count too: a step that waits for long completions does not hang.
+    for the learners, generated tokens count too: a step that waits for long completions does not hang. So do refunded
+    groups, also those without a token: the replay queue ends a run of them, and names the reason.
     """
 
     def __init__(self, config: Config, now_s: float) -> None:
@@ -72,9 +73,12 @@ class Progress:
         training = status["taken"] or status["finished"] >= self._batch_groups
         # A learner that shares its card waits for it with a batch in hand.
         waits = not training or self._config.launch.colocated
-        tokens = None if not waits else sum(generator["tokens"] for generator in status["generators"].values())
+        generated = None
+        if waits:
+            tokens = sum(generator["tokens"] for generator in status["generators"].values())
+            generated = tokens, sum(status["refunded"].values())
         again = (status["catching_up"] or {}).get("step")
-        seen = status["step"], status["eval"]["prompts_done"], again, training, tokens
+        seen = status["step"], status["eval"]["prompts_done"], again, training, generated
         if seen != self._seen:
             self._seen, self._since_s = seen, now_s
         launch = self._config.launch

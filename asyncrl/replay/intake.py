@@ -8,7 +8,7 @@ from msgspec import structs
 from asyncrl.config import Config
 from asyncrl.errors import ProtocolError
 from asyncrl.replay.codec import GroupLimits, check_group
-from asyncrl.replay.refunds import FAILURES, check_environment_refunds, check_refunds, has_signal, refund_reason
+from asyncrl.replay.refunds import FAILURES, check_refunds, has_signal, refund_reason
 from asyncrl.replay.store import Store
 from asyncrl.wire.frames import Array
 from asyncrl.wire.messages import GroupHeader
@@ -58,7 +58,7 @@ class GroupIntake:
             event = "group failed" if reason in FAILURES else "rewards failed"
             log.warning(event, ticket=number, row=header.row, count=len(errors), error=errors[0] if errors else "")
         check_refunds(self._config, ledger, self._state.unused_in_a_row)
-        check_environment_refunds(header, self._state.broken_in_a_row)
+        self._state.failures.check(self._config, ledger, header, reason, finished_s)
 
     def _repeated(self, number: int, attempt: int) -> None:
         """Counts a group that arrived before, or whose ticket or attempt was never leased."""

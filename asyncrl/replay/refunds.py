@@ -6,13 +6,14 @@ from __future__ import annotations
 from asyncrl.config import Config
 from asyncrl.errors import RunError
 from asyncrl.replay.ledger import Ledger
+from asyncrl.util.durable import Durable
 from asyncrl.wire.messages import GroupHeader
 
 ENVIRONMENT_FAILURES = ("environment", "timeout", "overlong")
 FAILURES = ("failed", *ENVIRONMENT_FAILURES)
 """The reasons of refunds of groups in which a trajectory has no reward."""
-MAX_ENVIRONMENT_REFUNDS = 16
-"""Groups in a row that may be refunded because their environment failed."""
+MIN_FAILURES = 16
+"""Groups in a row that must have failed before failures end a run."""
 SAME_REWARD = 1e-6
 """A group whose rewards differ by less has no training signal where advantages compare within the group."""
 
@@ -37,24 +38,49 @@ def refund_reason(config: Config, header: GroupHeader, *, group_relative: bool) 
 
 
 def check_refunds(config: Config, ledger: Ledger, unused_in_a_row: int) -> None:
-    """Raises RunError if too many groups in a row were refunded or dropped."""
+    """Raises RunError if too many groups in a row that were scored were refunded or dropped."""
     limit = config.replay.max_refunds_in_a_row
     if unused_in_a_row >= limit:
         counts = {name: amount.groups for name, amount in ledger.refunded.items()}
         raise RunError(
-            f"the last {limit} groups had no training signal (refunded so far: {counts}): their rewards are equal or "
-            "failed; check the reward function and the difficulty of the data, or set replay.zero_variance=train "
+            f"the last {limit} groups had no training signal (refunded so far: {counts}): their rewards are equal; "
+            "check the reward function and the difficulty of the data, or set replay.zero_variance=train "
             "or a higher replay.max_refunds_in_a_row"
         )
 
 
-def check_environment_refunds(header: GroupHeader, broken_in_a_row: int) -> None:
-    """Raises RunError if the environments of too many groups in a row have failed."""
-    if broken_in_a_row >= MAX_ENVIRONMENT_REFUNDS:
-        error = next(error for error in header.errors if error)
+class Failures(Durable):
+    """The failed groups since the last one with another end: they end a run by the time that they last, so that a
+    service of environments or rewards may be away for a while."""
+
+    in_a_row: int = 0
+    since_s: float = 0.0
+    """When the first of them was finished, in seconds of the run."""
+
+    def note(self, reason: str, finished_s: float) -> None:
+        """Counts a finished group that was refunded for this reason; "" for another end."""
+        if reason not in FAILURES:
+            self.in_a_row = 0
+            return
+        self.since_s = self.since_s if self.in_a_row else finished_s
+        self.in_a_row += 1
+
+    def check(self, config: Config, ledger: Ledger, header: GroupHeader, reason: str, finished_s: float) -> None:
+        """Raises RunError after a finished group if all groups have failed for `launch.progress_timeout_s`; where
+        environments fail, if all groups of the run have."""
+        if self.in_a_row < MIN_FAILURES:
+            return
+        of_environments, limit_s = reason in ENVIRONMENT_FAILURES, config.launch.progress_timeout_s
+        failed = sum(amount.trajectories for name, amount in ledger.refunded.items() if name in FAILURES)
+        none_worked, lasting_s = failed == ledger.generated.trajectories, finished_s - self.since_s
+        if not (lasting_s >= limit_s or (of_environments and none_worked)):
+            return
+        what = "environments" if of_environments else "rewards"
+        since = f" for {lasting_s:.0f} s (launch.progress_timeout_s = {limit_s:g})" if lasting_s >= limit_s else ""
+        error = next(filter(None, header.errors), "")
+        way_out = "; `asyncrl play` plays single episodes" if of_environments else ""
         raise RunError(
-            f"the environments of the last {broken_in_a_row} groups have failed, the last one: {error}; "
-            "`asyncrl play` plays single episodes"
+            f"the {what} of the last {self.in_a_row} groups have failed{since}, the last one: {error}{way_out}"
         )
 
 

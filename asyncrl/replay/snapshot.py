@@ -19,6 +19,7 @@ from asyncrl.replay.ledger_counts import LedgerCounts
 from asyncrl.replay.metrics.run import RunSums
 from asyncrl.replay.metrics.stats import ReportedStats
 from asyncrl.replay.prompts.selection import SelectionRecord
+from asyncrl.replay.refunds import Failures
 from asyncrl.replay.staleness_control import ControllerState
 from asyncrl.replay.tickets import HeldTicket, TakenStep
 from asyncrl.types import PromptPosition
@@ -42,7 +43,7 @@ class QueueSnapshot(Durable):
     stop_reason: str
     generators_wanted: int
     unused_in_a_row: int
-    broken_in_a_row: int
+    failures: Failures
     late: dict[int, list[int]]
     committed: dict[str, float]
     coverage: Coverage

@@ -25,7 +25,7 @@ from asyncrl.replay.metrics.stats import ReportedStats
 from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.prompts.pass_rates import PassRates
 from asyncrl.replay.prompts.selection import RowSelection
-from asyncrl.replay.refunds import ENVIRONMENT_FAILURES, FAILURES
+from asyncrl.replay.refunds import FAILURES, Failures
 from asyncrl.replay.snapshot import QueueSnapshot, rules_of
 from asyncrl.replay.staleness_control import StalenessController
 from asyncrl.replay.tickets import FinishedGroup, PromptSource, TakenStep, TicketEntry
@@ -71,9 +71,8 @@ class QueueState:
         self.stop_reason = ""
         self.generators_wanted = config.launch.generators
         self.unused_in_a_row = 0
-        """Refunded and dropped groups since the last one with another end."""
-        self.broken_in_a_row = 0
-        """Groups refunded for their environment since the last one with another end."""
+        """Groups without signal that were refunded or dropped since the last one with one."""
+        self.failures = Failures()
         self.late: dict[int, list[int]] = {}
         """Outstanding attempts of the latest trained and refunded tickets, by ticket; at most MAX_LATE tickets."""
         self.committed: dict[str, float] = {}
@@ -142,10 +141,10 @@ class QueueState:
         self.ledger.finish(number, **amount, start_version=header.start_version)
         unused = bool(reason) or (self.config.replay.drops and not group.signal)
         self.measure.scored(header, held.completion, held.choice, signal=held.signal)
+        self.failures.note(reason, header.finished_s)
         if reason not in FAILURES:
             self.selection.finished(header, held.choice, trained=not unused)
-        self.unused_in_a_row = self.unused_in_a_row + 1 if unused else 0
-        self.broken_in_a_row = self.broken_in_a_row + 1 if reason in ENVIRONMENT_FAILURES else 0
+            self.unused_in_a_row = self.unused_in_a_row + 1 if unused else 0
         self.ledger.count_lost(sum(episode.lost_tokens for episode in header.episodes))
         if not reason:
             self.held_bytes += held.num_bytes

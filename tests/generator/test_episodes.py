@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,12 @@ from asyncrl.wire.environment_messages import EpisodeEnded, GroupPlace
 MakeEngine = Callable[..., Engine]
 OBSERVATION = [9, 10, 11]
 TURNS = 3
+BACK_OFF_S = 0.02
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(episodes, "BACK_OFF_S", BACK_OFF_S)
 
 
 @dataclass
@@ -43,6 +50,7 @@ class FakePool:
     turns: dict[str, int] = field(default_factory=dict)
     tries: dict[str, int] = field(default_factory=dict)
     seeds: dict[str, int] = field(default_factory=dict)
+    started_s: dict[str, list[float]] = field(default_factory=dict)
     lengths: dict[str, int] = field(default_factory=dict)
     dropped: list[str] = field(default_factory=list)
     delay: int = 0
@@ -51,6 +59,7 @@ class FakePool:
 
     def start(self, episode: str, prompt: Prompt, *, seed: int, evaluation: bool, place: GroupPlace) -> None:
         self.tries[episode] = self.tries.get(episode, -1) + 1
+        self.started_s.setdefault(episode, []).append(time.monotonic())
         self.turns[episode], self.seeds[episode], self.lengths[episode] = 0, seed, len(prompt.tokens)
         self._next(episode, [])
 
@@ -226,6 +235,8 @@ def test_a_failed_episode_is_tried_again_and_its_tokens_are_counted(
     receiver = FakeReceiver(deque([(0, weights_of(policies[0]))]))
     loop, client = make_loop(model_path, engine, pool, receiver, groups=1)
     finish(loop, client, 1)
+    first_s, second_s = pool.started_s["0.0.1"]
+    assert second_s - first_s > BACK_OFF_S
     (group,) = client.groups
     first, second = (member.episode for member in group.trajectories)
     lost = sum(len(one.tokens) for one in engine.sampled["0.0.1"][:2])

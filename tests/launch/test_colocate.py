@@ -170,7 +170,7 @@ def test_tokens_are_progress_while_the_learner_waits_for_its_card() -> None:
         progress = Progress(config, 0.0)
         status: dict[str, Any] = {
             "taken": True, "finished": 0, "leased": 3, "step": 1, "catching_up": None,
-            "eval": {"prompts_done": 0, "running": []},
+            "eval": {"prompts_done": 0, "running": []}, "refunded": {},
         }  # fmt: skip
         found = ""
         for now_s in range(0, 3000, 300):

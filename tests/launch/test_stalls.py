@@ -11,8 +11,11 @@ from asyncrl.launch.role_group import Progress
 from tests.helpers.replay import small_config
 
 
-def status(step: int, *, taken: bool, again: int | None = None, tokens: int = 0, finished: int = 1) -> dict[str, Any]:
+def status(
+    step: int, *, taken: bool, again: int | None = None, tokens: int = 0, finished: int = 1, refunded: int = 0
+) -> dict[str, Any]:
     return {
+        "refunded": {"environment": refunded},
         "generators": {"0": {"tokens": tokens}, "1": {"tokens": 7}},
         "step": step,
         "taken": taken,
@@ -77,3 +80,12 @@ def test_learners_that_leave_a_batch_lying_are_blamed() -> None:
     assert reason.startswith("no optimizer step ended within")
     with pytest.raises(RunError, match="no optimizer step ended within"):
         check(progress, status(4, taken=False, tokens=900, finished=2), 124.0, started_s=63.0)
+
+
+def test_refunded_groups_are_progress_while_there_is_no_batch() -> None:
+    """The replay queue ends a run whose groups all fail."""
+    progress = Progress(small_config(launch__progress_timeout_s=60), 0.0)
+    for refunded in range(9):
+        assert check(progress, status(4, taken=False, refunded=refunded), 50.0 * refunded) == ""
+    with pytest.raises(RunError, match="no optimizer step ended"):
+        check(progress, status(4, taken=False, refunded=8), 8 * 50.0 + 61)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 import weakref
 from pathlib import Path
 
@@ -169,6 +170,17 @@ def test_endless_refunds_end_the_run_with_the_reason(tmp_path: Path) -> None:
     finish(queue, first, rewards=(0.0, 0.0))
     with pytest.raises(RunError, match=r"the last 2 groups had no training signal .*zero_variance.: 2"):
         finish(queue, second, rewards=(0.0, 0.0))
+
+
+def test_failed_rewards_end_the_run_by_their_time_and_not_by_their_number(tmp_path: Path) -> None:
+    queue = make_queue(tmp_path, replay__max_refunds_in_a_row=2, launch__progress_timeout_s=0.2)
+    began_s = time.monotonic()
+    with pytest.raises(RunError, match=r"the rewards of the last \d+ groups have failed for .* the last one: it broke"):
+        while time.monotonic() < began_s + 10:
+            group = make_group(*ask(queue, num_groups=1), version=0, status="failed")
+            group.started_s = group.finished_s = time.monotonic()
+            queue.finish(*pack_group(group))
+    assert time.monotonic() > began_s + 0.2
 
 
 def test_duplicate_and_superseded_groups_count_once(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -127,15 +128,46 @@ def test_a_group_with_a_failed_episode_is_refunded_by_its_reason(
     assert "reward/mean" not in queue.state.measure.rewards_since_step.table()
 
 
-def test_environments_that_always_fail_end_the_run_and_one_that_works_in_between_does_not(tmp_path: Path) -> None:
+def fail_group(queue: ReplayQueue, ended: EpisodeEnd, *, at_s: float) -> None:
+    """The group is finished at this second of the run."""
+    queue.clock.origin_s = time.monotonic() - at_s
+    group = fail(make_episodes(ask_queue(queue, 0, 0, 1)[0][0]), ended)
+    group.started_s = group.finished_s = time.monotonic()
+    queue.finish(*pack_group(group))
+
+
+def test_environments_that_fail_from_the_first_group_on_end_the_run(tmp_path: Path) -> None:
     queue = make_queue(tmp_path)
     for _ in range(15):
-        lease = ask_queue(queue, 0, 0, 1)[0][0]
-        queue.finish(*pack_group(fail(make_episodes(lease), "environment")))
-    queue.finish(*pack_group(make_episodes(ask_queue(queue, 0, 0, 1)[0][0])))
-    for _ in range(15):
-        lease = ask_queue(queue, 0, 0, 1)[0][0]
-        queue.finish(*pack_group(fail(make_episodes(lease), "timeout")))
-    lease = ask_queue(queue, 0, 0, 1)[0][0]
+        fail_group(queue, "environment", at_s=1.0)
     with pytest.raises(RunError, match=r"the environments of the last 16 groups have failed, .* Odd\.step: overlong; "):
-        queue.finish(*pack_group(fail(make_episodes(lease), "overlong")))
+        fail_group(queue, "overlong", at_s=1.0)
+
+
+def test_environments_that_have_worked_may_fail_for_the_time_without_progress(tmp_path: Path) -> None:
+    queue = make_queue(tmp_path, launch__progress_timeout_s=600, replay__max_refunds_in_a_row=2)
+    for now_s in (10.0, 900.0):
+        queue.finish(*pack_group(make_episodes(ask_queue(queue, 0, 0, 1)[0][0])))
+        for passed_s in range(0, 600, 20):
+            fail_group(queue, "timeout", at_s=now_s + passed_s)
+    message = (
+        r"environments of the last 31 groups have failed for 601 s \(launch\.progress_timeout_s = 600\), .*timeout"
+    )
+    with pytest.raises(RunError, match=message):
+        fail_group(queue, "timeout", at_s=900.0 + 601.0)
+
+
+def test_a_restarted_queue_knows_since_when_groups_fail(tmp_path: Path) -> None:
+    queue = make_queue(tmp_path)
+    queue.finish(*pack_group(make_episodes(ask_queue(queue, 0, 0, 1)[0][0])))
+    fail_group(queue, "timeout", at_s=50.0)
+    fail_group(queue, "timeout", at_s=60.0)
+    stored = queue.state.snapshot()
+    assert stored["failures"] == {"in_a_row": 2, "since_s": pytest.approx(50.0, abs=0.1)}
+
+
+def test_slow_groups_that_fail_one_by_one_do_not_end_the_run(tmp_path: Path) -> None:
+    queue = make_queue(tmp_path, launch__progress_timeout_s=600)
+    queue.finish(*pack_group(make_episodes(ask_queue(queue, 0, 0, 1)[0][0])))
+    for now_s in (0.0, 500.0, 1000.0):
+        fail_group(queue, "timeout", at_s=now_s)
