@@ -142,7 +142,8 @@ class ReplayConfig(Section):
     """The run fails after this many consecutive groups without signal that were refunded or dropped. Groups whose
     environments or rewards failed do not count: they end a run after `launch.progress_timeout_s`."""
     max_bytes: int = Field(default=4 << 30, ge=1 << 20)
-    """Limit of the finished groups in memory; above it only groups that the next batch needs may start."""
+    """Limit of the finished groups in memory, with their prompts; above it only groups that the next batch needs may
+    start."""
 
     @property
     def drops(self) -> bool:

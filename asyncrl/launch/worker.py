@@ -109,7 +109,7 @@ def run_replay_role(config: Config, spec: RoleSpec, should_stop: Callable[[], bo
     """Runs the replay queue until the run ends or `should_stop` returns True."""
     from asyncrl.data.cursor import PromptCursor
     from asyncrl.data.prompts import eval_prompts
-    from asyncrl.replay.codec import MAX_INT32, GroupLimits
+    from asyncrl.replay.codec import MAX_INT32, GroupLimits, max_group_header_bytes
     from asyncrl.replay.directory import Directory
     from asyncrl.replay.evaluation.samples import EvalSamples
     from asyncrl.replay.journal.writer import SEGMENT_BYTES, Journal
@@ -131,7 +131,8 @@ def run_replay_role(config: Config, spec: RoleSpec, should_stop: Callable[[], bo
     played = config.environment.name is not None
     # An episode may be longer: `data.max_prompt_tokens` limits its first prompt only.
     longest_tokens = MAX_INT32 if played else window_tokens
-    limits = GroupLimits(num_embeddings(config.model.path) or MAX_INT32, longest_tokens)
+    longest_bytes = max_group_header_bytes(config.replay.groups_per_step)
+    limits = GroupLimits(num_embeddings(config.model.path) or MAX_INT32 + 1, longest_tokens, longest_bytes)
     queue = ReplayQueue(
         config, prompts, trace, evaluated, journal, run_id, checkpoint, group_relative=grouped, limits=limits
     )

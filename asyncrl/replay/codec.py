@@ -14,13 +14,18 @@ import numpy as np
 from asyncrl.errors import InvariantError, ProtocolError
 from asyncrl.types import NO_VERSION, EpisodeOutcome, Group, Lease, Prompt, Trajectory
 from asyncrl.wire.bounds import MAX_REWARD
-from asyncrl.wire.frames import DTYPES, NAMES, Array, Block, joined, zeros
+from asyncrl.wire.frames import DTYPES, NAMES, WAYS_OUT, Array, Block, joined, zeros
+from asyncrl.wire.kinds import MAX_HEADER_BYTES
 from asyncrl.wire.messages import EpisodeHeader, GroupHeader, LeaseHeader
+from asyncrl.wire.packing import make_encoder
 
 _SHARED = tuple(name for name in GroupHeader.__struct_fields__ if name in {field.name for field in fields(Group)})
 """Fields that a header has of its group; its others are lists with an entry for each trajectory."""
 _LISTS = tuple(name for name in GroupHeader.__struct_fields__ if name not in (*_SHARED, "members", "routing"))
 _OUTCOME = EpisodeHeader.__struct_fields__
+_ENCODER = make_encoder()
+SPECS_BYTES = 512
+"""More than a group adds to a message beside its header: the descriptions of its arrays."""
 MAX_ROWS_PER_MEMBER = 1024
 MAX_INT32 = 2**31 - 1
 MIN_LOGPROB, MAX_LOGPROB = -1e4, 0.01
@@ -68,15 +73,32 @@ def pack_group(group: Group) -> tuple[GroupHeader, Block]:
 
 
 class GroupLimits(NamedTuple):
-    """What the learner can take of a trajectory."""
+    """What the learner can take of a trajectory, and the queue of a group."""
 
-    vocabulary: int = MAX_INT32
+    vocabulary: int = MAX_INT32 + 1
     """Rows of the embedding."""
     tokens: int = MAX_INT32
     """Length, with the prompt."""
+    header_bytes: int = MAX_HEADER_BYTES
+    """Size of a group's header."""
 
 
 NO_LIMITS = GroupLimits()
+
+
+def max_group_header_bytes(groups_per_step: int) -> int:
+    """The size up to which the headers of a step's groups can be sent in one answer."""
+    return MAX_HEADER_BYTES // groups_per_step - SPECS_BYTES
+
+
+def header_bytes(header: GroupHeader) -> int:
+    """The size of a group's header in a message."""
+    return len(_ENCODER.encode(header))
+
+
+def prompt_bytes(prompt: Prompt) -> int:
+    """The size of a prompt with its columns."""
+    return prompt.tokens.nbytes + len(_ENCODER.encode([getattr(prompt, name) for name in _OF_PROMPT]))
 
 
 def check_group(
@@ -85,6 +107,11 @@ def check_group(
     """Raises ProtocolError unless header and arrays describe a complete, consistent group of `group_size` members,
     which the learner can collate and compute."""
     where = f"group of ticket {header.ticket}"
+    if (size := header_bytes(header)) > limits.header_bytes:
+        raise ProtocolError(
+            f"{where}: a header of {size} bytes; at most {limits.header_bytes} of each group can be sent for one step; "
+            f"{WAYS_OUT[True]}"
+        )
     _check_members(header, where, group_size)
     if [NAMES.get(a.dtype) for a in arrays] != ([*_ARRAYS, "u1"] if header.routing else _ARRAYS):
         more = ", and a routing" if header.routing else ""

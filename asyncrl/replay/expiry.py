@@ -11,7 +11,7 @@ A generator asks every second. What becomes of its leases when it is
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 
 import structlog
@@ -81,15 +81,17 @@ class LeaseExpiry:
             self._store.record("drop", {"version": version, "reason": STRANDED})
         if now_s <= self._next_s:
             return
-        oldest_s = now_s
+        oldest_s, expired = now_s, Counter[int]()
         for number, held in state.held.items():
             if not state.ledger.is_current(number, held.attempt):
                 continue
             if now_s - held.renewed_s > self._limit_s:
                 self._store.return_leases(number, held.attempt)
-                log.warning("lease expired", ticket=number, generator=held.generator, limit_s=self._limit_s)
+                expired[held.generator] += 1
             else:
                 oldest_s = min(oldest_s, held.renewed_s)
+        for generator, leases in expired.items():
+            log.warning("leases expired", generator=generator, leases=leases, limit_s=self._limit_s)
         self._next_s = oldest_s + self._limit_s
 
     def _look(self, now_s: float) -> None:

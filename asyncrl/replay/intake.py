@@ -38,6 +38,7 @@ class GroupIntake:
         current = ledger.is_current(number, attempt)
         if not current and not ledger.accepts(number, start_version):
             self.lose(number, attempt, int(arrays[1].sum()))
+            log.warning("an attempt is not used: its tokens are too old", ticket=number, attempt=attempt)
             return
         held = self._state.held[number]
         held.check_prompt(header, arrays[0], arrays[1])
@@ -70,6 +71,3 @@ class GroupIntake:
     def lose(self, number: int, attempt: int, tokens: int) -> None:
         """Counts the tokens of an attempt that was finished or released too late to be used."""
         self._store.record("lose", {"ticket": number, "attempt": attempt, "tokens": tokens})
-        log.warning(
-            "an attempt is not used: another one was used, or its tokens are too old", ticket=number, attempt=attempt
-        )

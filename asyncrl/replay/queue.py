@@ -28,6 +28,7 @@ answered before it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -182,14 +183,22 @@ class ReplayQueue:
     def release(
         self, generator: int, leases: Sequence[ReleasedLease], evaluations: Sequence[ReleasedEvaluation] = ()
     ) -> None:
-        """Takes back leases that a generator will not finish, and counts the tokens that are lost."""
+        """Takes back leases that a generator will not finish, and counts the tokens that are lost. Those that another
+        generator holds stay."""
+        counts: Counter[str] = Counter()
         for lease in leases:
             number, attempt, tokens = lease.ticket, lease.attempt, lease.tokens
             if self.ledger.is_current(number, attempt):
+                if self.held[number].generator != generator:
+                    counts["of_others"] += 1
+                    continue
                 self.store.return_leases(number, attempt, tokens=tokens)
-                log.info("lease returned", ticket=number, attempt=attempt, generator=generator, tokens=tokens)
+                counts.update(returned=1, tokens=tokens)
             elif self.state.awaits(number, attempt):
                 self.intake.lose(number, attempt, tokens)
+                counts.update(late=1, tokens=tokens)
+        if counts:
+            log.info("leases returned", generator=generator, **counts)
         leased = {(ticket, attempt) for _, ticket, attempt in self.evaluation.held()}
         for lease in evaluations:
             if (lease.ticket, lease.attempt) in leased:
@@ -276,4 +285,5 @@ class ReplayQueue:
     def _give_back_all(self, leases: Sequence[Lease]) -> None:
         for lease in leases:
             self.store.return_leases(lease.ticket, lease.attempt, evaluation=lease.evaluation)
-            log.info("lease of a lost session returned", ticket=lease.ticket, evaluation=lease.evaluation)
+        if leases:
+            log.info("leases of a lost session returned", count=len(leases))

@@ -11,6 +11,7 @@ import numpy as np
 from msgspec import field
 
 from asyncrl.errors import InvariantError, ProtocolError
+from asyncrl.replay.codec import header_bytes, prompt_bytes
 from asyncrl.replay.journal.reader import Location
 from asyncrl.replay.journal.records import Record
 from asyncrl.replay.metrics.stats import completion_tokens, tokens_by_version
@@ -75,7 +76,7 @@ class TicketEntry(HeldTicket, kw_only=True):
     by_version: dict[int, int] = field(default_factory=dict[int, int])
     """Action tokens by the policy version that sampled them."""
     num_bytes: int = 0
-    """Size of the frames."""
+    """Size of frames, header and prompt."""
     signal: bool = True
     """As in `asyncrl.replay.refunds.has_signal`."""
 
@@ -96,7 +97,8 @@ class TicketEntry(HeldTicket, kw_only=True):
         """Stores the finished group."""
         _, mask, _, versions = group.arrays[:4]
         self.header, self.arrays, self.location, self.signal = group.header, group.arrays, location, group.signal
-        self.num_bytes = sum(array.nbytes for array in group.arrays)
+        frames = sum(array.nbytes for array in group.arrays)
+        self.num_bytes = frames + header_bytes(group.header) + prompt_bytes(self.prompt)
         self.completion, self.by_version = completion_tokens(group.header, mask), tokens_by_version(versions, mask)
 
     def check_prompt(self, header: GroupHeader, tokens: Array, action_mask: Array) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgpack
 import pytest
+from structlog.testing import capture_logs
 
 from asyncrl.errors import ProtocolError
 from asyncrl.replay.codec import pack_group
@@ -24,7 +25,7 @@ from asyncrl.util.durable import of_plain, to_plain
 from asyncrl.wire.bounds import MAX_NUMBER, MAX_REWARD
 from asyncrl.wire.frames import Array, decode, encode
 from asyncrl.wire.learner_messages import Take
-from asyncrl.wire.messages import GeneratorStats, GroupHeader
+from asyncrl.wire.messages import GeneratorStats, GroupHeader, ReleasedEvaluation, ReleasedLease
 from asyncrl.wire.service_messages import Error
 from tests.helpers.replay import PROMPT_TOKENS, EndlessPrompts, ask_queue, make_group, small_config
 
@@ -142,3 +143,40 @@ def test_a_learner_left_behind_while_it_waits_is_told_so(queue: ReplayQueue) -> 
     assert (message.peer, message.seq) == (b"peer", 3) and isinstance(reply.body, Error)
     assert "learner rank 0 takes step 7, the next one is 1" in reply.body.text
     assert requests.waiting == {}
+
+
+def test_a_release_is_one_line_of_the_log_and_bounded_work(queue: ReplayQueue) -> None:
+    (first, second), _ = ask_queue(queue, 0, 0, 2)
+    late = ReleasedLease(first.ticket, 7, 3)
+    leases = [ReleasedLease(first.ticket, first.attempt, 4), *[late] * 65_534, ReleasedLease(second.ticket, 0, 5)]
+    began_s = time.process_time()
+    with capture_logs() as lines:
+        queue.release(0, leases, [ReleasedEvaluation(number, 0) for number in range(65_536)])
+    assert time.process_time() - began_s < 2.0
+    assert [(line["event"], line["returned"], line["tokens"]) for line in lines] == [("leases returned", 2, 9)]
+
+
+def test_a_generator_returns_its_own_leases_only(queue: ReplayQueue) -> None:
+    (lease, *_), _ = ask_queue(queue, 0, 0, 1)
+    with capture_logs() as lines:
+        queue.release(1, [ReleasedLease(lease.ticket, lease.attempt, 1 << 30)])
+    assert [line["of_others"] for line in lines] == [1] and queue.ledger.generated.tokens == 0
+    queue.finish(*pack_group(make_group(lease, 0)))
+    assert queue.state.reported.duplicates == 0, "its holder's group is used"
+
+
+def test_the_leases_of_a_lost_generator_are_one_line_of_the_log(queue: ReplayQueue) -> None:
+    ask_queue(queue, 0, 0, 4)
+    with capture_logs() as lines:
+        queue.lost(0)
+    assert [(line["event"], line["count"]) for line in lines] == [("leases of a lost session returned", 4)]
+
+
+def test_headers_and_prompts_count_as_memory(queue: ReplayQueue) -> None:
+    (lease, *_), _ = ask_queue(queue, 0, 0, 1)
+    lease.prompt.extra_info["document"] = "d" * 5000
+    group = make_group(lease, 0)
+    group.trajectories[0].error = "e" * 3000
+    header, arrays = pack_group(group)
+    queue.finish(header, arrays)
+    assert 8000 < queue.state.held_bytes - sum(array.nbytes for array in arrays) < 9000

@@ -14,8 +14,18 @@ from hypothesis import strategies as st
 from msgspec import inspect, structs
 
 from asyncrl.errors import ProtocolError, StrangerError
-from asyncrl.replay.codec import check_group, pack_group, pack_leases, unpack_group, unpack_leases
+from asyncrl.replay import codec
+from asyncrl.replay.codec import (
+    GroupLimits,
+    check_group,
+    max_group_header_bytes,
+    pack_group,
+    pack_leases,
+    unpack_group,
+    unpack_leases,
+)
 from asyncrl.types import NO_VERSION, Lease, Prompt
+from asyncrl.wire import frames as wire_frames
 from asyncrl.wire.frames import SCHEMA, decode, encode
 from asyncrl.wire.kinds import BODIES, MAX_HEADER_BYTES, MAX_REQUEST_HEADER_BYTES, REQUESTS
 from asyncrl.wire.learner_messages import ShardHeader
@@ -305,3 +315,29 @@ def test_inconsistent_group_is_refused(change, reason: str) -> None:  # type: ig
     change(header, arrays)
     with pytest.raises(ProtocolError, match=reason):
         check_group(header, arrays, group_size=2)
+
+
+@pytest.mark.parametrize("groups_per_step", [1, 5, 300])
+def test_the_largest_headers_that_are_accepted_can_be_sent_for_a_complete_step(
+    monkeypatch: pytest.MonkeyPatch, groups_per_step: int
+) -> None:
+    monkeypatch.setattr(codec, "MAX_HEADER_BYTES", 1 << 19)
+    monkeypatch.setattr(wire_frames, "max_header_bytes", lambda kind: 1 << 19)
+    group = make_group(a_lease(), 0)
+    limits = GroupLimits(header_bytes=max_group_header_bytes(groups_per_step))
+    accepted, refused = 0, 1 << 19
+    while refused - accepted > 1:
+        length = (accepted + refused) // 2
+        group.trajectories[0].error = "e" * length
+        header, block = pack_group(group)
+        try:
+            check_group(header, block, group_size=2, limits=limits)
+            accepted = length
+        except ProtocolError as error:
+            refused = length
+            assert "of each group can be sent for one step; lower generator.group_size" in str(error)
+    group.trajectories[0].error = "e" * accepted
+    header, block = pack_group(group)
+    shard = ShardHeader(groups_per_step, "shard", [header] * groups_per_step)
+    message, *_ = encode("r" * 40, shard, seq=1 << 40, arrays=[block] * groups_per_step, at_s=1e9)
+    assert len(message) > (1 << 18), "the bound is not far below what can be sent"
