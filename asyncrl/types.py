@@ -55,7 +55,7 @@ def mean_staleness(histogram: Sequence[int]) -> float:
 
 Status = Literal["completed", "truncated", "failed"]
 """completed: ended by the policy; truncated: cut at the token limit; failed: no reward could be computed, so that the
-group is refunded (in an evaluation the completion counts as 0)."""
+member is neither trained nor part of its group's baseline (in an evaluation, of its mean reward)."""
 
 NO_VERSION = -1
 """Version of a token that no policy sampled."""
@@ -177,7 +177,7 @@ class Trajectory:
     reward: float = 0.0
     reward_parts: dict[str, float] = field(default_factory=dict[str, float])
     error: str = ""
-    """Why no reward could be computed; the reward is 0 then, or the status is "failed". Empty otherwise."""
+    """Why no reward could be computed: the status is "failed", or with `replay.failed: zero` the reward is 0."""
     episode: EpisodeOutcome | None = None
     """None without an environment."""
     member: int | None = None
@@ -274,11 +274,6 @@ class Group:
         members = self.members
         pairs = zip(self.trajectories, members, [-1, *members], strict=False)
         return [row for row, member, before in pairs if member != before]
-
-    @property
-    def rewards(self) -> NDArray[np.float64]:
-        """[members]"""
-        return np.array([row.reward for row in self.firsts], dtype=np.float64)
 
     @property
     def num_action_tokens(self) -> int:

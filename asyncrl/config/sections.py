@@ -135,9 +135,10 @@ class ReplayConfig(Section):
     zero_variance: Literal["auto", "refund", "train", "drop"] = "auto"
     """A group whose rewards are all equal is replaced by another prompt (refund), trained (train), or counted in its
     step without being computed (drop). auto refunds it if the advantage compares within the group, and would be 0."""
-    failed: Literal["zero", "refund"] = "zero"
-    """A completion whose reward raises or times out has reward 0, or its group is replaced by another prompt. A group
-    without any reward is always replaced."""
+    failed: Literal["exclude", "zero", "refund"] = "exclude"
+    """What becomes of a completion whose reward raises, times out or is None. exclude: it is not trained, and the
+    others of its group are compared without it; zero: it has reward 0; refund: its group is replaced by another prompt.
+    A group with fewer than two rewards is always replaced, except with zero if it has one."""
     max_refunds_in_a_row: int = Field(default=4096, ge=1)
     """The run fails after this many consecutive groups without signal that were refunded or dropped. Groups whose
     environments or rewards failed do not count: they end a run after `launch.progress_timeout_s`."""

@@ -162,13 +162,13 @@ def make_group(
     *,
     generator: int,
     truncated_penalty: float = 0.0,
-    failed: Literal["zero", "refund"] = "zero",
+    failed: Literal["exclude", "zero", "refund"] = "exclude",
 ) -> Group:
     """The group of a complete lease with its rewards.
 
     `truncated_penalty` is subtracted from the rewards of members cut at the token limit. A member without a reward gets
-    0 or, with `failed="refund"` or when no member of the group has a reward, the status "failed"; one whose environment
-    failed always gets that. All rows of a member get its reward, and the rewards of turns the environment's weight.
+    the status "failed". With `failed="zero"` it gets the reward 0 instead, unless its environment failed or no member
+    of the group has a reward. All rows of a member get its reward, and the rewards of turns the environment's weight.
     """
     lease = running.lease
     count = running.size - running.greedy
@@ -176,7 +176,7 @@ def make_group(
     completions = [completion for rows in members for completion in rows]
     trajectories, arrays = _trajectories(lease.prompt, completions)
     errors, greedy_reward = _errors(running, scored, failed)
-    refunded = failed == "refund" or all(errors)
+    counts_as_0 = failed == "zero" and not all(errors)
     places = [(index, row) for index, rows in enumerate(members) for row in range(len(rows))]
     for (index, row), trajectory in zip(places, trajectories, strict=True):
         error = trajectory.error = errors[index]
@@ -186,7 +186,7 @@ def make_group(
             trajectory.episode = _weighted(running.outcomes[index][row], weight)
         if not error:
             trajectory.reward, trajectory.reward_parts = scored.rewards[index], scored.parts[index]
-        elif refunded or running.environment_failed(index):
+        elif not counts_as_0 or running.environment_failed(index):
             trajectory.status = "failed"
         if trajectory.status == "truncated" and truncated_penalty:
             trajectory.reward -= truncated_penalty
@@ -209,9 +209,9 @@ def make_group(
     )
 
 
-def _errors(running: Running, scored: Scored, failed: Literal["zero", "refund"]) -> tuple[list[str], float | None]:
+def _errors(running: Running, scored: Scored, failed: str) -> tuple[list[str], float | None]:
     """Why members have no reward, and the reward of the greedy completion, whose error is that of all members unless it
-    counts as 0."""
+    counts as 0: without it they have no baseline."""
     if not running.greedy:
         return scored.errors, None
     *errors, error = scored.errors

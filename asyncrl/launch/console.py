@@ -146,7 +146,8 @@ def _lines(summary: dict[str, Any]) -> list[str]:
     if evaluations := summary.get("eval"):
         first, last = evaluations[0], evaluations[-1]
         versions = f"(version {first['version']} -> {last['version']})"
-        lines.insert(1, f"eval       reward {first['reward']:.3f} -> {last['reward']:.3f} {versions}")
+        rewards = " -> ".join(f"{result.get('reward', math.nan):.3f}" for result in (first, last))
+        lines.insert(1, f"eval       reward {rewards} {versions}")
     for dropped in summary.get("eval_dropped", []):
         lines.append(f"eval       version {dropped['version']} dropped: {dropped['reason']}")
     if skipped := summary.get("skipped_updates"):

@@ -86,7 +86,7 @@ class MicroBatch:
 class Batch:
     """One rank's part of a step. The N action tokens and S sequences are in the order of the micro-batches.
 
-    The groups have M members, all with a reward. A sequence is a row of one of them; without episodes of several rows
+    The groups have M members with a reward. A sequence is a row of one of them; without episodes of several rows
     it is the only one. Members are numbered by their first sequence; the last of them have none and are not trained.
     """
 
@@ -111,7 +111,7 @@ class Batch:
     """float64 [M, T], what environments gave for the turns of each member, NaN after its last turn; None without
     environments. The rest of a member's reward is not in it."""
     group_sizes: dict[int, int] = field(default_factory=dict[int, int])
-    """Number of members of each group, trained or not, by ticket in the order of the groups."""
+    """Number of members of each group, with a reward or without, by ticket in the order of the groups."""
 
     @property
     def num_members(self) -> list[int]:

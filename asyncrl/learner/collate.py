@@ -81,18 +81,23 @@ def make_batch(
 ) -> Batch:
     """Returns the batch with all trajectories that have action tokens packed. Mini-batches consist of complete groups.
 
-    With `skip_truncated`, members truncated at the token limit are not packed, but keep their rewards. With
-    `bootstrap_truncated`, the critic also values the state after their last token.
-    Raises InvariantError for a trajectory without a reward, or whose first token is an action, or an episode that has
-    not one reward for each turn.
+    Members without a reward are left out: only `Batch.group_sizes` counts them. With `skip_truncated`, members cut at
+    the token limit are not packed, but keep their rewards. With `bootstrap_truncated`, the critic also values the state
+    after their last token. Raises InvariantError for a group without any reward, a trajectory whose first token is an
+    action, or an episode that has not one reward for each turn.
     """
-    named = [((group.ticket, n), trajectory) for group in groups for n, trajectory in enumerate(group.trajectories)]
-    for name, trajectory in named:
-        _check(name, trajectory)
-    trajectories = [trajectory for _, trajectory in named]
-    owner = np.repeat(np.arange(len(groups)), np.array([len(group.trajectories) for group in groups], dtype=np.int64))
-    begins = [step for group in groups for step in np.diff(group.members, prepend=-1)]
-    members = np.cumsum(begins, dtype=np.int64) - 1
+    scored = [
+        (at, member, (group.ticket, number), row)
+        for at, group in enumerate(groups)
+        for number, (member, row) in enumerate(zip(group.members, group.trajectories, strict=True))
+        if row.status != "failed"
+    ]
+    for group in groups:
+        _check(group)
+    named = [(name, row) for _, _, name, row in scored]
+    trajectories = [row for _, row in named]
+    keys = np.array([(at, member) for at, member, *_ in scored], dtype=np.int64).reshape(-1, 2)
+    owner, members = keys[:, 0], np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1)
     lengths, actions = (
         np.array([getattr(row, name) for row in trajectories], dtype=np.int64)
         for name in ("num_tokens", "num_action_tokens")
@@ -213,12 +218,13 @@ def _join_routings(trajectories: Sequence[Trajectory]) -> NDArray[np.uint8] | No
     return np.concatenate(routings) if routings and len(routings) == len(trajectories) else None
 
 
-def _check(name: Name, trajectory: Trajectory) -> None:
-    where = f"ticket {name[0]}, trajectory {name[1]}"
-    if trajectory.status == "failed":
-        raise InvariantError(f"{where}: it has no reward ({trajectory.error}) and cannot be trained")
-    if len(trajectory.tokens) and trajectory.action_mask[0]:
-        raise InvariantError(f"{where}: its first token is an action, but no earlier token predicts it")
+def _check(group: Group) -> None:
+    if all(row.status == "failed" for row in group.trajectories):
+        raise InvariantError(f"ticket {group.ticket}: no member has a reward ({group.trajectories[0].error})")
+    for number, row in enumerate(group.trajectories):
+        if len(row.tokens) and row.action_mask[0]:
+            where = f"ticket {group.ticket}, trajectory {number}"
+            raise InvariantError(f"{where}: its first token is an action, but no earlier token predicts it")
 
 
 def _join(arrays: list[NDArray], dtype: type[np.generic]) -> NDArray:

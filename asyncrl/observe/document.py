@@ -134,7 +134,8 @@ def _tiles(curves: Curves, summary: Mapping[str, Any]) -> list[dict[str, Any]]:
         evaluations = summary.get("eval", [])
         note = "mean reward, first and last steps"
         if evaluations:
-            note += f"; evaluation {evaluations[0]['reward']:.3f} to {evaluations[-1]['reward']:.3f}"
+            first_eval, last_eval = (evaluations[at].get("reward", math.nan) for at in (0, -1))
+            note += f"; evaluation {first_eval:.3f} to {last_eval:.3f}"
         tiles.append(_tile("Is it learning?", f"{first:.3f} → {last:.3f}", note, "reward/mean"))
     if "tokens_per_s" in summary:
         steps = summary.get("steps", curves.num_steps)

@@ -312,7 +312,7 @@ def _staleness_table(metrics: dict[str, float]) -> Section:
 def evaluation_text(status: dict[str, Any]) -> str:
     """The last evaluation and the one in progress; empty when there is neither."""
     last, running = status["eval"]["last"], status["eval"]["running"]
-    parts = [f"{last['reward']:.3f} (version {last['version']})"] if last else []
+    parts = [f"{last.get('reward', math.nan):.3f} (version {last['version']})"] if last else []
     if running:
         parts.append(f"version {running[0]['version']}: {running[0]['done']} of {running[0]['prompts']} prompts")
     return ", ".join(parts)

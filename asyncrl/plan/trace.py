@@ -59,7 +59,7 @@ def signal_of(trace: pa.Table, *, trains_all: bool) -> NDArray[np.bool_]:
     outcomes = np.array(trace.column("outcome").to_pylist(), dtype=object)
     usable = np.isin(outcomes, ("trained", "in_flight"))
     if trains_all:
-        spread = [max(rewards) - min(rewards) if rewards else 0.0 for rewards in trace.column("rewards").to_pylist()]
+        spread = [max(rewards) - min(rewards) if rewards else 0.0 for rewards in _rewards(trace)]
         usable &= np.array(spread) >= SAME_REWARD
     known = trace.column("signal").to_pylist()
     return np.array([guess if one is None else one for one, guess in zip(known, usable, strict=True)], dtype=np.bool_)
@@ -69,9 +69,14 @@ def solved_fraction(trace: pa.Table) -> float | None:
     """Returns the fraction of the groups without signal whose rewards are above the mean reward of those with signal;
     None if there are no groups of either kind."""
     signal = signal_of(trace, trains_all=True)
-    means = np.array([np.mean(rewards) if rewards else np.nan for rewards in trace.column("rewards").to_pylist()])
+    means = np.array([np.mean(rewards) if rewards else np.nan for rewards in _rewards(trace)])
     learning, others = means[signal & np.isfinite(means)], means[~signal & np.isfinite(means)]
     return float((others > learning.mean()).mean()) if len(learning) and len(others) else None
+
+
+def _rewards(trace: pa.Table) -> list[list[float]]:
+    """Returns the rewards of each group, without those that could not be computed."""
+    return [[reward for reward in rewards if np.isfinite(reward)] for rewards in trace.column("rewards").to_pylist()]
 
 
 def damaged(path: Path, error: Exception) -> DataError:

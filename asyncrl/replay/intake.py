@@ -8,6 +8,7 @@ from msgspec import structs
 from asyncrl.config import Config
 from asyncrl.errors import ProtocolError
 from asyncrl.replay.codec import GroupLimits, check_group
+from asyncrl.replay.metrics.rewards import FailedRewards
 from asyncrl.replay.refunds import FAILURES, check_refunds, has_signal, refund_reason
 from asyncrl.replay.store import Store
 from asyncrl.wire.frames import Array
@@ -23,6 +24,7 @@ class GroupIntake:
         """`group_relative` as in `has_signal`."""
         self._config, self._group_relative, self._limits = config, group_relative, limits
         self._store, self._state = store, store.state
+        self._failed = FailedRewards()
 
     def finish(self, header: GroupHeader, arrays: list[Array]) -> None:
         """Keeps a finished group, or refunds it. Only the first group of a ticket that arrives is used, and a group
@@ -54,10 +56,7 @@ class GroupIntake:
         body = structs.asdict(header) | run_s | {"weight": weight, "refunded": reason, "signal": signal}
         body["episodes"] = episodes
         self._store.record("group", body, arrays)
-        errors = [error for error in header.of_members(header.errors) if error]
-        if reason in FAILURES or errors:
-            event = "group failed" if reason in FAILURES else "rewards failed"
-            log.warning(event, ticket=number, row=header.row, count=len(errors), error=errors[0] if errors else "")
+        self._failed.add(header, refunded=reason in FAILURES)
         check_refunds(self._config, ledger, self._state.unused_in_a_row)
         self._state.failures.check(self._config, ledger, header, reason, finished_s)
 

@@ -11,26 +11,29 @@ from asyncrl.wire.messages import GroupHeader
 
 ENVIRONMENT_FAILURES = ("environment", "timeout", "overlong")
 FAILURES = ("failed", *ENVIRONMENT_FAILURES)
-"""The reasons of refunds of groups in which a trajectory has no reward."""
+"""The reasons of refunds of groups whose members have no reward, or too few of them."""
 MIN_FAILURES = 16
 """Groups in a row that must have failed before failures end a run."""
+MIN_SCORED = 2
+"""Members with a reward that a group needs if others have none: one alone has no baseline."""
 SAME_REWARD = 1e-6
 """A group whose rewards differ by less has no training signal where advantages compare within the group."""
 
 
 def has_signal(header: GroupHeader, *, group_relative: bool) -> bool:
-    """True if training on a finished group changes the policy.
+    """True if training on a finished group that is not refunded changes the policy.
 
     `group_relative`: the advantage of a group whose rewards are all equal is 0.
     """
-    return "failed" not in header.status and not (group_relative and _is_equal(header))
+    return not (group_relative and _is_equal(header))
 
 
 def refund_reason(config: Config, header: GroupHeader, *, group_relative: bool) -> str:
     """The reason why a finished group is refunded; empty if it stays. `group_relative` as in `has_signal`."""
-    if "failed" in header.status:
+    num_scored = len(header.of_scored(header.rewards))
+    if num_scored < header.num_members and (config.replay.failed == "refund" or num_scored < MIN_SCORED):
         return _failure(header)
-    if config.algorithm.truncated == "mask" and set(header.status) == {"truncated"}:
+    if config.algorithm.truncated == "mask" and set(header.status) <= {"truncated", "failed"}:
         return "truncated"
     choice = config.replay.zero_variance
     refunds_equal = choice == "refund" or (choice == "auto" and group_relative)
@@ -92,4 +95,5 @@ def _failure(header: GroupHeader) -> str:
 
 
 def _is_equal(header: GroupHeader) -> bool:
-    return max(header.rewards) - min(header.rewards) < SAME_REWARD
+    rewards = header.of_scored(header.rewards)
+    return max(rewards) - min(rewards) < SAME_REWARD

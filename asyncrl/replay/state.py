@@ -140,9 +140,10 @@ class QueueState:
         amount = {"trajectories": header.num_members, "tokens": sum(held.completion)}
         self.ledger.finish(number, **amount, start_version=header.start_version)
         unused = bool(reason) or (self.config.replay.drops and not group.signal)
-        self.measure.scored(header, held.completion, held.choice, signal=held.signal)
+        failed = reason in FAILURES
+        self.measure.scored(header, held.completion, held.choice, signal=held.signal, failed=failed)
         self.failures.note(reason, header.finished_s)
-        if reason not in FAILURES:
+        if not failed:
             self.selection.finished(header, held.choice, trained=not unused)
             self.unused_in_a_row = self.unused_in_a_row + 1 if unused else 0
         self.ledger.count_lost(sum(episode.lost_tokens for episode in header.episodes))

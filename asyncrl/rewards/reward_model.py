@@ -124,6 +124,15 @@ def check_one_model(config: Config) -> None:
         )
 
 
+def check_failed(config: Config) -> None:
+    """Raises ConfigError if completions that the reward model cannot score would have the reward 0."""
+    if config.replay.failed == "zero" and NAME in reward_names(config.rewards):
+        raise ConfigError(
+            "replay.failed = 'zero': most scores of a reward model are below 0, so that a completion without a score "
+            "would be the best of its group; use exclude or refund"
+        )
+
+
 def check_model_folder(path: str) -> None:
     """Raises ConfigError, naming reward_options.reward_model.path, unless the folder holds a model with one score."""
     folder = Path(path)

@@ -77,10 +77,12 @@ def choose(groups: Sequence[Group], *, step: int) -> Samples:
             rows.setdefault((at, member), []).append(index)
     places = list(rows)
     members = [[groups[at].trajectories[index] for index in rows[at, member]] for at, member in places]
-    order = np.argsort([member[0].reward for member in members], kind="stable").tolist()
+    scored = [number for number, member in enumerate(members) if member[0].status != "failed"]
+    order = sorted(scored, key=lambda number: members[number][0].reward)
     wanted: dict[str, int | None] = dict.fromkeys(REASONS)
-    if members:
+    if order:
         wanted |= {"best": order[-1], "worst": order[0], "median": order[len(order) // 2]}
+    if members:
         wanted["longest"] = int(np.argmax([sum(row.num_action_tokens for row in member) for member in members]))
         wanted["failed"] = next((number for number, member in enumerate(members) if member[0].error), None)
     reasons: dict[int, str] = {}

@@ -104,7 +104,9 @@ class Samples:
                 own = {name: getattr(one, name) for name in (*_OF_TRAJECTORY, *_COUNTS)}
                 parts = {"reward_parts": list(one.reward_parts.items())}
                 staleness = None if step is None else step - 1 - min(one.oldest_version, step - 1)
-                rows.append({**shared, **own, **parts, "index": index, "member": number, "staleness": staleness})
+                reward = None if one.status == "failed" else one.reward
+                places = {"index": index, "member": number, "staleness": staleness, "reward": reward}
+                rows.append({**shared, **own, **parts, **places})
                 trajectories.append(one)
         table = pa.Table.from_pylist(rows, SCHEMA)
         for name, kind in {"tokens": pa.int32(), **ARRAYS}.items():
@@ -127,6 +129,7 @@ class Samples:
         for number, row in enumerate(self.table.select([*_OF_GROUP, "member", *_OF_TRAJECTORY]).to_pylist()):
             values: dict[str, Any] = {name: column[number] for name, column in arrays.items()}
             values |= {name: row[name] for name in _OF_TRAJECTORY} | {"reward_parts": dict(row["reward_parts"])}
+            values["reward"] = row["reward"] or 0.0
             trajectory = Trajectory(**values, member=row["member"])
             if not groups or (groups[-1].ticket, groups[-1].attempt) != (row["ticket"], row["attempt"]):
                 groups.append(Group(**{name: row[name] for name in _OF_GROUP}, trajectories=[]))

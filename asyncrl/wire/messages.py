@@ -207,6 +207,11 @@ class GroupHeader(Body):
         pairs = zip(column, self.members, [-1, *self.members], strict=False)
         return [value for value, member, before in pairs if member != before]
 
+    def of_scored(self, column: Sequence[T]) -> list[T]:
+        """As `of_members`, of the members that have a reward."""
+        pairs = zip(self.of_members(column), self.of_members(self.status), strict=True)
+        return [value for value, status in pairs if status != "failed"]
+
     def sums_of_members(self, column: Sequence[int]) -> Sequence[int]:
         """The sums over the rows of each member, of a column with an entry for each trajectory."""
         if len(column) == self.num_members:

@@ -103,26 +103,29 @@ def test_a_greedy_completion_gives_its_reward_and_is_not_a_trajectory() -> None:
     group = make_group(one, Scored((4, 0), [1.0, 0.5], [{}, {}], ["", ""]), generator=0)
     assert len(group.trajectories) == 1 and (group.greedy_reward, group.greedy_tokens) == (0.5, 2)
     scored = Scored((4, 0), [1.0, nan], [{}, {}], ["", "it broke"])
-    failed = make_group(one, scored, generator=0, failed="refund")
-    assert failed.greedy_reward is None
-    assert [(t.status, t.error) for t in failed.trajectories] == [("failed", "it broke")]
-    zero = make_group(one, scored, generator=0)
+    for failed in ("exclude", "refund"):
+        group = make_group(one, scored, generator=0, failed=failed)
+        assert group.greedy_reward is None
+        assert [(t.status, t.error) for t in group.trajectories] == [("failed", "it broke")], "without a baseline"
+    zero = make_group(one, scored, generator=0, failed="zero")
     assert zero.greedy_reward == 0.0
     assert [(t.status, t.reward, t.error) for t in zero.trajectories] == [("completed", 1.0, "")]
 
 
-def test_a_reward_that_failed_is_0_or_fails_the_group() -> None:
+def test_a_member_without_a_reward_is_failed_or_as_an_explicit_choice_gets_0() -> None:
     scored = Scored((4, 0), [1.0, nan], [{"a": 1.0}, {}], ["", "it hangs"])
-    kept = make_group(running(), scored, generator=0, truncated_penalty=0.25)
+    kept = make_group(running(), scored, generator=0, truncated_penalty=0.25, failed="zero")
     assert [(t.status, t.reward, t.error) for t in kept.trajectories] == [
         ("completed", 1.0, ""),
         ("truncated", -0.25, "it hangs"),
     ]
     assert kept.trajectories[1].reward_parts == {"truncated": -0.25}
-    given_up = make_group(running(), scored, generator=0, failed="refund")
-    assert [(t.status, t.error) for t in given_up.trajectories] == [("completed", ""), ("failed", "it hangs")]
+    for options in ({}, {"failed": "refund"}):
+        group = make_group(running(), scored, generator=0, truncated_penalty=0.25, **options)
+        assert [(t.status, t.error) for t in group.trajectories] == [("completed", ""), ("failed", "it hangs")]
+        assert group.trajectories[1].reward_parts == {}
     none = Scored((4, 0), [nan, nan], [{}, {}], ["it broke", "it hangs"])
-    for failed in ("zero", "refund"):
+    for failed in ("exclude", "zero", "refund"):
         group = make_group(running(), none, generator=0, failed=failed)
         assert [t.status for t in group.trajectories] == ["failed", "failed"]
 
@@ -141,7 +144,7 @@ def played(error: str = "") -> Running:
 
 def test_rewards_of_turns_count_as_much_as_the_environment() -> None:
     scored = Scored((4, 0), [1.5, 0.0], [{}, {}], ["", "f.py:score raised"], 0.5)
-    group = make_group(played(), scored, generator=0)
+    group = make_group(played(), scored, generator=0, failed="zero")
     assert [t.episode.turn_rewards for t in group.trajectories if t.episode] == [[0.5, 1.0], [0.0, 0.0]]
     assert [(t.reward, t.status) for t in group.trajectories] == [(1.5, "completed"), (0.0, "truncated")]
 
@@ -150,7 +153,7 @@ def test_rewards_of_turns_count_as_much_as_the_environment() -> None:
 def test_a_failed_environment_is_never_a_reward_of_0(greedy: bool) -> None:
     one = played("it broke")
     one.greedy = greedy
-    group = make_group(one, Scored((4, 0), [3.0, 0.0], [{}, {}], ["", "it broke"]), generator=0)
+    group = make_group(one, Scored((4, 0), [3.0, 0.0], [{}, {}], ["", "it broke"]), generator=0, failed="zero")
     failed = ("failed", "it broke")
     assert [(t.status, t.error) for t in group.trajectories] == ([failed] if greedy else [("completed", ""), failed])
     assert group.greedy_reward is None

@@ -46,7 +46,7 @@ def test_each_turn_is_trained_once_behind_what_the_template_renders(
     dialogue = ChatDialogue(thinking_path, trust_remote_code=False, max_observation_tokens=100)
     tokenizer, rows, worst = load_tokenizer(thinking_path), 0, 0.0
     for group in groups:
-        assert len(group.rewards) == 2 and set(group.members) == {0, 1}, "group statistics are over members"
+        assert len(group.firsts) == 2 and set(group.members) == {0, 1}, "group statistics are over members"
         for member in range(2):
             own = [row for row in group.trajectories if row.member == member]
             keys = [key for key in recorded.prompts if key.partition("/")[0] == f"{group.ticket}.0.{member}"]

@@ -55,7 +55,8 @@ def plain_gradients(config: Config, groups: list[Group]) -> tuple[float, dict[st
     algorithm = make_algorithm(config)
     columns: dict[str, list[Tensor]] = {name: [] for name in ("logprobs", "behavior", "advantages", "seq", "entropies")}
     for group in groups:
-        advantages = grpo(torch.tensor(group.rewards), torch.zeros(len(group.rewards), dtype=torch.int64))
+        rewards = torch.tensor([row.reward for row in group.firsts], dtype=torch.float64)
+        advantages = grpo(rewards, torch.zeros(len(rewards), dtype=torch.int64))
         for trajectory, advantage in zip(group.trajectories, advantages, strict=True):
             mask = torch.from_numpy(trajectory.action_mask[1:])
             logprobs, entropies = plain_logprobs(model, trajectory.tokens, config.generator.temperature)

@@ -241,6 +241,7 @@ def test_trajectories_that_cannot_be_trained_are_refused() -> None:
     with pytest.raises(InvariantError, match="ticket 10, trajectory 0: its first token is an action"):
         make_batch([group], tokens_per_microbatch=10)
     group = one_group(0)
-    group.trajectories[0].status, group.trajectories[0].error = "failed", "timed out"
-    with pytest.raises(InvariantError, match=r"ticket 10, trajectory 0: it has no reward \(timed out\)"):
+    for trajectory in group.trajectories:
+        trajectory.status, trajectory.error = "failed", "timed out"
+    with pytest.raises(InvariantError, match=r"ticket 10: no member has a reward \(timed out\)"):
         make_batch([group], tokens_per_microbatch=10)

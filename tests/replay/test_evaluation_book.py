@@ -79,8 +79,10 @@ def test_scores_by_data_source_and_over_all() -> None:
     ]
     table = score_table(scores)
     assert (table["a/pass@1"], table["a/pass@2"], table["a/prompts"], table["a/failed"]) == (0.5, 0.5, 2, 0)
-    assert (table["b/pass@1"], table["b/pass@2"], table["b/reward"], table["b/failed"]) == (0.5, 1.0, 0.5, 1)
-    assert table["reward"] == pytest.approx((1.0 + CORRECT + 0.5 + 0.999 + 0.0 + 1.0) / 6)
+    assert (table["b/pass@1"], table["b/pass@2"], table["b/reward"], table["b/failed"]) == (0.5, 1.0, 1.0, 1)
+    none = score_table([PromptScore("c", [0.0, 0.0], ["failed", "failed"], 20)])
+    assert "reward" not in none and (none["pass@2"], none["failed"]) == (0.0, 2)
+    assert table["reward"] == pytest.approx((1.0 + CORRECT + 0.5 + 0.999 + 1.0) / 5)
     assert table["pass@1"] == pytest.approx(0.5)
     assert table["pass@2"] == pytest.approx(2 / 3)
     assert (table["completion_tokens"], table["truncated"], table["prompts"]) == (5.0, pytest.approx(1 / 6), 3)

@@ -148,8 +148,8 @@ def test_failed_rewards_refund_the_group_and_do_not_count(tmp_path: Path) -> Non
     assert queue.summary()["outcomes"]["failed"]["rewards_failed"] == 2
 
 
-def test_a_completion_without_a_reward_is_trained_with_0_and_counted(tmp_path: Path) -> None:
-    queue = make_queue(tmp_path)
+def test_a_completion_without_a_reward_may_be_trained_with_0_and_is_counted(tmp_path: Path) -> None:
+    queue = make_queue(tmp_path, replay__failed="zero")
     leases = ask(queue)
     for lease in leases[:3]:
         group = make_group(lease, 0, rewards=(1.0, 0.0))

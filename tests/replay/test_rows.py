@@ -45,7 +45,7 @@ def test_rows_cross_the_wire_and_without_members_each_is_one() -> None:
     header, arrays = pack_group(group)
     assert (header.members, header.num_members) == ([0, 0, 1], 2)
     back = unpack_group(header, arrays)
-    assert (back.members, back.rewards.tolist()) == ([0, 0, 1], [1.0, 0.0])
+    assert (back.members, [row.reward for row in back.firsts]) == ([0, 0, 1], [1.0, 0.0])
     assert [row.episode for row in back.trajectories] == [row.episode for row in group.trajectories]
     assert [row.num_turns for row in back.trajectories] == [1, 2, 1]
     plain = make_group(LEASE, 0)

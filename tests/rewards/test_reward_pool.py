@@ -296,8 +296,9 @@ def test_one_completion_that_hangs_costs_its_siblings_nothing(make_pool) -> None
     (scored,) = gather(pool, 1).values()
     made = make_group(group, scored, generator=0)
     assert [t.reward for t in made.trajectories] == [4.0, 0.0, 5.0, 6.0]
-    assert [t.status for t in made.trajectories] == ["completed"] * 4
+    assert [t.status for t in made.trajectories] == ["completed", "failed", "completed", "completed"]
     assert [bool(t.error) for t in made.trajectories] == [False, True, False, False]
     assert refund_reason(make_config("exact"), pack_group(made)[0], group_relative=True) == ""
-    made = make_group(group, scored, generator=0, failed="refund")
-    assert refund_reason(make_config("exact"), pack_group(made)[0], group_relative=True) == "failed"
+    config = make_config("exact")
+    config = config.model_copy(update={"replay": config.replay.model_copy(update={"failed": "refund"})})
+    assert refund_reason(config, pack_group(made)[0], group_relative=True) == "failed"

@@ -177,7 +177,7 @@ def groups(run_dir: Path) -> Iterator[tuple[int, list[Trajectory]]]:
     for step in range(1, STEPS + 1):
         shard = batches.take(step)
         for group in [] if shard is None else shard.groups:
-            assert len(group.trajectories) == len(group.rewards), "one branch in each episode"
+            assert len(group.trajectories) == len(group.firsts), "one branch in each episode"
             trained += 1
             yield group.row, group.trajectories
     assert trained

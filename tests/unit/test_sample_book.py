@@ -33,7 +33,7 @@ def group(ticket: int, rewards: Sequence[float], lengths: Sequence[int]) -> Grou
 
 def batch() -> list[Group]:
     groups = [group(0, (0.5, 0.0, 0.25), (2, 2, 9)), group(1, (0.75, 1.0, 0.0), (2, 2, 2))]
-    groups[1].trajectories[2].error = "it broke"
+    groups[1].trajectories[2].error, groups[1].trajectories[2].status = "it broke", "failed"
     return groups
 
 
@@ -46,6 +46,7 @@ def test_those_that_inform_are_chosen_each_once() -> None:
     chosen = choose(batch(), step=1)
     assert names(chosen) == [("best", 1, 1), ("worst", 0, 1), ("failed", 1, 2), ("longest", 0, 2), ("median", 0, 0)]
     assert [reason for reason, _, _ in names(chosen)] == list(REASONS)
+    assert [row["reward"] for row in chosen.table.to_pylist()] == [1.0, 0.0, None, 0.25, 0.5]
     assert chosen["staleness"].tolist() == [0] * 5 and chosen["step"].tolist() == [1] * 5
     assert names(choose([group(0, (1.0, 1.0), (2, 2))], step=1)) == [("best", 0, 1), ("worst", 0, 0)]
     assert len(choose([], step=1)) == 0

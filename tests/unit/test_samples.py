@@ -26,13 +26,14 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
     size = len(mask)
     numbers = st.lists(st.integers(0, 1 << 20), min_size=size, max_size=size)
     logprobs = st.lists(st.floats(-50, 0, width=32), min_size=size, max_size=size)
+    status = draw(st.sampled_from(["completed", "truncated", "failed"]))
     return Trajectory(
         tokens=np.array(draw(numbers), dtype=np.int32),
         action_mask=mask,
         behavior_logprobs=np.where(mask, np.array(draw(logprobs), dtype=np.float32), np.float32(0)),
         versions=np.where(mask, np.array(draw(numbers), dtype=np.int32), NO_VERSION).astype(np.int32),
-        status=draw(st.sampled_from(["completed", "truncated", "failed"])),
-        reward=draw(st.floats(-1e30, 1e30)),
+        status=status,
+        reward=0.0 if status == "failed" else draw(st.floats(-1e30, 1e30)),
         reward_parts=draw(st.dictionaries(st.text(max_size=3), st.floats(-10, 10), max_size=2)),
         error=draw(st.text(max_size=5)),
         member=0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import sys
 import threading
@@ -218,7 +219,7 @@ def print_table(console: Console, metrics: dict[str, float], samples: int) -> No
         table.add_column(name.removeprefix("completion_"), justify="right", no_wrap=True)
     sources = [key.removesuffix("/prompts") for key in metrics if key.endswith("/prompts")]
     for label, prefix in [*((source, f"{source}/") for source in sources), ("all", "")]:
-        table.add_row(label, *(_number(name, metrics[prefix + name]) for name in names))
+        table.add_row(label, *(_number(name, metrics.get(prefix + name, math.nan)) for name in names))
     console.print(table)
 
 

@@ -141,7 +141,9 @@ def _place(row: Mapping[str, Any]) -> str:
 
 def _facts(row: Mapping[str, Any]) -> str:
     parts = ", ".join(f"{name} {value:g}" for name, value in row["reward_parts"].items())
-    facts = [f"reward {row['reward']:g}" + (f" ({printable(parts)})" if len(row["reward_parts"]) > 1 else "")]
+    facts: list[str] = []
+    if row["reward"] is not None:
+        facts.append(f"reward {row['reward']:g}" + (f" ({printable(parts)})" if len(row["reward_parts"]) > 1 else ""))
     if row["staleness"] is not None:
         facts.append(f"staleness {row['staleness']}")
     facts.append(f"{row['status']}, {row['num_action_tokens']} tokens")

@@ -47,6 +47,8 @@ class Excluded:
         """Raises InvariantError if a trajectory has one of the tokens where it is excluded."""
         for group in groups:
             for number, trajectory in enumerate(group.trajectories):
+                if trajectory.status == "failed":  # it is not trained
+                    continue
                 actions = torch.from_numpy(np.flatnonzero(trajectory.action_mask))
                 early = actions[self.is_early(actions)].numpy()
                 found = np.isin(trajectory.tokens[early], self.tokens)

@@ -52,6 +52,8 @@ class RouterReplay:
         expected = (self._routers.layers, self._routers.chosen)
         for group in groups:
             for number, trajectory in enumerate(group.trajectories):
+                if trajectory.status == "failed":  # it is not trained
+                    continue
                 where, routing = f"ticket {group.ticket}, trajectory {number}", trajectory.routing
                 if routing is None:
                     raise InvariantError(f"{where}: no routing was recorded; algorithm.routing_replay = 'engine'")

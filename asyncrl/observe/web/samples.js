@@ -20,7 +20,7 @@ function versionsOf(sample) {
 
 /** Facts about a completion: [title, text]. */
 function factsOf(sample) {
-  const reward = sample.error ? `none: ${sample.error}` : readable(sample.reward) + (partsOf(sample) ? ` (${partsOf(sample)})` : "");
+  const reward = sample.error || sample.reward === null ? `none: ${sample.error}` : readable(sample.reward) + (partsOf(sample) ? ` (${partsOf(sample)})` : "");
   const facts = [["reward", reward], ["truth", sample.ground_truth], ["sampled by", versionsOf(sample)], ["staleness", sample.staleness],
     ["tokens", sample.num_action_tokens], ["ended", sample.status], ["data source", sample.data_source], ["dataset row", sample.row]];
   return facts.filter(([, value]) => value !== null && value !== undefined && value !== "");

@@ -271,7 +271,7 @@ class EvalBook(EvalRecord, kw_only=True):
         result = {"version": evaluation.version, "at_step": self.step, **score_table(evaluation.scores.values())}
         self.ended.append(result)
         self.unreported_results.append(result)
-        log.info("evaluation done", version=evaluation.version, reward=result["reward"], at_step=self.step)
+        log.info("evaluation done", version=evaluation.version, reward=result.get("reward"), at_step=self.step)
 
     def _remove(self, version: int) -> Evaluation:
         evaluation = self.running.pop(version)

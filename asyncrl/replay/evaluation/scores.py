@@ -52,8 +52,9 @@ def pass_ks(num_samples: int) -> list[int]:
 
 def score_table(scores: Iterable[PromptScore]) -> dict[str, float]:
     """`reward`, `pass@k`, `completion_tokens` (mean), `truncated` (fraction of completions), `failed` (completions
-    without a reward; they count as reward 0 and not correct) and `prompts`; over all prompts, each with
-    the same weight, and again for each data source as `<data source>/<name>`."""
+    without a reward; they are not correct, and `reward` is the mean of the others) and `prompts`; over all prompts,
+    each with the same weight, and again for each data source as `<data source>/<name>`. Without any reward there is no
+    `reward`."""
     scores = list(scores)
     table = _table(scores)
     for source in sorted({score.data_source for score in scores}):
@@ -71,12 +72,14 @@ def _table(scores: Sequence[PromptScore]) -> dict[str, float]:
     num_samples = len(scores[0].rewards)
     completions = num_samples * len(scores)
     status = [status for score in scores for status in score.status]
+    pairs = [pair for score in scores for pair in zip(score.rewards, score.status, strict=True)]
+    rewards = [reward for reward, status in pairs if status != "failed"]
     passes = {
         f"pass@{k}": float(np.mean([pass_at_k(num_samples, score.num_correct, k) for score in scores]))
         for k in pass_ks(num_samples)
     }
     return {
-        "reward": float(np.mean([score.rewards for score in scores])),
+        **({"reward": float(np.mean(rewards))} if rewards else {}),
         **passes,
         "completion_tokens": sum(score.tokens for score in scores) / completions,
         "truncated": status.count("truncated") / completions,

@@ -1,9 +1,11 @@
-"""The means of rewards and lengths since the last step."""
+"""The means of rewards and lengths since the last step, and a warning when many rewards fail."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
+import structlog
 from msgspec import field
 
 from asyncrl.replay.metrics.episodes import Quantiles, episode_failures, episode_values
@@ -12,10 +14,17 @@ from asyncrl.replay.prompts.selection import RowChoice
 from asyncrl.util.durable import Durable
 from asyncrl.wire.messages import GroupHeader
 
+log = structlog.get_logger()
+
+LATEST_GROUPS, MAX_FAILED = 100, 0.05
+"""Warn when more than this part of the rewards of the latest groups failed."""
+EXAMPLES = 3
+
 
 class RewardsSinceStep(Durable):
-    """Means over the members of groups scored since the last step: rewards, their parts, lengths. They do not depend on
-    the order in which groups arrive, and with `data.selection` are weighted so that they are those of all rows."""
+    """Means over the members that have a reward, of groups since the last step: rewards, their parts, lengths. They do
+    not depend on the order in which groups arrive, and with `data.selection` are weighted so that they are those of all
+    rows."""
 
     means: dict[str, ExactMean] = field(default_factory=dict[str, ExactMean])
     of_rows: ExactMean = field(default_factory=ExactMean)
@@ -32,8 +41,9 @@ class RewardsSinceStep(Durable):
         return self.of_rows.mean + self.changes.mean if self.changes.values else None
 
     def add(self, header: GroupHeader, completion: Sequence[int], choice: RowChoice) -> None:
-        """Counts a scored group; `completion` has the action tokens of each trajectory."""
-        weight, rewards, all_parts = choice.weight, header.of_members(header.rewards), header.of_members(header.parts)
+        """Counts the members of a group that have a reward, and the lengths of all; `completion` has the action tokens
+        of each trajectory."""
+        weight, rewards, all_parts = choice.weight, header.of_scored(header.rewards), header.of_scored(header.parts)
         self._count("reward/mean", rewards, weight)
         self.of_rows.add([choice.mean])
         self.changes.add([sum(rewards) / len(rewards) - choice.expected], weight)
@@ -45,13 +55,13 @@ class RewardsSinceStep(Durable):
             self._count("reward/greedy", [header.greedy_reward], weight)
         if header.episodes:
             self._add_episodes(header, weight)
-        truncated = [float(status == "truncated") for status in header.of_members(header.status)]
+        truncated = [float(status == "truncated") for status in header.of_scored(header.status)]
         self._count("completion/truncated_fraction", truncated, weight)
 
     def _add_episodes(self, header: GroupHeader, weight: float) -> None:
         for name, values in episode_values(header).items():
-            self._count(name, values, weight)
-        self.wait_s.add([one.wait_s for one in header.of_members(header.episodes)], weight)
+            self._count(name, header.of_scored(values), weight)
+        self.wait_s.add([one.wait_s for one in header.of_scored(header.episodes)], weight)
 
     def count_group(self, header: GroupHeader, *, signal: bool) -> None:
         """Counts any group: whether it has a training signal, and its members without a reward."""
@@ -71,3 +81,32 @@ class RewardsSinceStep(Durable):
 
     def _count(self, name: str, values: Sequence[float], weight: float = 1.0) -> None:
         self.means.setdefault(name, ExactMean()).add(values, weight)
+
+
+class FailedRewards:
+    """Warns of every group with failed rewards, and with examples each time that their fraction passes MAX_FAILED."""
+
+    def __init__(self) -> None:
+        self._counts: deque[tuple[int, int]] = deque(maxlen=LATEST_GROUPS)
+        """Failed rewards and members of the latest groups."""
+        self._examples: deque[str] = deque(maxlen=EXAMPLES)
+        self._are_often = False
+
+    def add(self, header: GroupHeader, *, refunded: bool) -> None:
+        """Counts a group; `refunded` is true if it has too few rewards."""
+        errors = [error for error in header.of_members(header.errors) if error]
+        if refunded or errors:
+            event, error = "group failed" if refunded else "rewards failed", errors[0] if errors else ""
+            log.warning(event, ticket=header.ticket, row=header.row, count=len(errors), error=error)
+        self._counts.append((len(errors), header.num_members))
+        self._examples.extend(error for error in dict.fromkeys(errors) if error not in self._examples)
+        failed, members = map(sum, zip(*self._counts, strict=True))
+        were_often, self._are_often = self._are_often, failed >= EXAMPLES and failed > MAX_FAILED * members
+        if self._are_often and not were_often:
+            log.warning(
+                "many rewards fail: these completions are not trained",
+                failed=failed,
+                completions=members,
+                latest_groups=len(self._counts),
+                examples=list(self._examples),
+            )

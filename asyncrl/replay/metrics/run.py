@@ -95,12 +95,14 @@ class RunMetrics(RunSums, kw_only=True):
         if self.first_lease_s is None:
             self.first_lease_s = now_s
 
-    def scored(self, header: GroupHeader, completion: Sequence[int], choice: RowChoice, *, signal: bool) -> None:
+    def scored(
+        self, header: GroupHeader, completion: Sequence[int], choice: RowChoice, *, signal: bool, failed: bool
+    ) -> None:
         """Counts a group that arrived; `completion` has the action tokens of each trajectory, `choice` says how the row
-        was chosen, and `signal` is that of `has_signal`."""
+        was chosen, `signal` is that of `has_signal`, and `failed` says that it is refunded for lack of rewards."""
         self.goodput.arrived(sum(completion), signal=signal)
         self.rewards_since_step.count_group(header, signal=signal)
-        if "failed" not in header.status:
+        if not failed:
             self.rewards_since_step.add(header, completion, choice)
             self.greedy_tokens += header.greedy_tokens
 

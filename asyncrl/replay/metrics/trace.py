@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -58,11 +59,10 @@ SCHEMA = pa.schema(
         ("lost_tokens", pa.list_(pa.int32())),
     ]
 )
-"""Times in seconds of the run, NaN if not reached; train_version is -1 for untrained groups; the lists have
-one entry for each trajectory, the last seven none without an environment, and
-`members` says which member of the group it is of; `prompt_tokens` are those before the first
-action token; `signal` is that of `has_signal`; `reward_s` are the seconds before finished_s in which the group was
-scored."""
+"""Times in seconds of the run, NaN if not reached; train_version is -1 for untrained groups; the lists have one entry
+for each trajectory, the last seven none without an environment, and `members` says which member of the group it is of;
+`rewards` are NaN where there is none; `prompt_tokens` are those before the first action token; `signal` is that of
+`has_signal`; `reward_s` are the seconds before finished_s in which the group was scored."""
 OF_EPISODE = ("observation_tokens", "environment_s", "reset_s", "wait_s", "slow_turns", "lost_tokens")
 """Columns with a field of `EpisodeHeader`."""
 
@@ -116,7 +116,9 @@ class TraceWriter:
         times = [header.started_s, header.finished_s, taken_s, trained_s]
         turns = [len(episode.turn_rewards) for episode in header.episodes]
         episodes = [[getattr(episode, name) for episode in header.episodes] for name in OF_EPISODE]
-        ended = [prompt, completion, header.rewards, signal, header.reward_s, header.members, turns, *episodes]
+        pairs = zip(header.rewards, header.status, strict=True)
+        rewards = [math.nan if status == "failed" else reward for reward, status in pairs]
+        ended = [prompt, completion, rewards, signal, header.reward_s, header.members, turns, *episodes]
         self._rows.append([*group, outcome, *versions, *times, *ended])
         if len(self._rows) >= ROWS_PER_WRITE or time.monotonic() - self._flushed_s > FLUSH_S:
             self.flush()

@@ -51,8 +51,8 @@ class RowOutcome(Durable):
 
     @classmethod
     def of(cls, header: GroupHeader) -> RowOutcome:
-        """The outcome of a group that has all its rewards."""
-        rewards = header.of_members(header.rewards)
+        """The outcome of a group: of its members that have a reward."""
+        rewards = header.of_scored(header.rewards)
         mean, ends = sum(rewards) / len(rewards), (min(rewards), max(rewards))
         return cls(header.ticket, header.row, header.data_source, mean, *ends)
 

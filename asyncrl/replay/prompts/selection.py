@@ -164,7 +164,7 @@ class RowSelection(SelectionSums, kw_only=True):
         return RowChoice(probability, *place, 1.0 / probability / pool.scored.value, mean, expected)
 
     def finished(self, header: GroupHeader, choice: RowChoice, *, trained: bool) -> None:
-        """Notes a group with all its rewards."""
+        """Notes a group that has rewards enough to be trained."""
         self.outcomes.append(ChosenOutcome(RowOutcome.of(header), choice, trained))
 
     def committed(self) -> None:
