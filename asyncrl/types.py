@@ -79,6 +79,8 @@ class Prompt:
     """The messages that `tokens` were rendered from; None for a plain-text prompt."""
     columns: dict[str, Any] = field(default_factory=dict[str, Any])
     """The row's other columns, for reward functions that ask for them by name."""
+    text: str = ""
+    """The plain-text prompt as the row has it; empty for a chat."""
 
 
 class PoolPosition(msgspec.Struct, forbid_unknown_fields=True):

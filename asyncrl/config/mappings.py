@@ -22,6 +22,11 @@ class Columns(MappingValue):
     data_source: str = "data_source"
     """Column with the source of a row, which selects its reward. A file without the column is its own source."""
 
+    @property
+    def ground_truth_name(self) -> str:
+        """Name of the ground truth's column, or of its field, for reward functions."""
+        return (self.ground_truth or "ground_truth").rpartition(".")[2]
+
 
 class CustomData(MappingValue):
     """The user's own parts of the data, each by `module:name` or `file.py:name`."""

@@ -29,7 +29,15 @@ from asyncrl.data.files import (
 )
 from asyncrl.data.rows import Split, dataset_files, raw_rows
 from asyncrl.data.sampler import check_sampler
-from asyncrl.data.values import chat_messages, check_text_only, ground_truth_text, missing, plain, template_options
+from asyncrl.data.values import (
+    chat_messages,
+    check_text_only,
+    ground_truth_text,
+    is_missing,
+    missing,
+    plain,
+    template_options,
+)
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.types import MAX_NAME_CHARACTERS
 from asyncrl.util.files import check_writable, read_json
@@ -266,8 +274,8 @@ class PromptTable:
     """The rows of all files of a split as one table, by row number over all files; a map-style dataset.
 
     A row is a dict with the keys row, where (file and row number in it, for messages), prompt (a string, or a list of
-    messages), ground_truth, data_source, extra_info and columns; its values are msgpack types. Raises DataError for a
-    row that cannot be used.
+    messages), ground_truth, data_source, extra_info and columns; its values are msgpack types. `ground_truth` is text;
+    one that is none in the files is also in `columns`, as it is. Raises DataError for a row that cannot be used.
     """
 
     def __init__(self, config: Config, *, split: Split = "train") -> None:
@@ -297,11 +305,14 @@ class PromptTable:
         columns = {name: plain(value, f"{where}: {name!r}") for name, value in others.items()}
         if columns.get(TEMPLATE_COLUMN) is not None:
             columns[TEMPLATE_COLUMN] = template_options(columns[TEMPLATE_COLUMN], f"{where}: {TEMPLATE_COLUMN!r}")
+        truth = self._ground_truth(values, where)
+        if not isinstance(truth, str):
+            columns[self._columns.ground_truth_name] = truth
         return {
             "row": row,
             "where": where,
             "prompt": self._prompt(values, where),
-            "ground_truth": self._ground_truth(values, where),
+            "ground_truth": ground_truth_text(truth, where),
             "data_source": self._source(values, row, where),
             "extra_info": _extra_info(values.get("extra_info"), f"{where}: 'extra_info'"),
             "columns": columns,
@@ -327,9 +338,12 @@ class PromptTable:
             raise _not_a_prompt(where, prompt)
         return plain(prompt, where) if isinstance(prompt, str) else chat_messages(list(prompt), where)
 
-    def _ground_truth(self, values: dict[str, Any], where: str) -> str:
+    def _ground_truth(self, values: dict[str, Any], where: str) -> Any:
         dotted = self._columns.ground_truth
-        return "" if dotted is None else ground_truth_text(value_at(values, dotted), f"{where}: {dotted!r}")
+        truth = "" if dotted is None else value_at(values, dotted)
+        if is_missing(truth):
+            raise missing(f"{where}: {dotted!r}")
+        return plain(truth, f"{where}: {dotted!r}")
 
 
 def _extra_info(value: Any, where: str) -> dict[str, Any]:

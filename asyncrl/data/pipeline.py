@@ -215,7 +215,7 @@ def approximate_bytes(outcome: Outcome) -> int:
     """The approximate memory of an outcome."""
     if not isinstance(outcome, Prompt):
         return OVERHEAD_BYTES
-    parts = [outcome.ground_truth, outcome.extra_info, outcome.chat, outcome.columns]
+    parts = [outcome.ground_truth, outcome.extra_info, outcome.chat, outcome.text, outcome.columns]
     return outcome.tokens.nbytes + _size(parts)
 
 

@@ -67,6 +67,7 @@ class PromptBuilder:
             extra_info=row["extra_info"],
             chat=chat,
             columns=row["columns"],
+            text=prompt if isinstance(prompt, str) else "",
         )
 
     def _encode(self, text: str, where: str) -> list[int]:

@@ -18,9 +18,9 @@ A reward has one of three forms. Keyword-only arguments are its options (`reward
         return [-0.001 * len(tokens) for tokens in completion_ids]
 
 The columns of the third form are lists of the same length: prompts, completion_ids, completion_texts, statuses
-("completed" or "truncated"), ground_truth (also under the name of its column in the data), data_source, every key of
-extra_info and every other column of the data. Two are single numbers: max_new_tokens, and time_left_s before the group
-times out.
+("completed" or "truncated"), ground_truth (as text; as it is under the name of its column in the data), data_source,
+every key of extra_info and every other column of the data. Two are single numbers: max_new_tokens, and time_left_s
+before the group times out.
 Prompts and completions are message lists when the data's prompt is one, as in TRL, and plain text otherwise.
 A score of None says that the function does not apply: a weighted sum of rewards leaves it out.
 
@@ -106,7 +106,7 @@ class CompletedGroup:
             "completion_texts": self.completions,
             "completion_ids": self.completion_ids,
             "statuses": self.statuses or ["completed"] * size,
-            self.ground_truth_name: [self.ground_truth] * size,
+            self.ground_truth_name: [self.columns.get(self.ground_truth_name, self.ground_truth)] * size,
             "ground_truth": [self.ground_truth] * size,
             "data_source": [self.data_source] * size,
             "max_new_tokens": self.max_new_tokens,
@@ -160,10 +160,12 @@ class RewardFunction:
             )
 
     def _score_sample(self, group: CompletedGroup, text: str) -> Score:
+        truth = group.columns.get(group.ground_truth_name)
+        is_struct = isinstance(truth, dict | list) and not self._is_built_in
         given = {
             "data_source": group.data_source,
             "solution_str": text,
-            "ground_truth": group.ground_truth,
+            "ground_truth": truth if is_struct else group.ground_truth,
             "extra_info": group.extra_info,
         }
         try:

@@ -50,6 +50,8 @@ class PackedGroup(NamedTuple):
     extra_info: dict[str, Any]
     chat: list[Message] | None
     columns: dict[str, Any]
+    text: str = ""
+    """The prompt as the row has it; empty for a chat."""
     evaluation: bool = False
     """True if it is scored by the rewards of evaluations."""
     episodes: Sequence[PackedEpisode] = ()
@@ -149,15 +151,16 @@ def _score_played(packed: PackedGroup, score: _Scorer) -> list[Score]:
 
 
 def _decoded(packed: PackedGroup, decode: Decoder) -> tuple[str, list[str]]:
-    """The texts of the prompt and of each completion."""
+    """The texts of the prompt and of each completion. That of a plain prompt is the row's own: the decoder leaves out
+    special tokens."""
     prompt = memoryview(packed.prompt).cast("i").tolist()
     if not packed.episodes:
         prompt_text, *texts = decode([prompt, *packed.completion_ids])
-        return prompt_text, texts
+        return packed.text or prompt_text, texts
     turns: list[list[int]] = []
     for tokens, episode in zip(packed.completion_ids, packed.episodes, strict=True):
         ends = list(accumulate(episode.turn_tokens))
         turns += [tokens[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
     prompt_text, *said = decode([prompt, *turns])
     words = iter(said)
-    return prompt_text, [TURN_BREAK.join(islice(words, len(one.turn_tokens))) for one in packed.episodes]
+    return packed.text or prompt_text, [TURN_BREAK.join(islice(words, len(one.turn_tokens))) for one in packed.episodes]

@@ -115,6 +115,7 @@ class LeaseHeader(Body):
     extra_info: dict[str, Any]
     chat: list[dict[str, Any]] | None
     columns: dict[str, Any]
+    text: Document
     evaluation: bool
 
 

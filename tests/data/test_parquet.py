@@ -52,9 +52,9 @@ def test_plain_columns_by_name(dataset: Write) -> None:
     assert check_dataset(config) == 1
     values = PromptTable(config)[0]
     assert (values["prompt"], values["ground_truth"], values["data_source"]) == ("1+1=", "2", "sums")
-    assert (values["extra_info"], values["columns"]) == ({}, {"level": 3})
+    assert (values["extra_info"], values["columns"]) == ({}, {"level": 3, "value": 2})
     whole = PromptTable(dataset(rows, data__columns__ground_truth="answer", **mapping))[0]
-    assert json.loads(whole["ground_truth"]) == {"value": 2, "aliases": ["two"]}
+    assert json.loads(whole["ground_truth"]) == whole["columns"]["answer"] == {"value": 2, "aliases": ["two"]}
 
 
 def test_a_column_may_have_a_dot_in_its_name(dataset: Write) -> None:

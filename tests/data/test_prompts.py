@@ -49,9 +49,10 @@ def test_verls_schema_goes_through_unchanged(dataset: Write, chat_folder: Path) 
 
 def test_a_string_is_the_text_or_what_a_user_says(dataset: Write, chat_folder: Path) -> None:
     text = next(PromptCursor(dataset([row(12)]), limit_tokens=10))
-    assert (text.tokens.tolist(), text.chat) == ([3, 4, 5, 16], None)
+    assert (text.tokens.tolist(), text.chat, text.text) == ([3, 4, 5, 16], None, "012=")
     said = next(PromptCursor(dataset([row(12)], data__string_prompts="user"), limit_tokens=10))
     assert (said.tokens.tolist(), said.chat) == ([3, 4, 5, 16, 16], [{"role": "user", "content": "012="}])
+    assert said.text == ""
 
 
 def test_a_chat_needs_a_template(dataset: Write, tokenizer_folder: Path) -> None:

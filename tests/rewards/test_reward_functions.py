@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from asyncrl.config import Config
+from asyncrl.data.parquet import PromptTable
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.builtin.math import math_answer
 from asyncrl.rewards.calling import CompletedGroup
@@ -99,6 +102,50 @@ def test_group_form_gets_columns_as_lists(write) -> None:
     """)
     given = CompletedGroup("12+07=", ["19", "x"], [[1], [1]], "19", "sums", {"level": 3}, "answer")
     assert load_reward(spec)(given) == [(3.0, {}, ""), (0.0, {}, "")]
+
+
+def from_row(tmp_path: Path, row: dict[str, Any], truth: str, *completions: str) -> CompletedGroup:
+    """The completions of a row of JSON lines."""
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    data = {"train": str(tmp_path / "rows.jsonl"), "columns": {"ground_truth": truth}}
+    config = Config.model_validate({"model": {"path": "m"}, "data": data})
+    values, name = PromptTable(config)[0], config.data.columns.ground_truth_name
+    fields = {"ground_truth_name": name, "columns": values["columns"]}
+    texts = list(completions)
+    return CompletedGroup(values["prompt"], texts, [[1]] * len(texts), values["ground_truth"], "s", **fields)
+
+
+def test_columns_keep_their_types_and_the_ground_truth_is_text_under_its_own_name_only(write, tmp_path: Path) -> None:
+    number = write("""
+        def score(completions, answer, ground_truth, **columns):
+            assert ground_truth == [str(truth) for truth in answer]
+            return [float(int(t) == truth) if t.strip().isdigit() else 0.0 for t, truth in zip(completions, answer)]
+    """)
+    given = from_row(tmp_path, {"prompt": "1+1=", "answer": 2}, "answer", "2", "3")
+    assert load_reward(number)(given) == [(1.0, {}, ""), (0.0, {}, "")]
+    member = write(
+        """
+        def score(completions, answer, ground_truth):
+            assert ground_truth[0] == '["2", "two"]'
+            return [float(text in truth) for text, truth in zip(completions, answer)]
+    """,
+        "lists.py",
+    )
+    given = from_row(tmp_path, {"prompt": "1+1=", "answer": ["2", "two"]}, "answer", "2", "wo", ", ")
+    assert [score for score, _, _ in load_reward(member)(given)] == [1.0, 0.0, 0.0]
+
+
+def test_a_struct_as_ground_truth_arrives_as_in_verl(write, tmp_path: Path) -> None:
+    spec = write("""
+        def score(data_source, solution_str, ground_truth, extra_info):
+            return float(solution_str in ground_truth["target"])
+    """)
+    row = {"prompt": "1+1=", "reward_model": {"style": "rule", "ground_truth": {"target": ["2", "two"]}}}
+    given = from_row(tmp_path, row, "reward_model.ground_truth", "two", "wo")
+    assert load_reward(spec)(given) == [(1.0, {}, ""), (0.0, {}, "")]
+    assert load_reward("exact")(given) == [(0.0, {}, ""), (0.0, {}, "")], "which compares with text"
+    spec = write("def score(solution_str, ground_truth): return float(solution_str == ground_truth)", "number.py")
+    assert load_reward(spec)(from_row(tmp_path, {"prompt": "1=", "a": 2}, "a", "2"))[0] == (1.0, {}, "")
 
 
 def test_group_form_without_catch_all_gets_what_it_names(write) -> None:

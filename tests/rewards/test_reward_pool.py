@@ -49,6 +49,9 @@ FUNCTIONS = """
 
     def of_prompt(completions, prompts, answer, level, **columns):
         return [float(p == "12+07=" and a == "19") + l for p, a, l in zip(prompts, answer, level)]
+
+    def of_markers(completions, prompts, **columns):
+        return [float("<eos>" in prompt) for prompt in prompts]
 """
 
 
@@ -74,6 +77,14 @@ def make_pool(folder: Path) -> Iterator[Callable[..., RewardPool]]:
     yield make
     for pool in pools:
         pool.close()
+
+
+def test_a_plain_prompt_is_the_text_of_its_row(make_pool) -> None:
+    pool = make_pool("mine.py:of_markers")
+    submit(pool, "as tokens", [tokens("19")], replace(prompt(), tokens=np.array(tokens("1"), np.int32)))
+    submit(pool, "as text", [tokens("19")], replace(prompt(), tokens=np.array(tokens("1"), np.int32), text="1<eos>"))
+    found = gather(pool, 2)
+    assert {key: scored.rewards for key, scored in found.items()} == {"as tokens": [0.0], "as text": [1.0]}
 
 
 def test_groups_come_back_with_rewards_parts_and_their_key(make_pool) -> None:

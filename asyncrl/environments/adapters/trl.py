@@ -87,7 +87,7 @@ class TrlEnvironment(ToolEnvironment):
     def _columns(self) -> dict[str, Any]:
         task = self.task
         own = {"ground_truth": task.ground_truth, "data_source": task.data_source, "extra_info": dict(task.extra_info)}
-        return {**task.extra_info, **own, **task.columns}
+        return {**task.extra_info, **task.columns, **own}
 
     def _tools(self) -> Mapping[str, Tool]:
         return self.known
