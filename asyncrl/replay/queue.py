@@ -51,9 +51,8 @@ from asyncrl.replay.sessions import Sessions
 from asyncrl.replay.store import Store
 from asyncrl.replay.tickets import FinishedGroup, PromptSource
 from asyncrl.types import NO_VERSION, Lease, Prompt
-from asyncrl.wire.frames import Array
 from asyncrl.wire.learner_messages import Committed, EvaluationOutcome, TakeOutcome
-from asyncrl.wire.messages import Evaluated, GeneratorStats, GroupHeader, LeaseName, ReleasedEvaluation, ReleasedLease
+from asyncrl.wire.messages import Evaluated, GeneratorStats, LeaseName, ReleasedEvaluation, ReleasedLease
 
 log = structlog.get_logger()
 
@@ -90,6 +89,7 @@ class ReplayQueue:
         self.admission = Admission(config, self.store)
         self.expiry = LeaseExpiry(config, self.store)
         self.intake = GroupIntake(config, self.store, group_relative=group_relative, limits=limits)
+        self.finish = self.intake.finish
         self.batcher = Batcher(config, self.store)
         self.begin = self.batcher.begin
         self.write, self.close = self.store.write, self.store.close
@@ -167,10 +167,6 @@ class ReplayQueue:
     def leaves(self, generator: int, session: str) -> bool:
         """True if the generator is not needed any more, or another process has replaced it."""
         return generator >= self.state.generators_wanted or self.sessions.is_former(session)
-
-    def finish(self, header: GroupHeader, arrays: list[Array]) -> None:
-        """See `GroupIntake.finish`."""
-        self.intake.finish(header, arrays)
 
     def evaluated(self, result: Evaluated) -> Prompt | None:
         """Counts an evaluated prompt: the first result that arrives for it. Returns the prompt if it is the first."""
