@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Self
 
 import structlog
@@ -24,7 +25,8 @@ from asyncrl.environments.dialogue.checks import call_turn, check_stops
 from asyncrl.environments.environment import Schema
 from asyncrl.environments.table import environment_for
 from asyncrl.errors import ConfigError, DataError
-from asyncrl.rewards.table import truth_reader
+from asyncrl.rewards.dry_call import dry_call, own_functions
+from asyncrl.rewards.table import reward_names, truth_reader
 from asyncrl.types import Prompt
 from asyncrl.util.redaction import describe
 from asyncrl.util.text import printable, shortened
@@ -63,24 +65,35 @@ def check_first_row(config: Config, *, prompt_tokens: int, tools: Mapping[str, S
     """
     lines: dict[str, str] = {}
     rows = TrainingRows(config, limit_tokens=prompt_tokens)
-    prompt = _first_prompt(rows)
+    prompts = _first_prompts(config, rows)
+    prompt = prompts[0] if prompts else None
+    given, warnings = dry_call(config, prompts)
+    if given:
+        lines["reward"] = "; ".join(given)
     if prompt is not None:
         lines |= {"prompt": _prompt(config, prompt, tools), "truth": _truth(config, prompt)}
         if call := _call(config, prompt, tools):
             lines["tool call"] = call
     lines |= {"ends with": _ends(config), "tokens": _tokens(config)}
-    return FirstRow(lines, [] if prompt is None else _warnings(config, prompt, rows))
+    return FirstRow(lines, warnings if prompt is None else warnings + _warnings(config, prompt, rows))
 
 
-def _first_prompt(rows: TrainingRows) -> Prompt | None:
-    """The prompt of the first row that is used; None if many are left out before it."""
-    for number in range(min(len(rows.load()), MAX_LEFT_OUT)):
+def _first_prompts(config: Config, rows: TrainingRows) -> list[Prompt]:
+    """The prompt of the first row that is used, none if many are left out before it; and of further ones, so that each
+    reward function that is not built in has one, if the next rows or the first ones of the files do."""
+    sizes, prompts = rows.load().sizes, list[Prompt]()
+    missing = {name for name in reward_names(config.rewards) if ":" in name}
+    begins = [begin for begin, size in zip(accumulate(sizes, initial=0), sizes, strict=False) if size]
+    for number in dict.fromkeys([*range(min(sum(sizes), MAX_LEFT_OUT)), *begins]):
         outcome = rows[number]
-        if isinstance(outcome, Exception):
+        if isinstance(outcome, Exception) and not prompts:
             raise outcome
-        if isinstance(outcome, Prompt):
-            return outcome
-    return None
+        if isinstance(outcome, Prompt) and (not prompts or missing & own_functions(config, outcome.data_source)):
+            prompts.append(outcome)
+            missing -= own_functions(config, outcome.data_source)
+        if prompts and not missing:
+            break
+    return prompts
 
 
 def _prompt(config: Config, prompt: Prompt, tools: Mapping[str, Sequence[Schema]]) -> str:

@@ -23,6 +23,8 @@ every key of extra_info and every other column of the data. Two are single numbe
 before the group times out.
 Prompts and completions are message lists when the data's prompt is one, as in TRL, and plain text otherwise.
 A score of None says that the function does not apply: a weighted sum of rewards leaves it out.
+As in TRL, `log_metric(name, value)` and `log_extra(column, values)` add parts, as far as they are numbers.
+Functions may be `async`; the completions of a prompt are awaited together.
 
 With an environment a completion is an episode. As a text, in both forms, it is what the policy said, with a line break
 between two turns, and without what it heard: that may hold the ground truth. As a list of messages it has those of
@@ -32,10 +34,12 @@ completions are messages, and `environment_rewards` are dicts with "score" and t
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import inspect
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -138,16 +142,26 @@ class RewardFunction:
         self._required = {p.name for p in named if p.default is p.empty} - self.options.keys()
         self.scores_groups = "completions" in self._names
         """True for the group form, `reward(completions, **columns)`."""
-        if not self.scores_groups:
-            self._check_sample_form(parameters)
+        self._check_form(parameters)
 
     def __call__(self, group: CompletedGroup) -> list[Score]:
         group = group.with_opened_reasoning() if self._is_built_in else group
         if self.scores_groups:
             return self._score_group(group)
-        return [self._score_sample(group, text) for text in group.completions]
+        values = _awaited([_called(self.function, self._of_sample(group, text)) for text in group.completions])
+        return [self._read(value, group) for value in values]
 
-    def _check_sample_form(self, parameters: list[inspect.Parameter]) -> None:
+    def _check_form(self, parameters: list[inspect.Parameter]) -> None:
+        if "trainer_state" in self._required:
+            raise ConfigError(
+                f"rewards: {self.name} needs trainer_state, which no reward receives, since groups of several steps "
+                "are scored at once; leave it out, or give it the default None"
+            )
+        is_generator = inspect.isgeneratorfunction(self.function) and not self.scores_groups
+        if is_generator or inspect.isasyncgenfunction(self.function):
+            raise ConfigError(f"rewards: {self.name} is a generator, which yields its rewards; return them instead")
+        if self.scores_groups:
+            return
         if "solution_str" not in self._names:
             raise ConfigError(
                 f"rewards: {self.name} has the arguments ({', '.join(p.name for p in parameters)}): a reward is {FORMS}"
@@ -159,51 +173,48 @@ class RewardFunction:
                 f"give it a default, or read it from extra_info; a reward is {FORMS}"
             )
 
-    def _score_sample(self, group: CompletedGroup, text: str) -> Score:
+    def _of_sample(self, group: CompletedGroup, text: str) -> dict[str, Any]:
         truth = group.columns.get(group.ground_truth_name)
         is_struct = isinstance(truth, dict | list) and not self._is_built_in
-        given = {
-            "data_source": group.data_source,
-            "solution_str": text,
-            "ground_truth": truth if is_struct else group.ground_truth,
-            "extra_info": group.extra_info,
-        }
-        try:
-            return self._read(self.function(**self._accepted(given)), group)
-        except Exception as error:  # the user's code: an exception fails its trajectory, never the run
-            return self._failed(group, f"raised {describe(error)}")
+        return self._accepted(
+            {
+                "data_source": group.data_source,
+                "solution_str": text,
+                "ground_truth": truth if is_struct else group.ground_truth,
+                "extra_info": group.extra_info,
+            }
+        )
 
     def _score_group(self, group: CompletedGroup) -> list[Score]:
-        size = len(group.completions)
-        columns = group.to_columns()
-        missing = sorted(self._required - columns.keys())
+        size, columns = len(group.completions), group.to_columns()
+        parts = [dict[str, Any]() for _ in group.completions]
+        loggers = _loggers(parts)
+        missing = sorted(self._required - columns.keys() - loggers.keys())
         if missing:
             known = ", ".join(sorted(columns))
             return [self._failed(group, f"needs {', '.join(missing)}, which the data does not have ({known})")] * size
-        try:
-            values = self.function(**self._accepted(columns))
-        except Exception as error:  # the user's code: an exception fails its trajectories, never the run
-            return [self._failed(group, f"raised {describe(error)}")] * size
+        (values,) = _awaited([_called(self.function, self._accepted(columns | loggers))])
+        if isinstance(values, Failed):
+            return [self._read(values, group)] * size
         if not isinstance(values, Iterable) or isinstance(values, str | bytes | Mapping):
             return [self._failed(group, f"returned {_shown(values)}, not a list of {size} numbers")] * size
         values = list(values)
         if len(values) != size:
             return [self._failed(group, f"returned {len(values)} values for {size} completions")] * size
-        return [self._read(value, group) for value in values]
+        return [self._read(value, group, logged) for value, logged in zip(values, parts, strict=True)]
 
     def _accepted(self, given: dict[str, Any]) -> dict[str, Any]:
         accepted = given if self._takes_any else {name: given[name] for name in self._names if name in given}
         return accepted | self.options
 
-    def _read(self, value: Any, group: CompletedGroup) -> Score:
-        parts: dict[str, float] = {}
+    def _read(self, value: Any, group: CompletedGroup, logged: Mapping[str, Any] | None = None) -> Score:
         if isinstance(value, Failed):
             return self._failed(group, value.cause)
+        parts = _numbers(logged or {})
         if isinstance(value, Mapping):
             if "score" not in value:
                 return self._failed(group, f'returned a dict without "score" (keys: {", ".join(map(str, value))})')
-            numbers = {str(key): to_number(part) for key, part in value.items() if key != "score"}
-            parts = {key: part for key, part in numbers.items() if part is not None}
+            parts |= _numbers({key: part for key, part in value.items() if key != "score"})
             value = value["score"]
         if value is None:
             return None, parts, ""
@@ -221,6 +232,53 @@ class Failed:
     """Returned by a function in place of one score: this completion has no reward."""
 
     cause: str
+
+
+def _called(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """What the function returns, or Failed."""
+    try:
+        value = function(**arguments)
+        return list(value) if inspect.isgenerator(value) else value
+    except Exception as error:  # the user's code: an exception fails its trajectories, never the run
+        return Failed(f"raised {describe(error)}")
+
+
+def _awaited(values: list[Any]) -> list[Any]:
+    """The values, in place of those that are awaitable what they return, or Failed. All are awaited together."""
+
+    async def result(value: Awaitable[Any]) -> Any:
+        try:
+            return await value
+        except (Exception, asyncio.CancelledError) as error:  # the user's code
+            return Failed(f"raised {describe(error)}")
+
+    async def gathered() -> list[Any]:
+        return await asyncio.gather(*map(result, awaitables))
+
+    awaitables = [value for value in values if inspect.isawaitable(value)]
+    results = iter(_runner().run(gathered()) if awaitables else ())
+    return [next(results) if inspect.isawaitable(value) else value for value in values]
+
+
+@functools.cache
+def _runner() -> asyncio.Runner:
+    """The one event loop of this process, so that clients which a function keeps stay usable."""
+    return asyncio.Runner()
+
+
+def _loggers(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The functions that TRL passes for logging, which write into the parts of each completion."""
+
+    def log_extra(column: str, values: Iterable[Any]) -> None:
+        for logged, value in zip(parts, values, strict=True):
+            logged[column] = value
+
+    return {"log_extra": log_extra, "log_metric": lambda name, value: log_extra(name, [value] * len(parts))}
+
+
+def _numbers(values: Mapping[Any, Any]) -> dict[str, float]:
+    numbers = {str(key): to_number(value) for key, value in values.items()}
+    return {key: value for key, value in numbers.items() if value is not None}
 
 
 def parameters_of(name: str, function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:

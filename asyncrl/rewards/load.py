@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 from collections.abc import Mapping
@@ -40,6 +41,10 @@ def load_reward(name: str, options: Mapping[str, Any] | None = None) -> RewardFu
     that a reward is not given and wrong options.
     """
     function = resolve_function("rewards", name, REWARDS)
+    if inspect.isclass(function):
+        raise ConfigError(
+            f"rewards: {name} is a class; make an instance in its file, score = {function.__name__}(), and name that"
+        )
     parameters_of(name, function)
     key, given = f"reward_options.{name}", dict(options or {})
     if name not in REWARDS:

@@ -100,9 +100,9 @@ def remove_leftovers(prefix: str, base: Path) -> None:
             os.close(lock)
 
 
-def warn_not_removed(_: object, path: str, problem: tuple[object, BaseException, object]) -> None:
+def warn_not_removed(_: object, path: str | Path, problem: tuple[object, BaseException, object]) -> None:
     """Logs a file that `shutil.rmtree` cannot remove, as its `onerror`."""
-    log.warning("a temporary file is not removed", path=path, error=str(problem[1]))
+    log.warning("a temporary file is not removed", path=str(path), error=str(problem[1]))
 
 
 def no_locks(path: Path, error: OSError, setting: str = "runs_dir") -> ConfigError:

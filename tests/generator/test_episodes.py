@@ -84,6 +84,8 @@ class FakePool:
         self.dropped += list(episodes)
 
     def poll(self) -> list[Any]:
+        if not self.wishes:
+            time.sleep(0.001)  # as a generator that waits for its environments
         due = [wish for delay, wish in self.wishes if delay == 0]
         self.wishes = deque((delay - 1, wish) for delay, wish in self.wishes if delay > 0)
         return due

@@ -58,6 +58,26 @@ def test_the_ground_truth_is_shown_as_the_reward_reads_it(tmp_path: Path) -> Non
     assert shown(written(tmp_path, ASK, rewards="number"))[0]["truth"] == "'408', read by number as 408"
 
 
+def test_reward_functions_are_called_once_for_the_first_row_that_each_is_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def score(prompts, completions): return [len(prompts[0])]\n"
+                                      "def other(completions, level): return level\n"
+                                      "def bad(completions, levle): return levle\n")  # fmt: skip
+    config = written(tmp_path, "1+1=", rewards={"sums": "mine.py:score", "levels": "mine.py:other"})
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write("\n" + json.dumps({"prompt": "2", "answer": "3", "data_source": "levels", "level": 7}))
+    lines, printed = shown(config)
+    made_up = r"'So it is \\boxed{%s}.'"
+    assert lines["reward"] == f"mine.py:score gives 4 for {made_up % 408}; mine.py:other gives 7 for {made_up % 3}"
+    assert "warning" not in printed
+    with pytest.raises(
+        ConfigError, match=r"rewards: a made-up completion, .*needs levle, which the data does not have"
+    ):
+        shown(written(tmp_path, "1+1=", rewards="mine.py:bad"))
+
+
 def test_the_first_row_is_the_first_that_is_used(tmp_path: Path) -> None:
     lines, _ = shown(written(tmp_path, "7" * 1900, "1+1="))
     assert lines["prompt"].startswith("'1+1='")

@@ -96,7 +96,8 @@ def test_group_form_gets_columns_as_lists(write) -> None:
     spec = write("""
         def score(completions, answer, level, **columns):
             assert sorted(columns) == ["completion_ids", "completion_texts", "data_source", "ground_truth",
-                                       "max_new_tokens", "prompts", "statuses", "time_left_s"]
+                                       "log_extra", "log_metric", "max_new_tokens", "prompts", "statuses",
+                                       "time_left_s"]
             assert columns["prompts"] == ["12+07="] * 2 and columns["completion_ids"] == [[1], [1]]
             return [(text == right) * size for text, right, size in zip(completions, answer, level)]
     """)
@@ -146,6 +147,78 @@ def test_a_struct_as_ground_truth_arrives_as_in_verl(write, tmp_path: Path) -> N
     assert load_reward("exact")(given) == [(0.0, {}, ""), (0.0, {}, "")], "which compares with text"
     spec = write("def score(solution_str, ground_truth): return float(solution_str == ground_truth)", "number.py")
     assert load_reward(spec)(from_row(tmp_path, {"prompt": "1=", "a": 2}, "a", "2"))[0] == (1.0, {}, "")
+
+
+def test_async_functions_are_awaited_those_of_a_prompt_together(write) -> None:
+    sample = write("""
+        import asyncio
+        arrived = []
+        async def score(solution_str, ground_truth):
+            arrived.append(solution_str)
+            while len(arrived) < 3:
+                await asyncio.sleep(0.001)
+            if solution_str == "x":
+                raise ValueError("no verdict")
+            return None if solution_str == "-" else {"score": float(solution_str == ground_truth), "loop": 1}
+    """)
+    assert load_reward(sample)(group("19", "-", "x")) == [
+        (1.0, {"loop": 1.0}, ""),
+        (None, {}, ""),
+        (0.0, {}, f"reward {sample} on data source 'sums': raised ValueError: no verdict"),
+    ]
+    groups = write(
+        """
+        import asyncio
+        lock = asyncio.Lock()
+        class Judge:
+            async def __call__(self, completions, **columns):
+                async with lock:
+                    await asyncio.sleep(0)
+                return [float(len(text)) for text in completions]
+        score = Judge()
+    """,
+        "judge.py",
+    )
+    for _ in range(2):
+        assert load_reward(groups)(group("1", "22")) == [(1.0, {}, ""), (2.0, {}, "")], "in one event loop"
+
+
+def test_what_trl_lets_functions_log_becomes_parts(write) -> None:
+    spec = write("""
+        def score(completions, log_extra=None, log_metric=None, **columns):
+            log_extra("length", [len(text) for text in completions])
+            log_extra("text", completions)
+            log_metric("mean_length", sum(map(len, completions)) / len(completions))
+            return [1.0, {"score": 0.0, "own": 2}, None, "no"]
+    """)
+    scores = load_reward(spec)(group("1", "22", "333", "4444"))
+    assert scores[:3] == [
+        (1.0, {"length": 1.0, "mean_length": 2.5}, ""),
+        (0.0, {"length": 2.0, "mean_length": 2.5, "own": 2.0}, ""),
+        (None, {"length": 3.0, "mean_length": 2.5}, ""),
+    ]
+    assert "returned 'no' (str), not a finite number" in scores[3][2]
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ("def score(solution_str):\n    yield 1.0", "is a generator, which yields its rewards; return them instead"),
+        ("async def score(completions):\n    yield 1.0", "is a generator, which yields its rewards"),
+        (
+            "def score(completions, trainer_state, **columns): return [1.0]",
+            "needs trainer_state, which no reward receives",
+        ),
+        (
+            "class score:\n    def __call__(self, completions, **columns): return [1.0]",
+            r"is a class; make an instance in its file, score = score\(\), and name that",
+        ),
+    ],
+)
+def test_what_every_group_would_fail_by_is_refused(write, body: str, text: str) -> None:
+    spec = write(body)
+    with pytest.raises(ConfigError, match=rf"rewards: mine\.py:score {text}"):
+        check_rewards(make_config(spec, {}))
 
 
 def test_group_form_without_catch_all_gets_what_it_names(write) -> None:

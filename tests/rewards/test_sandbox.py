@@ -329,7 +329,7 @@ def test_what_cannot_be_removed_is_said(tmp_path: Path, monkeypatch: pytest.Monk
     with monkeypatch.context() as patched, structlog.testing.capture_logs() as logs:
         patched.setattr(os, "rmdir", refuse)
         run("print(1)")
-    left = [line["path"] for line in logs if line["event"] == "a file of a sandboxed program was not removed"]
+    left = [line["path"] for line in logs if line["event"] == "a temporary file is not removed"]
     assert str(next(tmp_path.iterdir())) in left
 
 

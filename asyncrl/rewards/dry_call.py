@@ -1,0 +1,101 @@
+"""Scores a made-up completion with the reward functions of a run before it starts: what would fail every group is an
+error then, before a model is loaded.
+
+A function may rightly raise for a completion that it cannot read, and this one is nobody's answer. So only what is
+wrong with the function or the columns is an error: a missing column, no finite number in return, the end of its
+process, and exceptions of BUG, unless they speak of None, as after a search without a match, or quote the completion,
+as the key of a table. All others are warnings, such as a service that does not answer; with an environment, whose
+messages and parts are not known yet, all are. Built-in rewards are not called: `reward_model` needs its process, which
+the run starts, and the others have parsed the ground truths.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Sequence
+
+from asyncrl.config import Config
+from asyncrl.errors import ConfigError
+from asyncrl.rewards.table import names_in, reward_for
+from asyncrl.rewards.worker_main import PackedEpisode
+from asyncrl.rewards.workers import RewardPool
+from asyncrl.types import Prompt
+from asyncrl.util.text import shortened
+from asyncrl.util.tokenizer import load_tokenizer
+
+BUG = re.compile(r": raised (?:AttributeError|ImportError|KeyError|ModuleNotFoundError|NameError|TypeError): ([^;]*)")
+MAY_BE = re.compile(r": (?:raised|took longer than|(?:all )?returned None)")
+"""Causes that the completion may have, or a service."""
+MAX_CHARACTERS = 200
+"""Of the ground truth in the completion."""
+POLL_S = 0.005
+
+
+def own_functions(config: Config, data_source: str) -> set[str]:
+    """The functions in the reward of a data source that are not built in."""
+    return {name for name in names_in(reward_for(config.rewards, data_source)) if ":" in name}
+
+
+def dry_call(config: Config, prompts: Sequence[Prompt]) -> tuple[list[str], list[str]]:
+    """Scores a completion of each prompt, of different data sources, by the functions in its reward that are not built
+    in, in a reward worker with the time limit of the run. Returns what they gave, and what is to be warned of. Raises
+    ConfigError for what is certainly wrong."""
+    names = {prompt.data_source: own_functions(config, prompt.data_source) for prompt in prompts}
+    rewards = {source: dict.fromkeys(sorted(own), 1.0) for source, own in names.items() if own}
+    if not rewards:
+        return [], []
+    called = set().union(*names.values())
+    options = {name: values for name, values in config.reward_options.items() if name in called}
+    pool = RewardPool(
+        config.model_copy(
+            update={
+                "rewards": rewards,
+                "reward_options": options,
+                "eval": config.eval.model_copy(update={"rewards": None, "reward_options": {}}),
+                "generator": config.generator.model_copy(update={"reward_workers": 1}),
+            }
+        ),
+        tokenizer_path=config.model.path,
+    )
+    given, warnings = list[str](), list[str]()
+    try:
+        for prompt in (prompt for prompt in prompts if prompt.data_source in rewards):
+            text = made_up(prompt)
+            error, parts = _score(pool, config, prompt, text)
+            problem = f"a made-up completion, {text!r}, has no reward: {error}"
+            if error and config.environment.name is None and is_bug(error, text):
+                raise ConfigError(f"rewards: {problem}")
+            warnings += [problem] if error else []
+            given += [
+                f"{name} gives {parts[name]:g} for {text!r}" for name in rewards[prompt.data_source].keys() & parts
+            ]
+    finally:
+        pool.close()
+    return given, warnings
+
+
+def made_up(prompt: Prompt) -> str:
+    """The ground truth in a sentence, which is no JSON and has no name of a column."""
+    return f"So it is \\boxed{{{shortened(prompt.ground_truth, MAX_CHARACTERS)}}}."
+
+
+def is_bug(error: str, completion: str) -> bool:
+    """True if the error text of a made-up completion has a cause that other completions have, too."""
+    causes = error.split("; reward ")  # of the functions in a sum
+    bugs = [cause for cause in causes if not MAY_BE.search(cause)]
+    texts = [text.strip("'\"") for text in BUG.findall(error)]
+    return bool(bugs) or any("NoneType" not in text and text not in completion for text in texts)
+
+
+def _score(pool: RewardPool, config: Config, prompt: Prompt, text: str) -> tuple[str, dict[str, float]]:
+    """The error text of the completion, and its parts. The pool has deadlines of its own."""
+    tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    messages = b"" if prompt.chat is None else json.dumps([{"role": "assistant", "content": text}]).encode()
+    episodes = [] if config.environment.name is None else [PackedEpisode([len(tokens)], messages, 0.0, {}, "")]
+    pool.submit(prompt.data_source, [tokens], prompt, ["completed"], episodes=episodes)
+    while not (scored := pool.collect()):
+        time.sleep(POLL_S)
+    return scored[0].errors[0], scored[0].parts[0]
