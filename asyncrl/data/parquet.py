@@ -33,7 +33,6 @@ from asyncrl.data.values import (
     chat_messages,
     check_text_only,
     ground_truth_text,
-    is_missing,
     missing,
     plain,
     template_options,
@@ -305,14 +304,16 @@ class PromptTable:
         columns = {name: plain(value, f"{where}: {name!r}") for name, value in others.items()}
         if columns.get(TEMPLATE_COLUMN) is not None:
             columns[TEMPLATE_COLUMN] = template_options(columns[TEMPLATE_COLUMN], f"{where}: {TEMPLATE_COLUMN!r}")
-        truth = self._ground_truth(values, where)
+        dotted = self._columns.ground_truth
+        truth = "" if dotted is None else value_at(values, dotted)
+        text = ground_truth_text(truth, f"{where}: {dotted!r}")
         if not isinstance(truth, str):
-            columns[self._columns.ground_truth_name] = truth
+            columns[self._columns.ground_truth_name] = plain(truth, where)
         return {
             "row": row,
             "where": where,
             "prompt": self._prompt(values, where),
-            "ground_truth": ground_truth_text(truth, where),
+            "ground_truth": text,
             "data_source": self._source(values, row, where),
             "extra_info": _extra_info(values.get("extra_info"), f"{where}: 'extra_info'"),
             "columns": columns,
@@ -337,13 +338,6 @@ class PromptTable:
         if not isinstance(prompt, str | list | tuple):
             raise _not_a_prompt(where, prompt)
         return plain(prompt, where) if isinstance(prompt, str) else chat_messages(list(prompt), where)
-
-    def _ground_truth(self, values: dict[str, Any], where: str) -> Any:
-        dotted = self._columns.ground_truth
-        truth = "" if dotted is None else value_at(values, dotted)
-        if is_missing(truth):
-            raise missing(f"{where}: {dotted!r}")
-        return plain(truth, f"{where}: {dotted!r}")
 
 
 def _extra_info(value: Any, where: str) -> dict[str, Any]:

@@ -42,11 +42,11 @@ def dry_call(config: Config, prompts: Sequence[Prompt]) -> tuple[list[str], list
     """Scores a completion of each prompt, of different data sources, by the functions in its reward that are not built
     in, in a reward worker with the time limit of the run. Returns what they gave, and what is to be warned of. Raises
     ConfigError for what is certainly wrong."""
-    names = {prompt.data_source: own_functions(config, prompt.data_source) for prompt in prompts}
-    rewards = {source: dict.fromkeys(sorted(own), 1.0) for source, own in names.items() if own}
+    functions = {prompt.data_source: own_functions(config, prompt.data_source) for prompt in prompts}
+    rewards = {source: dict.fromkeys(sorted(own), 1.0) for source, own in functions.items() if own}
     if not rewards:
         return [], []
-    called = set().union(*names.values())
+    called = set().union(*functions.values())
     options = {name: values for name, values in config.reward_options.items() if name in called}
     pool = RewardPool(
         config.model_copy(
@@ -68,9 +68,8 @@ def dry_call(config: Config, prompts: Sequence[Prompt]) -> tuple[list[str], list
             if error and config.environment.name is None and is_bug(error, text):
                 raise ConfigError(f"rewards: {problem}")
             warnings += [problem] if error else []
-            given += [
-                f"{name} gives {parts[name]:g} for {text!r}" for name in rewards[prompt.data_source].keys() & parts
-            ]
+            names = [name for name in rewards[prompt.data_source] if name in parts]
+            given += [f"{name} gives {parts[name]:g} for {text!r}" for name in names]
     finally:
         pool.close()
     return given, warnings

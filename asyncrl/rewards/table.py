@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from asyncrl.config import ENVIRONMENT, Config, Options, Rewards, RewardSpec, did_you_mean
 from asyncrl.errors import ConfigError
-from asyncrl.rewards.calling import CompletedGroup, RewardFunction, Score, failure
+from asyncrl.rewards.calling import CompletedGroup, Score, failure
 from asyncrl.rewards.load import load_reward
 
 CHECKS: dict[str, str] = {
@@ -112,10 +112,6 @@ class RewardTable:
             return [_applied(score, spec, group.data_source) for score in scores]
         columns = [self._functions[name](group) for name in spec]
         return [_add_up(spec, scores, group.data_source) for scores in zip(*columns, strict=True)]
-
-    def function(self, name: str) -> RewardFunction:
-        """The loaded function of this name."""
-        return self._functions[name]
 
 
 def is_table(rewards: Rewards) -> bool:

@@ -191,9 +191,6 @@ def test_many_failed_rewards_are_a_warning_with_examples_each_time_that_they_bec
             add()
         for _ in range(10):
             add(*["it hangs"] * 8)
-    many = [line for line in logs if line["event"].startswith("many rewards fail")]
-    assert [(line["failed"], line["completions"], line["latest_groups"]) for line in many] == [
-        (41, 800, 100),
-        (48, 800, 100),
-    ]
-    assert [len(line["examples"]) for line in many] == [3, 3] and "it hangs" in many[1]["examples"]
+    many = [line for line in logs if line["event"] == "many rewards fail"]
+    assert [(line["failed"], line["rewards"]) for line in many] == [(41, 800), (48, 800)]
+    assert len(many[0]["examples"]) == 3 and many[1]["examples"] == ["it hangs"]

@@ -15,7 +15,7 @@ from asyncrl.config import Config, load_config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.commands.evaluate import check_evaluation
 from asyncrl.launch.preflight import check_data_and_rewards
-from asyncrl.rewards.reward_model import check_one_model, model_options, uses_reward_model
+from asyncrl.rewards.reward_model import check_failed, check_one_model, model_options, uses_reward_model
 from asyncrl.rewards.table import evaluation_config
 from asyncrl.rewards.workers import RewardPool
 from tests.helpers.reward_pool import gather, make_config, prompt, save_tokenizer, tokens
@@ -122,6 +122,20 @@ def test_one_reward_model_serves_both() -> None:
         else:
             with pytest.raises(ConfigError, match=r"^eval.reward_options.reward_model = .* one process serves both"):
                 check_one_model(both)
+
+
+@pytest.mark.parametrize("rewards", ["reward_model", {"default": {"exact": 1.0, "reward_model": 0.5}}])
+def test_a_completion_that_the_reward_model_cannot_score_has_no_reward_of_0(rewards: Any) -> None:
+    for failed in ("exclude", "refund", "zero"):
+        config = make_config(rewards)
+        config = config.model_copy(update={"replay": config.replay.model_copy(update={"failed": failed})})
+        if failed != "zero":
+            check_failed(config)
+            continue
+        with pytest.raises(ConfigError, match=r"^replay.failed = 'zero': .* use exclude or refund"):
+            check_failed(config)
+        evaluated = config.eval.model_copy(update={"rewards": rewards})
+        check_failed(config.model_copy(update={"rewards": "exact", "eval": evaluated}))
 
 
 def test_the_command_evaluates_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,29 +84,24 @@ class RewardsSinceStep(Durable):
 
 
 class FailedRewards:
-    """Warns of every group with failed rewards, and with examples each time that their fraction passes MAX_FAILED."""
+    """Warns of groups with failed rewards, and with examples each time that the fraction of failed ones passes
+    MAX_FAILED."""
 
     def __init__(self) -> None:
-        self._counts: deque[tuple[int, int]] = deque(maxlen=LATEST_GROUPS)
-        """Failed rewards and members of the latest groups."""
-        self._examples: deque[str] = deque(maxlen=EXAMPLES)
-        self._are_often = False
+        self._errors: deque[list[str]] = deque(maxlen=LATEST_GROUPS)
+        """Of the members of each of the latest groups; empty where there is a reward."""
+        self._are_many = False
 
     def add(self, header: GroupHeader, *, refunded: bool) -> None:
         """Counts a group; `refunded` is true if it has too few rewards."""
-        errors = [error for error in header.of_members(header.errors) if error]
+        self._errors.append([*header.of_members(header.errors)])
+        errors = [error for error in self._errors[-1] if error]
         if refunded or errors:
-            event, error = "group failed" if refunded else "rewards failed", errors[0] if errors else ""
-            log.warning(event, ticket=header.ticket, row=header.row, count=len(errors), error=error)
-        self._counts.append((len(errors), header.num_members))
-        self._examples.extend(error for error in dict.fromkeys(errors) if error not in self._examples)
-        failed, members = map(sum, zip(*self._counts, strict=True))
-        were_often, self._are_often = self._are_often, failed >= EXAMPLES and failed > MAX_FAILED * members
-        if self._are_often and not were_often:
-            log.warning(
-                "many rewards fail: these completions are not trained",
-                failed=failed,
-                completions=members,
-                latest_groups=len(self._counts),
-                examples=list(self._examples),
-            )
+            event = "group failed" if refunded else "rewards failed"
+            log.warning(event, ticket=header.ticket, row=header.row, count=len(errors), error=(errors or [""])[0])
+        failed = [error for group in self._errors for error in group if error]
+        rewards, were_many = sum(map(len, self._errors)), self._are_many
+        self._are_many = len(failed) >= EXAMPLES and len(failed) > MAX_FAILED * rewards
+        if self._are_many and not were_many:
+            examples = list(dict.fromkeys(reversed(failed)))[:EXAMPLES]
+            log.warning("many rewards fail", failed=len(failed), rewards=rewards, examples=examples)
