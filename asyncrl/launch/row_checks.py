@@ -70,12 +70,17 @@ def check_first_row(config: Config, *, prompt_tokens: int, tools: Mapping[str, S
     given, warnings = dry_call(config, prompts)
     if given:
         lines["reward"] = "; ".join(given)
+    tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    dialogue = Dialogue.of(config)
     if prompt is not None:
-        lines |= {"prompt": _prompt(config, prompt, tools), "truth": _truth(config, prompt)}
-        if call := _call(config, prompt, tools):
+        schemas = _tools_of(config, prompt, tools)
+        lines |= {"prompt": _prompt(tokenizer, dialogue, prompt, schemas), "truth": _truth(config, prompt)}
+        if call := _call(config, dialogue, prompt, schemas):
             lines["tool call"] = call
-    lines |= {"ends with": _ends(config), "tokens": _tokens(config)}
-    return FirstRow(lines, warnings if prompt is None else warnings + _warnings(config, prompt, rows))
+    lines |= {"ends with": _ends(config, tokenizer), "tokens": _tokens(config, tokenizer)}
+    if prompt is not None:
+        warnings += _warnings(config, tokenizer, dialogue, prompt, rows)
+    return FirstRow(lines, warnings)
 
 
 def _first_prompts(config: Config, rows: TrainingRows) -> list[Prompt]:
@@ -96,12 +101,11 @@ def _first_prompts(config: Config, rows: TrainingRows) -> list[Prompt]:
     return prompts
 
 
-def _prompt(config: Config, prompt: Prompt, tools: Mapping[str, Sequence[Schema]]) -> str:
+def _prompt(tokenizer: Any, dialogue: Dialogue, prompt: Prompt, schemas: Sequence[Schema]) -> str:
     """The prompt with special tokens and its end, and the tools that the template shows."""
-    tokens, schemas = prompt.tokens.tolist(), _tools_of(config, prompt, tools)
+    tokens = prompt.tokens.tolist()
     if schemas and prompt.chat is not None:
-        tokens = Dialogue.of(config).chat_for(prompt.columns).begin(prompt.chat, schemas)
-    tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+        tokens = dialogue.chat_for(prompt.columns).begin(prompt.chat, schemas)
     text = tokenizer.decode(tokens, skip_special_tokens=False)
     return f"{_short(text)!r}, {len(tokens)} tokens"
 
@@ -119,37 +123,34 @@ def _tools_of(config: Config, prompt: Prompt, tools: Mapping[str, Sequence[Schem
     return tools.get(environment_for(config.environment.name, prompt.data_source), ())
 
 
-def _call(config: Config, prompt: Prompt, tools: Mapping[str, Sequence[Schema]]) -> str:
+def _call(config: Config, dialogue: Dialogue, prompt: Prompt, schemas: Sequence[Schema]) -> str:
     """A call of the row's first tool as the template writes it, and as it is read; "" without tools."""
-    schemas = _tools_of(config, prompt, tools)
     if not schemas or prompt.chat is None or config.environment.tool_format == "none":
         return ""
-    dialogue = Dialogue.of(config).chat_for(prompt.columns)
+    chat = dialogue.chat_for(prompt.columns)
     parameters = schemas[0]["function"].get("parameters", {}).get("properties", {})
     arguments = {name: MADE_UP.get(str(value.get("type")), "x") for name, value in parameters.items()}
-    turn = call_turn(dialogue, schemas[0], arguments)
-    calls = dialogue.read(dialogue.rendering.encode(turn), schemas).calls
+    turn = call_turn(chat, schemas[0], arguments)
+    calls = chat.read(chat.rendering.encode(turn), schemas).calls
     read = ", ".join(f"{call.name}({json.dumps(call.arguments, ensure_ascii=False)})" for call in calls)
-    return f"{_short(dialogue.rendering.plain(turn))!r} is read as {_short(read) or 'text'}"
+    return f"{_short(chat.rendering.plain(turn))!r} is read as {_short(read) or 'text'}"
 
 
-def _ends(config: Config) -> str:
+def _ends(config: Config, tokenizer: Any) -> str:
     """What ends a completion. Raises ConfigError if nothing does."""
-    path, trusted = config.model.path, config.model.trust_remote_code
-    ends, texts = end_tokens(path, trust_remote_code=trusted), config.generator.stop_texts
+    path, texts = config.model.path, config.generator.stop_texts
+    ends = end_tokens(path, trust_remote_code=config.model.trust_remote_code)
     if not ends and not texts:
         raise ConfigError(
             f"model.path = {path!r}: no token ends a completion, so that all would be cut; set eos_token in "
             "tokenizer_config.json or eos_token_id in generation_config.json to that which ends an answer, or "
             "generator.stop to a text"
         )
-    tokenizer = load_tokenizer(path, trust_remote_code=trusted)
     names = [f"{token!r} ({number})" for number, token in zip(ends, tokenizer.convert_ids_to_tokens(ends), strict=True)]
     return ", ".join([*names, *map(repr, texts)])
 
 
-def _tokens(config: Config) -> str:
-    tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+def _tokens(config: Config, tokenizer: Any) -> str:
     rows, highest = num_embeddings(config.model.path), max(tokenizer.get_vocab().values())
     if rows is None:
         return f"0 to {highest}"
@@ -157,7 +158,7 @@ def _tokens(config: Config) -> str:
     return text if highest < rows else f"{text}: a prompt with a token from {rows} on is an error"
 
 
-def _warnings(config: Config, prompt: Prompt, rows: TrainingRows) -> list[str]:
+def _warnings(config: Config, tokenizer: Any, dialogue: Dialogue, prompt: Prompt, rows: TrainingRows) -> list[str]:
     """What is probably a mistake."""
     raw, warnings = rows.load()[prompt.row]["prompt"], list[str]()
     if isinstance(raw, str) and _is_chat(raw):
@@ -167,13 +168,12 @@ def _warnings(config: Config, prompt: Prompt, rows: TrainingRows) -> list[str]:
         )
     options = config.data.template_options
     if options:
-        path, trusted = config.model.path, config.model.trust_remote_code
-        template = str(load_tokenizer(path, trust_remote_code=trusted).chat_template)
+        template = str(tokenizer.chat_template)
         if unread := [name for name in options if not re.search(rf"\b{re.escape(name)}\b", template)]:
             warnings.append(f"data.template_options: the model's chat template has no {', '.join(unread)}")
     if prompt.chat is not None and config.environment.name is None:
         try:
-            check_stops(config, Dialogue.of(config).chat_for(prompt.columns), has_tools=False)
+            check_stops(config, dialogue.chat_for(prompt.columns), has_tools=False)
         except DialogueError:  # a template without turns
             pass
         except ConfigError as error:

@@ -15,6 +15,7 @@ import json
 import re
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
@@ -46,6 +47,7 @@ def dry_call(config: Config, prompts: Sequence[Prompt]) -> tuple[list[str], list
     rewards = {source: dict.fromkeys(sorted(own), 1.0) for source, own in functions.items() if own}
     if not rewards:
         return [], []
+    tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     called = set().union(*functions.values())
     options = {name: values for name, values in config.reward_options.items() if name in called}
     pool = RewardPool(
@@ -63,7 +65,7 @@ def dry_call(config: Config, prompts: Sequence[Prompt]) -> tuple[list[str], list
     try:
         for prompt in (prompt for prompt in prompts if prompt.data_source in rewards):
             text = made_up(prompt)
-            error, parts = _score(pool, config, prompt, text)
+            error, parts = _score(pool, prompt, text, tokenizer, is_episode=config.environment.name is not None)
             problem = f"a made-up completion, {text!r}, has no reward: {error}"
             if error and config.environment.name is None and is_bug(error, text):
                 raise ConfigError(f"rewards: {problem}")
@@ -88,12 +90,13 @@ def is_bug(error: str, completion: str) -> bool:
     return bool(bugs) or any("NoneType" not in text and text not in completion for text in texts)
 
 
-def _score(pool: RewardPool, config: Config, prompt: Prompt, text: str) -> tuple[str, dict[str, float]]:
+def _score(
+    pool: RewardPool, prompt: Prompt, text: str, tokenizer: Any, *, is_episode: bool
+) -> tuple[str, dict[str, float]]:
     """The error text of the completion, and its parts. The pool has deadlines of its own."""
-    tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     tokens = tokenizer.encode(text, add_special_tokens=False)
     messages = b"" if prompt.chat is None else json.dumps([{"role": "assistant", "content": text}]).encode()
-    episodes = [] if config.environment.name is None else [PackedEpisode([len(tokens)], messages, 0.0, {}, "")]
+    episodes = [PackedEpisode([len(tokens)], messages, 0.0, {}, "")] if is_episode else []
     pool.submit(prompt.data_source, [tokens], prompt, ["completed"], episodes=episodes)
     while not (scored := pool.collect()):
         time.sleep(POLL_S)

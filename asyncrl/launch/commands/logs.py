@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,11 +16,12 @@ from asyncrl.launch.run_dir import is_running
 from asyncrl.launch.worker import ROLES
 from asyncrl.observe.log_entries import LEVELS, LineReader, LogEntry, RoleLog, merged, plain_line
 from asyncrl.util.hints import did_you_mean, unknown_name
-from asyncrl.util.quantities import seconds_of
 
 POLL_S = 0.3
 KINDS = ("launcher", *ROLES)
 """Roles that a run may have, without their numbers."""
+SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+"""Seconds of the units of `--since`."""
 STYLES = {"warning": "yellow", "error": "red", "critical": "bold red"}
 
 
@@ -36,7 +39,7 @@ def show_logs(
     ConfigError when there is no such run, role or level."""
     if level not in LEVELS:
         raise unknown_name("--level", level, LEVELS)
-    since_s = 0.0 if since is None else time.time() - seconds_of("--since", since)
+    since_s = 0.0 if since is None else time.time() - _seconds(since)
     folder = run_dir / "logs"
     _check_run(run_dir)
     _check_roles(run_dir, roles, may_come=follow and is_running(run_dir))
@@ -89,6 +92,19 @@ class _View:
             print(text, file=self._console.file)  # not by rich, which takes a hundred times as long
         else:
             self._console.print(Text(text, style), soft_wrap=True)
+
+
+def _seconds(since: str) -> float:
+    """The seconds of a duration such as 10m. Raises ConfigError."""
+    duration = re.fullmatch(r"([0-9.]+)\s*([a-zA-Z/]+)", since.strip())
+    try:
+        seconds = float(duration[1]) * SECONDS[duration[2]] if duration else math.nan
+    except (ValueError, KeyError):
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        units = ", ".join(SECONDS)
+        raise ConfigError(f"--since {since}: must be a number above 0 with a unit, one of {units}, as in 10m")
+    return seconds
 
 
 def _is_chosen(name: str, roles: Sequence[str]) -> bool:
