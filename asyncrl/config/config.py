@@ -313,12 +313,14 @@ class Config(Section):
 
     def with_choices_of(self, saved: Config) -> Config:
         """The config with what a run's saved config has in place of `rewards: auto`, `eval.rewards: auto`,
-        `weights.staging: auto` and `epochs`."""
+        `weights.staging: auto`, `epochs`, and of a `launch.start_timeout_s` that is left to the start."""
         chosen: dict[str, Any] = {"rewards": saved.rewards} if self.rewards == AUTO else {}
         if self.eval.rewards == AUTO:
             chosen["eval"] = self.eval.model_copy(update={"rewards": saved.eval.rewards})
         if self.weights.staging == AUTO:
             chosen["weights"] = self.weights.model_copy(update={"staging": saved.weights.staging})
+        if "start_timeout_s" not in self.launch.model_fields_set:
+            chosen["launch"] = self.launch.model_copy(update={"start_timeout_s": saved.launch.start_timeout_s})
         if self.epochs is not None:
             chosen |= {"epochs": None, "steps": saved.steps}
         return self.model_copy(update=chosen)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 from collections import Counter
@@ -22,6 +21,7 @@ from asyncrl.environments.episode import Limits, start_of
 from asyncrl.environments.host import HostSpec, run_host
 from asyncrl.errors import RunError
 from asyncrl.types import Prompt
+from asyncrl.util.processes import helper_context
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.environment_messages import EpisodeEnded, EpisodeStart, GroupPlace, Said, Turns, TurnStatus, Wishes
 from asyncrl.wire.rpc import Connection
@@ -240,9 +240,9 @@ class EnvironmentPool:
         self._starts += 1
         address = self._folder / f"host-{self._starts}"
         spec = replace(self._spec, address=f"ipc://{address}")
-        # spawn: a fork of a process with an engine would share its locks and device state.
-        context = multiprocessing.get_context("spawn")
-        process = context.Process(target=run_host, args=(os.getpid(), spec), name=f"environments-{number}", daemon=True)
+        process = helper_context().Process(
+            target=run_host, args=(os.getpid(), spec), name=f"environments-{number}", daemon=True
+        )
         process.start()
         connection = Connection(spec.endpoints, spec.address, f"environment host {number}", strict=True)
         connection.send(Turns([], [], []))  # to which it answers as soon as it is up

@@ -12,17 +12,23 @@ the run starts, and the others have parsed the ground truths.
 from __future__ import annotations
 
 import json
+import os
+import pickle
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
+from tempfile import TemporaryFile
 from typing import Any
 
 from asyncrl.config import Config
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, RunError
 from asyncrl.rewards.table import names_in, reward_for
 from asyncrl.rewards.worker_main import PackedEpisode
-from asyncrl.rewards.workers import RewardPool
+from asyncrl.rewards.workers import MAX_POOL_LOSSES, START_S, RewardPool
 from asyncrl.types import Prompt
+from asyncrl.util.processes import PYTHON, end_with_parent
 from asyncrl.util.text import shortened
 from asyncrl.util.tokenizer import load_tokenizer
 
@@ -32,6 +38,8 @@ MAY_BE = re.compile(r": (?:raised|took longer than|(?:all )?returned None)")
 MAX_CHARACTERS = 200
 """Of the ground truth in the completion."""
 POLL_S = 0.005
+IMPORT_S = 60.0
+"""For the imports of the process that calls the functions, on a busy machine."""
 
 
 def own_functions(config: Config, data_source: str) -> set[str]:
@@ -42,35 +50,72 @@ def own_functions(config: Config, data_source: str) -> set[str]:
 def dry_call(config: Config, prompts: Sequence[Prompt]) -> tuple[list[str], list[str]]:
     """Scores a completion of each prompt, of different data sources, by the functions in its reward that are not built
     in, in a reward worker with the time limit of the run. Returns what they gave, and what is to be warned of. Raises
-    ConfigError for what is certainly wrong."""
+    ConfigError for what is certainly wrong.
+
+    The worker is started by a process of its own: workers import the main module of the process that starts them, which
+    here may be the user's script."""
     functions = {prompt.data_source: own_functions(config, prompt.data_source) for prompt in prompts}
     rewards = {source: dict.fromkeys(sorted(own), 1.0) for source, own in functions.items() if own}
     if not rewards:
         return [], []
-    tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     called = set().union(*functions.values())
-    options = {name: values for name, values in config.reward_options.items() if name in called}
-    pool = RewardPool(
-        config.model_copy(
-            update={
-                "rewards": rewards,
-                "reward_options": options,
-                "eval": config.eval.model_copy(update={"rewards": None, "reward_options": {}}),
-                "generator": config.generator.model_copy(update={"reward_workers": 1}),
-            }
-        ),
-        tokenizer_path=config.model.path,
-    )
+    update = {
+        "rewards": rewards,
+        "reward_options": {name: values for name, values in config.reward_options.items() if name in called},
+        "eval": config.eval.model_copy(update={"rewards": None, "reward_options": {}}),
+        "generator": config.generator.model_copy(update={"reward_workers": 1}),
+    }
+    call = (config.model_copy(update=update), [prompt for prompt in prompts if prompt.data_source in rewards])
+    limit_s = IMPORT_S + len(rewards) * (MAX_POOL_LOSSES + 1) * (START_S + config.generator.reward_timeout_s)
+    with TemporaryFile() as results:
+        command = [*PYTHON, "-m", __name__, str(results.fileno()), str(os.getpid())]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[results.fileno()], process_group=0)
+        try:
+            process.communicate(pickle.dumps(call), timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            raise ConfigError(
+                f"rewards: {', '.join(sorted(called))} took longer than {limit_s:g} s to be tried"
+            ) from None
+        finally:
+            process.kill()
+            process.wait()
+        results.seek(0)
+        if process.returncode:
+            code = process.returncode
+            raise RunError(f"the process that calls the reward functions before the start ended with exit code {code}")
+        given, warnings, error = json.load(results)
+    if error:
+        raise ConfigError(error)
+    return given, warnings
+
+
+def main() -> None:
+    """Calls the functions of the config and the prompts on standard input, and writes the results to the open file
+    whose number is the first argument."""
+    end_with_parent(int(sys.argv[2]))
+    config, prompts = pickle.load(sys.stdin.buffer)  # noqa: S301, from the process that started this one
+    error, given, warnings = "", list[str](), list[str]()
+    try:
+        given, warnings = _call(config, prompts)
+    except ConfigError as problem:
+        error = str(problem)
+    with open(int(sys.argv[1]), "w") as results:
+        json.dump([given, warnings, error], results)
+
+
+def _call(config: Config, prompts: Sequence[Prompt]) -> tuple[list[str], list[str]]:
+    tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    pool = RewardPool(config, tokenizer_path=config.model.path)
     given, warnings = list[str](), list[str]()
     try:
-        for prompt in (prompt for prompt in prompts if prompt.data_source in rewards):
+        for prompt in prompts:
             text = made_up(prompt)
             error, parts = _score(pool, prompt, text, tokenizer, is_episode=config.environment.name is not None)
             problem = f"a made-up completion, {text!r}, has no reward: {error}"
             if error and config.environment.name is None and is_bug(error, text):
                 raise ConfigError(f"rewards: {problem}")
             warnings += [problem] if error else []
-            names = [name for name in rewards[prompt.data_source] if name in parts]
+            names = sorted(own_functions(config, prompt.data_source) & parts.keys())
             given += [f"{name} gives {parts[name]:g} for {text!r}" for name in names]
     finally:
         pool.close()
@@ -101,3 +146,7 @@ def _score(
     while not (scored := pool.collect()):
         time.sleep(POLL_S)
     return scored[0].errors[0], scored[0].parts[0]
+
+
+if __name__ == "__main__":
+    main()

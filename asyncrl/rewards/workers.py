@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import threading
 import time
@@ -22,6 +21,7 @@ from asyncrl.rewards.calling import Score, describe, failure
 from asyncrl.rewards.table import environment_weight, evaluation_config, reward_for, show_spec
 from asyncrl.rewards.worker_main import PackedEpisode, PackedGroup, WorkerSpec, score_groups, start_worker
 from asyncrl.types import Prompt
+from asyncrl.util.processes import helper_context
 from asyncrl.wire.endpoints import Endpoints
 
 log = structlog.get_logger()
@@ -186,12 +186,11 @@ class RewardPool:
             log.warning("reward workers did not end in time", timeout_s=CLOSE_S)
 
     def _start(self) -> ProcessPool:
-        # spawn: a fork of a process with an engine would share its locks and device state.
         pool = ProcessPool(
             max_workers=self._workers,
             initializer=start_worker,
             initargs=(os.getpid(), self._spec),
-            context=multiprocessing.get_context("spawn"),  # pyright: ignore[reportArgumentType]
+            context=helper_context(),  # pyright: ignore[reportArgumentType]
         )
         if not pool.active:  # reading it starts the workers, which load while the engine does
             raise RunError(f"{self._workers} reward workers could not be started")

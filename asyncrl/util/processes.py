@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import multiprocessing
 import os
 import resource
 import signal
@@ -12,11 +13,14 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing.context import SpawnContext
 from typing import Literal
 
 PYTHON = (sys.executable, "-P")
 """The interpreter of processes of asyncrl. -P keeps files in the working folder from shadowing modules of the standard
 library; `user_code` finds those of the user."""
+SAFE_PATH = ("PYTHONSAFEPATH", "asyncrl")
+"""The variable that is -P for helpers, with a value by which they know that the user has not set it."""
 MAX_OPEN_FILES = 1 << 20
 """More than any run needs. Containers allow up to a billion, and there are programs that close every possible file."""
 Activity = Literal["waiting", "working", "syncing", "writing"]
@@ -105,10 +109,24 @@ def tune_gc() -> None:
     gc.set_threshold(NEW_OBJECTS)
 
 
+def helper_context() -> SpawnContext:
+    """Returns the context that starts helpers, which call `become_helper`. Their interpreters have -P, also those of a
+    process without it, such as that of `asyncrl eval`. They are spawned, since a fork of a process with an engine would
+    share its locks and device state."""
+    if not sys.flags.safe_path:
+        name, value = SAFE_PATH
+        os.environ[name] = value
+    return multiprocessing.get_context("spawn")
+
+
 def become_helper(parent: int) -> None:
-    """Makes this process a helper of a role: it ends with `parent`, uses the helpers' cores, and one thread."""
+    """Makes this process a helper of a role: it ends with `parent`, uses the helpers' cores, and one thread. The
+    user's programs that it starts have no -P from `helper_context`."""
     end_with_parent(parent)
     pin_helper_cpus()
+    name, value = SAFE_PATH
+    if os.environ.get(name) == value:
+        del os.environ[name]
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"):
         os.environ[name] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -36,7 +36,7 @@ SLOW: list[Case] = [
     (512, 4, 1024, True, 0, 1),
     (512, 8, 2048, False, 0, 1),
     (512, 8, 2048, True, 0, 1),
-    (768, 12, 2048, True, 0, 1),
+    (768, 12, 1024, True, 0, 1),
     (384, 8, 512, False, 2, 1),
     (384, 8, 512, True, 2, 1),
     (384, 8, 512, False, 3, 1),
@@ -47,7 +47,7 @@ SLOW: list[Case] = [
 
 
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)])
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(480)
 def test_the_prediction_is_within_a_tenth(case: Case, tmp_path: Path) -> None:
     hidden, layers, tokens, checkpointing, stage, ranks = case
     predicted, measured = predict_and_measure(tmp_path, case)
@@ -80,6 +80,6 @@ def predict_and_measure(folder: Path, case: Case) -> tuple[Parts, int]:
     assert shape is not None
     predicted = learner_parts(config, shape, reference=None, critic=None, sends=False, on_gpu=False)
     (folder / "run.json").write_text(config.model_dump_json())
-    codes = spawn("memory_steps.py", folder / "run.json", folder, find_port(), ranks=ranks, timeout_s=200)
+    codes = spawn("memory_steps.py", folder / "run.json", folder, find_port(), ranks=ranks, timeout_s=420)
     assert codes == [0] * ranks, [(folder / f"{rank}.log").read_text()[-2000:] for rank in range(ranks)]
     return predicted, max(int((folder / f"peak-{rank}").read_text()) for rank in range(ranks))

@@ -395,10 +395,13 @@ def test_an_address_is_a_host_and_perhaps_a_port(address: str, host: str, port: 
 def test_what_a_launcher_chose_is_no_other_setting() -> None:
     asked = {"model.path": "m", "data.train": "d", "rewards": "auto", "weights.staging": "auto", "epochs": 2.0}
     chosen = {"rewards": "gsm8k", "weights.staging": "buckets", "epochs": None, "steps": 7}
+    chosen |= {"launch.start_timeout_s": 180.0}
     saved = load_config(None, asked | chosen)
     assert load_config(None, asked).with_choices_of(saved) == saved
     other = load_config(None, asked | {"weights.staging": "host"}).with_choices_of(saved)
     assert other.weights.staging == "host"
+    slower = load_config(None, asked | {"launch.start_timeout_s": 600.0}).with_choices_of(saved)
+    assert slower.launch.start_timeout_s == 600.0
 
 
 def test_missing_file_names_what_is_shipped() -> None:

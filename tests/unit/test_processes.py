@@ -3,8 +3,11 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +15,22 @@ from asyncrl.util.processes import TURN_S, normal_priority, set_time_slice, use_
 
 SYS_SCHED_GETATTR = {"x86_64": 315, "aarch64": 275}
 KERNEL = tuple(int(number) for number in os.uname().release.split("-")[0].split(".")[:2])
+
+HELPERS = """
+import os, sys
+from asyncrl.util.processes import become_helper, helper_context
+
+def run(parent):
+    become_helper(parent)
+    print(bool(sys.flags.safe_path), os.environ.get("PYTHONSAFEPATH"), flush=True)
+
+if __name__ == "__main__":
+    process = helper_context().Process(target=run, args=(os.getpid(),))
+    process.start()
+    process.join(50)
+    print(process.exitcode)
+"""
+"""A script that starts a helper."""
 
 
 def in_thread(what: Callable[[], None]) -> None:
@@ -83,3 +102,17 @@ def test_a_system_that_forbids_it_says_why(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("asyncrl.util.processes.SYS_SCHED_SETATTR", {os.uname().machine: 10_000})
     with pytest.raises(OSError, match="sched_setattr: Function not implemented"):
         in_thread(set_time_slice)
+
+
+def test_files_of_the_working_folder_shadow_no_module_in_helpers(tmp_path: Path) -> None:
+    """Neither do they in a process that is started without -P, as by the script `asyncrl`."""
+    script, folder = tmp_path / "bin" / "script.py", tmp_path / "working"
+    script.parent.mkdir()
+    folder.mkdir()
+    for name in ("selectors", "socket", "tempfile"):
+        (folder / f"{name}.py").write_text("raise SystemExit('a file of the user')\n")
+    script.write_text(HELPERS)
+    found = subprocess.run(
+        [sys.executable, script], cwd=folder, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (found.returncode, found.stdout.split()) == (0, ["True", "None", "0"]), found.stderr
