@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import re
 import subprocess
 import sys
@@ -21,6 +20,9 @@ import time
 from collections.abc import Sequence
 from tempfile import TemporaryFile
 from typing import Any
+
+import msgspec
+import numpy as np
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, RunError
@@ -65,17 +67,17 @@ def dry_call(config: Config, prompts: Sequence[Prompt]) -> tuple[list[str], list
         "eval": config.eval.model_copy(update={"rewards": None, "reward_options": {}}),
         "generator": config.generator.model_copy(update={"reward_workers": 1}),
     }
-    call = (config.model_copy(update=update), [prompt for prompt in prompts if prompt.data_source in rewards])
+    called_for = [prompt for prompt in prompts if prompt.data_source in rewards]
+    call = (config.model_copy(update=update).model_dump_json(), called_for)
     limit_s = IMPORT_S + len(rewards) * (MAX_POOL_LOSSES + 1) * (START_S + config.generator.reward_timeout_s)
     with TemporaryFile() as results:
         command = [*PYTHON, "-m", __name__, str(results.fileno()), str(os.getpid())]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[results.fileno()], process_group=0)
         try:
-            process.communicate(pickle.dumps(call), timeout=limit_s)
+            process.communicate(msgspec.msgpack.encode(call, enc_hook=np.ndarray.tolist), timeout=limit_s)
         except subprocess.TimeoutExpired:
-            raise ConfigError(
-                f"rewards: {', '.join(sorted(called))} took longer than {limit_s:g} s to be tried"
-            ) from None
+            names = ", ".join(sorted(called))
+            raise ConfigError(f"rewards: calling {names} before the start took longer than {limit_s:g} s") from None
         finally:
             process.kill()
             process.wait()
@@ -93,10 +95,11 @@ def main() -> None:
     """Calls the functions of the config and the prompts on standard input, and writes the results to the open file
     whose number is the first argument."""
     end_with_parent(int(sys.argv[2]))
-    config, prompts = pickle.load(sys.stdin.buffer)  # noqa: S301, from the process that started this one
+    call = msgspec.msgpack.Decoder(tuple[str, list[Prompt]], dec_hook=lambda _, numbers: np.array(numbers, np.int32))
+    config, prompts = call.decode(sys.stdin.buffer.read())
     error, given, warnings = "", list[str](), list[str]()
     try:
-        given, warnings = _call(config, prompts)
+        given, warnings = _call(Config.model_validate_json(config), prompts)
     except ConfigError as problem:
         error = str(problem)
     with open(int(sys.argv[1]), "w") as results:

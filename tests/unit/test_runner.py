@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,11 +25,7 @@ PARTS = {
     "system": "tests/system/test_system.py",
 }
 """In the order in which they start."""
-CONFTEST = f"""
-import sys
-sys.path.insert(0, {str(REPOSITORY)!r})
-from tests.helpers.skips import pytest_make_collect_report, pytest_runtest_makereport
-"""
+CONFTEST = "from tests.helpers.skips import pytest_make_collect_report, pytest_runtest_makereport\n"
 SETTINGS = "[pytest]\nmarkers =\n  slow: -\n  system: -\n"
 TEST = """
 import os, time
@@ -57,6 +54,7 @@ def write_tests(folder: Path, *, mark: str = "", **bodies: str) -> None:
         (folder / other).mkdir(parents=True)
     plugin = folder / "tests/helpers/second_runner.py"
     plugin.parent.mkdir(parents=True)
+    shutil.copy(REPOSITORY / "tests/helpers/skips.py", plugin.parent)
     plugin.write_text("def pytest_collection_modifyitems(items):\n    items.clear()\n")
     for part, file in PARTS.items():
         marks = [mark] if mark else []
