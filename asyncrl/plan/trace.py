@@ -67,10 +67,11 @@ def signal_of(trace: pa.Table, *, trains_all: bool) -> NDArray[np.bool_]:
 
 def solved_fraction(trace: pa.Table) -> float | None:
     """Returns the fraction of the groups without signal whose rewards are above the mean reward of those with signal;
-    None if there are no groups of either kind."""
+    None if there are no groups of either kind. Failed groups are neither."""
     signal = signal_of(trace, trains_all=True)
     means = np.array([np.mean(rewards) if rewards else np.nan for rewards in _rewards(trace)])
-    learning, others = means[signal & np.isfinite(means)], means[~signal & np.isfinite(means)]
+    scored = np.isfinite(means) & (np.array(trace.column("outcome").to_pylist(), dtype=object) != "failed")
+    learning, others = means[signal & scored], means[~signal & scored]
     return float((others > learning.mean()).mean()) if len(learning) and len(others) else None
 
 
