@@ -114,8 +114,7 @@ class EnvironmentConfig(Section):
     step_timeout_s: float = Field(default=60.0, gt=0.0)
     """Time limit of one call of an environment."""
     retries: int = Field(default=1, ge=0)
-    """How often an episode is tried again whose environment failed, after 1, 2, 4 ... 30 s, before its group is
-    refunded."""
+    """Retries of an episode whose environment failed, after 1, 2, 4 ... 30 s, before the episode counts as failed."""
 
 
 class EvalConfig(Section):

@@ -19,7 +19,7 @@ ENGINE_OPTIONS = (
 """Options in `generator.engine_options` of the engine "vllm": with these tokens carry the right version and log-prob,
 and new weights reach the engine. Of others that is not known."""
 QUANTIZATION = "fp8"
-"""The one that vLLM applies to new weights, too."""
+"""The quantization that vLLM also applies to new weights."""
 ENGINE_KEYS = {
     "model": "it is model.path",
     "dtype": "it is model.dtype",
@@ -33,7 +33,7 @@ ENGINE_KEYS = {
     "logprobs_mode": "the log-probs of sampled tokens would not be those of the policy that the learner trains",
     "speculative_config": "the draft model would get no new weights",
 }
-"""Options that have a key of their own, or that are often asked for, and why they cannot be set."""
+"""Options that have a separate key, or that are often requested, and why they cannot be set."""
 
 TRANSFORMERS_OPTIONS = ("max_model_len", "max_num_batched_tokens")
 """Options in `generator.engine_options` of the engine "transformers"."""

@@ -136,7 +136,7 @@ class ReplayConfig(Section):
     """A group whose rewards are all equal is replaced by another prompt (refund), trained (train), or counted in its
     step without being computed (drop). auto refunds it if the advantage compares within the group, and would be 0."""
     failed: Literal["exclude", "zero", "refund"] = "exclude"
-    """What becomes of a completion whose reward raises, times out or is None. exclude: it is not trained, and the
+    """The treatment of a completion whose reward raises, times out or is None. exclude: it is not trained, and the
     others of its group are compared without it; zero: it has reward 0; refund: its group is replaced by another prompt.
     A group with fewer than two rewards is always replaced, except with zero if it has one."""
     max_refunds_in_a_row: int = Field(default=4096, ge=1)

@@ -49,7 +49,7 @@ CHECK_S = 20.0
 WRITTEN_HERE = {b"asyncrl": b"dataset"}
 """Schema metadata of files that `write_rows` wrote, and may replace."""
 MEDIA_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
-"""Columns with what a model for text cannot read, by the names that trainers give them."""
+"""Columns with images, video or audio, which a text model cannot read, by their usual names."""
 MEDIA_ROWS = 1024
 """Rows of such a column that are read at once."""
 TRUTHS_AT_ONCE = 1024

@@ -21,7 +21,7 @@ from asyncrl.environments.episode import Limits, start_of
 from asyncrl.environments.host import HostSpec, run_host
 from asyncrl.errors import RunError
 from asyncrl.types import Prompt
-from asyncrl.util.processes import helper_context
+from asyncrl.util.processes import HelperContext
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.environment_messages import EpisodeEnded, EpisodeStart, GroupPlace, Said, Turns, TurnStatus, Wishes
 from asyncrl.wire.rpc import Connection
@@ -240,7 +240,7 @@ class EnvironmentPool:
         self._starts += 1
         address = self._folder / f"host-{self._starts}"
         spec = replace(self._spec, address=f"ipc://{address}")
-        process = helper_context().Process(
+        process = HelperContext().Process(
             target=run_host, args=(os.getpid(), spec), name=f"environments-{number}", daemon=True
         )
         process.start()

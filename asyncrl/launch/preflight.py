@@ -31,7 +31,7 @@ from asyncrl.util.processes import PYTHON, raise_file_limit
 EVAL_ROWS = 100
 """Number of rows in the evaluation file that a recipe creates."""
 OPEN_FILES, OPEN_FILES_PER_ROLE = 256, 4
-"""Files that the launcher, the replay queue or learner rank 0 has open: those of its own, with the journal and the
+"""Files that the launcher, the replay queue or learner rank 0 has open: its own, with the journal's and the
 libraries', and connections and output files of each role."""
 CPU_START_S = 180.0
 """`launch.start_timeout_s` of a run without GPUs."""
@@ -180,11 +180,11 @@ def check_data_and_rewards(config: Config, console: Console) -> tuple[Config, in
 
 
 def check_environments(config: Config, console: Console, prompt_tokens: int) -> dict[str, Sequence[Schema]]:
-    """Returns the tools of each environment, and prints what is to be known about the chat template.
+    """Returns the tools of each environment, and prints warnings about the chat template.
 
     Raises ConfigError unless the environments of the config can be loaded, every data source has one, and the first
     prompt of the training data, of at most `prompt_tokens` tokens, is one that they can be played with: messages under
-    a chat template that can be used, or plain text if they have no tools. Agent programs need a template, too."""
+    a chat template that can be used, or plain text if they have no tools. Agent programs also need a template."""
     from asyncrl.data.parquet import count_sources
     from asyncrl.data.prompts import TrainingRows
     from asyncrl.environments.dialogue.checks import check_chat
@@ -343,7 +343,7 @@ def check_model(config: Config) -> int:
 
 
 def with_start_deadline(config: Config, placement: Placement) -> Config:
-    """Returns the config with the deadline for starts of a run without GPUs, unless it has one of its own."""
+    """Returns the config with the deadline for starts of a run without GPUs, unless the deadline is configured."""
     if placement.gpus or "start_timeout_s" in config.launch.model_fields_set:
         return config
     return config.model_copy(update={"launch": config.launch.model_copy(update={"start_timeout_s": CPU_START_S})})
@@ -411,7 +411,7 @@ def check_files(path: str, key: str) -> None:
 
 
 def check_weights(config: Config) -> None:
-    """Raises ConfigError if a folder's tensors contradict its config.json: a tied output layer with values of its own,
+    """Raises ConfigError if a folder's tensors contradict its config.json: a tied output layer with separate values,
     or tensors that the model lacks. Where the library renames tensors, the learner does this. Imports torch."""
     from asyncrl.launch.resources.shape import empty_model_of
     from asyncrl.learner.model.loading import refuse_unexpected

@@ -45,7 +45,7 @@ SCAN_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class FirstRow:
-    """What the start shows of the first row that is used."""
+    """The lines and warnings that the start shows about the first row that is used."""
 
     lines: dict[str, str]
     """Texts by their names."""
@@ -59,7 +59,7 @@ class FirstRow:
 
 
 def check_first_row(config: Config, *, prompt_tokens: int, tools: Mapping[str, Sequence[Schema]]) -> FirstRow:
-    """Returns what to show. `prompt_tokens` is the limit of prompts, `tools` are those of each environment.
+    """Returns the lines to show. `prompt_tokens` limits prompts, `tools` has the tools of each environment.
 
     Raises ConfigError if no token ends a completion, and ConfigError or DataError if the row cannot be used.
     """
@@ -137,7 +137,7 @@ def _call(config: Config, dialogue: Dialogue, prompt: Prompt, schemas: Sequence[
 
 
 def _ends(config: Config, tokenizer: Any) -> str:
-    """What ends a completion. Raises ConfigError if nothing does."""
+    """The tokens and texts that end a completion. Raises ConfigError if nothing does."""
     path, texts = config.model.path, config.generator.stop_texts
     ends = end_tokens(path, trust_remote_code=config.model.trust_remote_code)
     if not ends and not texts:
@@ -159,7 +159,7 @@ def _tokens(config: Config, tokenizer: Any) -> str:
 
 
 def _warnings(config: Config, tokenizer: Any, dialogue: Dialogue, prompt: Prompt, rows: TrainingRows) -> list[str]:
-    """What is probably a mistake."""
+    """Warnings about probable mistakes in the data."""
     raw, warnings = rows.load()[prompt.row]["prompt"], list[str]()
     if isinstance(raw, str) and _is_chat(raw):
         warnings.append(
@@ -200,7 +200,7 @@ class PromptScan:
 
     def __init__(self, config: Config, *, limit_tokens: int, has_trained: bool) -> None:
         self.has_trained = has_trained
-        """True if the run has made a step, perhaps before it was resumed."""
+        """True if the run has made a step, possibly before it was resumed."""
         self.problem: ConfigError | DataError | None = None
         """The error of the first bad row."""
         self._is_reported = False

@@ -59,7 +59,7 @@ class ShownSamples:
 
 
 class Onlooker:
-    """Reads and decodes samples for the live view and looks at the first rewards, beside the supervision of the run."""
+    """Reads and decodes samples for the live view and checks the first rewards, in parallel with the supervision."""
 
     def __init__(self, run_dir: Path, config: Config, say: Callable[[str], None]) -> None:
         self._first_look = FirstLook(run_dir, config, say)

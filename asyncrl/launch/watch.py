@@ -55,7 +55,7 @@ FAILURE_GRACE_S = 2.0
 """Time that the other roles have to stop after one role failed."""
 
 TRACE_S = 120.0
-"""Time that the replay process has to complete the trace, beside that for its bytes."""
+"""Time that the replay process has to complete the trace, in addition to the time for its bytes."""
 TRACE_BYTES_PER_S = 250_000
 """Rate at which its parts are joined, at least: a tenth of that of one core."""
 

@@ -111,7 +111,7 @@ TRACKERS: dict[str, MakeTracker] = {
 
 
 class TrackerState(msgspec.Struct):
-    """What a tracker has accepted, and how often it failed. It outlives the learner."""
+    """The rows that a tracker has accepted, and its number of failures. It outlives the learner."""
 
     rows_bytes: int = 0
     """Bytes of metrics.jsonl whose rows were accepted."""
@@ -213,7 +213,7 @@ class Feed(threading.Thread):
             self._wake.set()
 
     def finish(self) -> None:
-        """Makes the thread send what is left, close the tracker and end."""
+        """Makes the thread send the remaining rows, close the tracker and end."""
         self._closing = True
         self._wake.set()
 

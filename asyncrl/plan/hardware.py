@@ -1,4 +1,4 @@
-"""How fast models generate and train on a GPU, estimated by roofline; nothing is measured."""
+"""Estimates of the speed of generation and training on a GPU, by roofline; nothing is measured."""
 
 from __future__ import annotations
 

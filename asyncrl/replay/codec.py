@@ -25,7 +25,7 @@ _LISTS = tuple(name for name in GroupHeader.__struct_fields__ if name not in (*_
 _OUTCOME = EpisodeHeader.__struct_fields__
 _ENCODER = make_encoder()
 SPECS_BYTES = 512
-"""More than a group adds to a message beside its header: the descriptions of its arrays."""
+"""Upper bound of what a group adds to a message in addition to its header: the descriptions of its arrays."""
 MAX_ROWS_PER_MEMBER = 1024
 MAX_INT32 = 2**31 - 1
 MIN_LOGPROB, MAX_LOGPROB = -1e4, 0.01
@@ -73,7 +73,7 @@ def pack_group(group: Group) -> tuple[GroupHeader, Block]:
 
 
 class GroupLimits(NamedTuple):
-    """What the learner can take of a trajectory, and the queue of a group."""
+    """Limits of a trajectory, which the learner sets, and of a group, which the queue sets."""
 
     vocabulary: int = MAX_INT32 + 1
     """Rows of the embedding."""

@@ -235,7 +235,7 @@ class Failed:
 
 
 def _called(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """What the function returns, or Failed."""
+    """The value that the function returns, or Failed."""
     try:
         value = function(**arguments)
         return list(value) if inspect.isgenerator(value) else value

@@ -19,7 +19,6 @@ import sys
 import time
 from collections.abc import Sequence
 from tempfile import TemporaryFile
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -38,7 +37,7 @@ BUG = re.compile(r": raised (?:AttributeError|ImportError|KeyError|ModuleNotFoun
 MAY_BE = re.compile(r": (?:raised|took longer than|(?:all )?returned None)")
 """Causes that the completion may have, or a service."""
 MAX_CHARACTERS = 200
-"""Of the ground truth in the completion."""
+"""Maximum length of the ground truth in the completion."""
 POLL_S = 0.005
 IMPORT_S = 60.0
 """For the imports of the process that calls the functions, on a busy machine."""
@@ -54,7 +53,7 @@ def dry_call(config: Config, prompts: Sequence[Prompt]) -> tuple[list[str], list
     in, in a reward worker with the time limit of the run. Returns what they gave, and what is to be warned of. Raises
     ConfigError for what is certainly wrong.
 
-    The worker is started by a process of its own: workers import the main module of the process that starts them, which
+    A separate process starts the worker: workers import the main module of the process that starts them, which
     here may be the user's script."""
     functions = {prompt.data_source: own_functions(config, prompt.data_source) for prompt in prompts}
     rewards = {source: dict.fromkeys(sorted(own), 1.0) for source, own in functions.items() if own}
@@ -67,8 +66,10 @@ def dry_call(config: Config, prompts: Sequence[Prompt]) -> tuple[list[str], list
         "eval": config.eval.model_copy(update={"rewards": None, "reward_options": {}}),
         "generator": config.generator.model_copy(update={"reward_workers": 1}),
     }
+    tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     called_for = [prompt for prompt in prompts if prompt.data_source in rewards]
-    call = (config.model_copy(update=update).model_dump_json(), called_for)
+    tokens = [tokenizer.encode(made_up(prompt), add_special_tokens=False) for prompt in called_for]
+    call = (config.model_copy(update=update).model_dump_json(), called_for, tokens)
     limit_s = IMPORT_S + len(rewards) * (MAX_POOL_LOSSES + 1) * (START_S + config.generator.reward_timeout_s)
     with TemporaryFile() as results:
         command = [*PYTHON, "-m", __name__, str(results.fileno()), str(os.getpid())]
@@ -95,25 +96,27 @@ def main() -> None:
     """Calls the functions of the config and the prompts on standard input, and writes the results to the open file
     whose number is the first argument."""
     end_with_parent(int(sys.argv[2]))
-    call = msgspec.msgpack.Decoder(tuple[str, list[Prompt]], dec_hook=lambda _, numbers: np.array(numbers, np.int32))
-    config, prompts = call.decode(sys.stdin.buffer.read())
+    config, prompts, tokens = msgspec.msgpack.decode(
+        sys.stdin.buffer.read(),
+        type=tuple[str, list[Prompt], list[list[int]]],
+        dec_hook=lambda _, numbers: np.array(numbers, np.int32),
+    )
     error, given, warnings = "", list[str](), list[str]()
     try:
-        given, warnings = _call(Config.model_validate_json(config), prompts)
+        given, warnings = _call(Config.model_validate_json(config), prompts, tokens)
     except ConfigError as problem:
         error = str(problem)
     with open(int(sys.argv[1]), "w") as results:
         json.dump([given, warnings, error], results)
 
 
-def _call(config: Config, prompts: Sequence[Prompt]) -> tuple[list[str], list[str]]:
-    tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+def _call(config: Config, prompts: Sequence[Prompt], completions: Sequence[list[int]]) -> tuple[list[str], list[str]]:
     pool = RewardPool(config, tokenizer_path=config.model.path)
     given, warnings = list[str](), list[str]()
     try:
-        for prompt in prompts:
+        for prompt, tokens in zip(prompts, completions, strict=True):
             text = made_up(prompt)
-            error, parts = _score(pool, prompt, text, tokenizer, is_episode=config.environment.name is not None)
+            error, parts = _score(pool, prompt, text, tokens, is_episode=config.environment.name is not None)
             problem = f"a made-up completion, {text!r}, has no reward: {error}"
             if error and config.environment.name is None and is_bug(error, text):
                 raise ConfigError(f"rewards: {problem}")
@@ -131,7 +134,7 @@ def made_up(prompt: Prompt) -> str:
 
 
 def is_bug(error: str, completion: str) -> bool:
-    """True if the error text of a made-up completion has a cause that other completions have, too."""
+    """True if the error text of a made-up completion has a cause that all completions share."""
     causes = error.split("; reward ")  # of the functions in a sum
     bugs = [cause for cause in causes if not MAY_BE.search(cause)]
     texts = [text.strip("'\"") for text in BUG.findall(error)]
@@ -139,10 +142,9 @@ def is_bug(error: str, completion: str) -> bool:
 
 
 def _score(
-    pool: RewardPool, prompt: Prompt, text: str, tokenizer: Any, *, is_episode: bool
+    pool: RewardPool, prompt: Prompt, text: str, tokens: list[int], *, is_episode: bool
 ) -> tuple[str, dict[str, float]]:
-    """The error text of the completion, and its parts. The pool has deadlines of its own."""
-    tokens = tokenizer.encode(text, add_special_tokens=False)
+    """The error text of the completion, and its parts. The pool enforces deadlines."""
     messages = b"" if prompt.chat is None else json.dumps([{"role": "assistant", "content": text}]).encode()
     episodes = [PackedEpisode([len(tokens)], messages, 0.0, {}, "")] if is_episode else []
     pool.submit(prompt.data_source, [tokens], prompt, ["completed"], episodes=episodes)

@@ -21,7 +21,7 @@ from asyncrl.rewards.calling import Score, describe, failure
 from asyncrl.rewards.table import environment_weight, evaluation_config, reward_for, show_spec
 from asyncrl.rewards.worker_main import PackedEpisode, PackedGroup, WorkerSpec, score_groups, start_worker
 from asyncrl.types import Prompt
-from asyncrl.util.processes import helper_context
+from asyncrl.util.processes import HelperContext
 from asyncrl.wire.endpoints import Endpoints
 
 log = structlog.get_logger()
@@ -190,7 +190,7 @@ class RewardPool:
             max_workers=self._workers,
             initializer=start_worker,
             initargs=(os.getpid(), self._spec),
-            context=helper_context(),  # pyright: ignore[reportArgumentType]
+            context=HelperContext(),  # pyright: ignore[reportArgumentType]
         )
         if not pool.active:  # reading it starts the workers, which load while the engine does
             raise RunError(f"{self._workers} reward workers could not be started")

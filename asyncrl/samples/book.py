@@ -123,7 +123,7 @@ class _Head(msgspec.Struct):
 
 
 class _Place(NamedTuple):
-    """Where a line is in its file."""
+    """The position of a line in its file."""
 
     begin: int
     num_bytes: int
@@ -170,7 +170,7 @@ class Record(NamedTuple):
     step: int
     read: Callable[[], Samples]
     end_bytes: int
-    """Where the next record begins in the file."""
+    """The position of the next record in the file."""
 
 
 def recorded_steps(run_dir: Path, offset: int) -> Iterator[Record]:

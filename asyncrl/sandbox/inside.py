@@ -20,7 +20,7 @@ from typing import Any
 
 PR_SET_PDEATHSIG = 1
 DESCRIPTORS = 5
-"""Of a task: the task, standard input, output, the pipe for "ready", the result file."""
+"""Names of a task's file descriptors: the task, standard input, output, the pipe for "ready", the result file."""
 
 READY = b"ready"
 
@@ -29,7 +29,7 @@ def main(control_fd: int, parent: int) -> None:
     """Serves tasks until the other side closes the socket."""
     _end_with(parent)
     confine = _confinement()
-    gc.freeze()  # what is here stays, so that programs end faster
+    gc.freeze()  # existing objects are not collected, so that programs end faster
     control = socket.socket(fileno=control_fd)
     own = os.getpid()
     while True:
@@ -50,7 +50,7 @@ def main(control_fd: int, parent: int) -> None:
 
 
 def _confinement() -> Callable[..., None]:
-    """A function that confines the calling process to a folder, within limits; what is equal for all tasks is done."""
+    """A function that confines the calling process to a folder, within limits; steps that all tasks share are done."""
     # The path has no folder of ours, so that no file in it shadows a module of the standard library.
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path.append(here)

@@ -220,7 +220,7 @@ class Sandbox:
 def run_program(
     source: str, *, limits: Limits, within_s: float, stdin: str = "", cases: list[dict[str, Any]] | None = None
 ) -> ProgramOutcome:
-    """Runs a program in a `Sandbox` of its own; see `Sandbox.run`."""
+    """Runs a program in a separate `Sandbox`; see `Sandbox.run`."""
     with Sandbox() as sandbox:
         return sandbox.run(source, limits=limits, within_s=within_s, stdin=stdin, cases=cases)
 
@@ -259,7 +259,7 @@ def _task(
 
 
 class _Answers:
-    """What a module's process writes about its cases. Only the line of the next case counts, so that the program can
+    """The records of a module's process about its cases. Only the line of the next case counts, so that the program can
     neither restart its clock at will nor answer what it was not asked."""
 
     def __init__(self, result: IO[bytes], nonce: str, num_cases: int, limits: Limits) -> None:
@@ -273,7 +273,7 @@ class _Answers:
         self._offset = 0
 
     def read(self) -> bool:
-        """Reads what is new; True if a case has ended."""
+        """Reads new records; True if a case has ended."""
         new = os.pread(self._file.fileno(), self._limits.file_bytes - self._offset, self._offset)
         self._offset += len(new)
         before = self.count

@@ -1,4 +1,4 @@
-r"""Where the answer stands in a completion: after its reasoning, and there after a mark (`####`) or in the last box."""
+r"""The position of the answer in a completion: after its reasoning, after a mark (`####`) or in the last box."""
 
 from __future__ import annotations
 

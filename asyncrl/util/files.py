@@ -64,7 +64,7 @@ def replace_file(path: Path, content: str | bytes, *, mode: int = 0o666, durable
 
 
 def read_lines(path: Path, offset: int = 0) -> Iterator[bytes]:
-    """Yields the complete lines of a file after this many bytes, with their ends; none if there is no such file."""
+    """Yields the complete lines of a file after this many bytes, with their ends; none if the file does not exist."""
     try:
         with path.open("rb", buffering=READ_BYTES) as file:
             file.seek(offset)

@@ -2,7 +2,7 @@
 
 Files have open file description locks, which NFS passes on to its server, and which others can look at without taking
 one. Folders have flock, and so have files where the first kind is missing (gVisor). A lock belongs to the open file:
-it ends with the last descriptor of it, at the latest when the processes that have one end.
+it ends with the last descriptor of it, or with the processes that have one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from asyncrl.errors import ConfigError
 log = structlog.get_logger()
 
 IN_USE = (errno.EAGAIN, errno.EACCES)
-"""Another one has the lock. Any other error says that the file system, or its lock server, has no such lock."""
+"""Another process has the lock. Any other error means that the file system, or its lock server, has no such kind."""
 FIELDS = "hhqqi4x"
 """The kernel's `struct flock`: type, origin, start, length (0: to the end) and process (0 for this kind of lock)."""
 COMPLETE_FILE = struct.pack(FIELDS, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
@@ -88,7 +88,7 @@ def remove_leftovers(prefix: str, base: Path) -> None:
         try:
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except OSError:
-            continue  # another user's, or gone
+            continue  # another user's, or deleted
         try:
             status = os.fstat(lock)
             is_ours = status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) == 0o700

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import multiprocessing
 import os
 import resource
 import signal
@@ -13,12 +12,13 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing.context import SpawnContext
-from typing import Literal
+from multiprocessing.context import SpawnContext, SpawnProcess
+from multiprocessing.process import BaseProcess
+from typing import Any, Literal
 
 PYTHON = (sys.executable, "-P")
 """The interpreter of processes of asyncrl. -P keeps files in the working folder from shadowing modules of the standard
-library; `user_code` finds those of the user."""
+library; `user_code` finds the user's modules."""
 SAFE_PATH = ("PYTHONSAFEPATH", "asyncrl")
 """The variable that is -P for helpers, with a value by which they know that the user has not set it."""
 MAX_OPEN_FILES = 1 << 20
@@ -109,19 +109,30 @@ def tune_gc() -> None:
     gc.set_threshold(NEW_OBJECTS)
 
 
-def helper_context() -> SpawnContext:
-    """Returns the context that starts helpers, which call `become_helper`. Their interpreters have -P, also those of a
-    process without it, such as that of `asyncrl eval`. They are spawned, since a fork of a process with an engine would
-    share its locks and device state."""
-    if not sys.flags.safe_path:
+class _Helper(SpawnProcess):
+    @staticmethod
+    def _Popen(process_obj: BaseProcess) -> Any:
+        if sys.flags.safe_path:
+            return SpawnProcess._Popen(process_obj)
         name, value = SAFE_PATH
         os.environ[name] = value
-    return multiprocessing.get_context("spawn")
+        try:
+            return SpawnProcess._Popen(process_obj)
+        finally:
+            del os.environ[name]
+
+
+class HelperContext(SpawnContext):
+    """The context that starts helpers, which call `become_helper`. Their interpreters have -P, even if this process
+    does not, such as `asyncrl eval`. They are spawned: a fork of a process with an engine shares its locks and device
+    state."""
+
+    Process = _Helper
 
 
 def become_helper(parent: int) -> None:
     """Makes this process a helper of a role: it ends with `parent`, uses the helpers' cores, and one thread. The
-    user's programs that it starts have no -P from `helper_context`."""
+    user's programs that it starts have no -P from `HelperContext`."""
     end_with_parent(parent)
     pin_helper_cpus()
     name, value = SAFE_PATH

@@ -64,7 +64,7 @@ def redact_file(path: Path) -> None:
 
 
 def _redact(value: Any, hidden: list[str], name: str = "") -> Any:
-    """`name` is that of the value, or of a map or list that it is in."""
+    """`name` names the value, or a map or list that contains it."""
     match value:
         case None | bool():
             return value

@@ -91,7 +91,7 @@ def checkpoint_tensors(
 
 
 def unexpected_tensors(model: PreTrainedModel, expected: Iterable[CheckpointTensor], names: Iterable[str]) -> set[str]:
-    """Returns those of the names in a folder that the model has no use for: not `expected`, not tied to one of these,
+    """Returns the names in a folder that the model does not use: not `expected`, not tied to one of these,
     and not among those that the library leaves out on purpose."""
     known = {tensor.name for tensor in expected} | model.get_expanded_tied_weights_keys(all_submodels=True).keys()
     known |= {name for name, _ in model.named_buffers()}

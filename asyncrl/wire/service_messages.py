@@ -79,7 +79,7 @@ class Score(Body):
     timeout_s: Duration
     """Time after which nobody waits for the answer."""
     template_options: dict[str, Any]
-    """Those of the row, for messages."""
+    """The row's template options, for messages."""
 
 
 class Scores(Body):

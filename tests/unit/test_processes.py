@@ -18,14 +18,14 @@ KERNEL = tuple(int(number) for number in os.uname().release.split("-")[0].split(
 
 HELPERS = """
 import os, sys
-from asyncrl.util.processes import become_helper, helper_context
+from asyncrl.util.processes import become_helper, HelperContext
 
 def run(parent):
     become_helper(parent)
     print(bool(sys.flags.safe_path), os.environ.get("PYTHONSAFEPATH"), flush=True)
 
 if __name__ == "__main__":
-    process = helper_context().Process(target=run, args=(os.getpid(),))
+    process = HelperContext().Process(target=run, args=(os.getpid(),))
     process.start()
     process.join(50)
     print(process.exitcode)

@@ -13,7 +13,7 @@ from asyncrl.environments.dialogue.plain import TextDialogue
 from asyncrl.util.tokenizer import TEMPLATE_COLUMN
 
 MAX_CHATS = 64
-"""Dialogues that are kept for rows with options of their own."""
+"""Maximum number of cached dialogues of rows with separate template options."""
 
 
 class Dialogue(TextDialogue):

@@ -18,7 +18,7 @@ TAGS = {
     *(THINK, END_THINK, "<tool_call>", "</tool_call>"),
     *(DEEPSEEK_CALL, DEEPSEEK_SEPARATOR, DEEPSEEK_END, KIMI_CALL, KIMI_ARGUMENTS, KIMI_END),
 }
-"""What formats read, also where it is a special token."""
+"""Tags that formats read, also where they are special tokens."""
 FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>\s*|\Z)", re.DOTALL)
 PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)</parameter>", re.DOTALL)
 

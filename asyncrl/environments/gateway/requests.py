@@ -63,7 +63,7 @@ REASONS: Mapping[str, str] = {
     ),
     DISTRIBUTION,
 )  # fmt: skip
-"""Why fields are refused; of others it is said that they are unknown."""
+"""Reasons for which fields are refused; all others are reported as unknown."""
 RETRY_COUNT, IDEMPOTENCY = "x-stainless-retry-count", "idempotency-key"
 """Headers by which clients say that a request repeats another."""
 

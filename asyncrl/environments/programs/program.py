@@ -17,7 +17,7 @@ from asyncrl.environments.gateway.access import MODEL, Access
 from asyncrl.wire.environment_messages import GroupPlace
 
 MAX_OUTPUT_BYTES = 1 << 20
-"""Of a command's standard output and of its errors; what comes before is dropped."""
+"""Maximum size of the end of a command's standard output, and of its errors, that is kept."""
 MAX_ERROR_CHARACTERS = 400
 END_S = 3.0
 """Deadline for a killed command to end."""

@@ -114,7 +114,7 @@ class StagedTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpdateInfo
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Loads the weights of an update, or of a part of it. In the generator's own process the copies may end after
-        the return: batches follow on the same stream, and the staging memory is released by an event behind them. A
+        the return: batches follow on the same stream, and the staging memory is released by an event after them. A
         worker waits for its copies, since the generator overwrites the shared memory."""
         info = self.parse_update_info(update_info)
         self.receive_weights(info)

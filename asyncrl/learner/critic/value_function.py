@@ -101,7 +101,7 @@ class CriticModel(TrainedModel):
             path, key = config.model.path, "model.path"
         model, head = load_value_model(config, path, key)
         network = ValueNetwork(model, head)
-        # The tokens are those of the policy's tokenizer.
+        # The policy's tokenizer made the tokens.
         super().__init__(config, ranks, model, network, lr=config.critic.lr, folders=[path, config.model.path])
         check_packing(model, self.score, ranks.device, name := f"{key} = {path!r}")
         network.parallel = checked(ranks.parallel, model, name)

@@ -60,7 +60,7 @@ class GoodputSums(Durable):
     """The sums over a run that its goodput is made of. Tokens are action tokens."""
 
     offered_s: float = 0.0
-    """Seconds in which the generators could work, up to the last step: those of each step times the wanted
+    """Seconds in which the generators could work, up to the last step: each step's seconds times the wanted
     generators."""
     finished: int = 0
     """Tokens of groups that arrived. The next two are those of groups with signal."""

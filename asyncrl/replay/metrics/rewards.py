@@ -89,7 +89,7 @@ class FailedRewards:
 
     def __init__(self) -> None:
         self._errors: deque[list[str]] = deque(maxlen=LATEST_GROUPS)
-        """Of the members of each of the latest groups; empty where there is a reward."""
+        """Error texts of the members of each of the latest groups; empty for a member with a reward."""
         self._are_many = False
 
     def add(self, header: GroupHeader, *, refunded: bool) -> None:

@@ -99,7 +99,7 @@ class RunMetrics(RunSums, kw_only=True):
         self, header: GroupHeader, completion: Sequence[int], choice: RowChoice, *, signal: bool, failed: bool
     ) -> None:
         """Counts a group that arrived; `completion` has the action tokens of each trajectory, `choice` says how the row
-        was chosen, `signal` is that of `has_signal`, and `failed` says that it is refunded for lack of rewards."""
+        was chosen, `signal` is `has_signal`, and `failed` is true if it is refunded for lack of rewards."""
         self.goodput.arrived(sum(completion), signal=signal)
         self.rewards_since_step.count_group(header, signal=signal)
         if not failed:

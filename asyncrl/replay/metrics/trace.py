@@ -60,7 +60,7 @@ SCHEMA = pa.schema(
     ]
 )
 """Times in seconds of the run, NaN if not reached; train_version is -1 for untrained groups; the lists have one entry
-for each trajectory, the last seven none without an environment, and `members` says which member of the group it is of;
+for each trajectory, the last seven none without an environment, and `members` is the number of its member in the group;
 `rewards` are NaN where there is none; `prompt_tokens` are those before the first action token; `signal` is that of
 `has_signal`; `reward_s` are the seconds before finished_s in which the group was scored."""
 OF_EPISODE = ("observation_tokens", "environment_s", "reset_s", "wait_s", "slow_turns", "lost_tokens")

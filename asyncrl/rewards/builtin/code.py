@@ -162,7 +162,7 @@ class _Program:
         value_bytes = 4 * max((len(json.dumps(value)) for value in tests.expected), default=0)
         self._limits = replace(limits, value_bytes=max(limits.value_bytes, value_bytes))
         self._right: list[bool] = []
-        """Of each case that has ended."""
+        """The output of each case that has ended."""
         self._out_of_time = False
 
     @property

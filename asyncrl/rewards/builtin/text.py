@@ -27,7 +27,7 @@ _NUMBER = re.compile(rf"(?:(?<![\w)\]}}%.])[-+\u2212])?\\?\$?(?:(?<=\$)[-+\u2212
 _PART_OF_EXPRESSION = re.compile(
     r"(?:[/^\u00d7\u00f7]|(?<=[\d)\]}])\s?\*|(?<=\w)_|\d:|\}\{|\\(?:[dt]?frac|sqrt|times|cdot|div))[\s({\\$]*[-+\u2212]?$"
 )
-"""What precedes the last number of an expression that is not itself a number: 1/2, 10^3, 3*4, 3:30, 2516_8."""
+"""The text before the last number of an expression that is not itself a number: 1/2, 10^3, 3*4, 3:30, 2516_8."""
 _FIRST_NUMBER = re.compile(
     rf"(?:[A-Za-z]\w*\s*=)?[\s*_$\\(]*(?P<number>{_SIGNED})\s?(?:\\?%|°|(?<=\d)[A-Za-z]{{2,}})?[*_$\\)]*"
     r"(?!\s*(?:[-+\u2212*/^\u00d7\u00f7=:,;]|or\b|and\b|to\b)\s*[\d(\\$])[.,;:!?]?(?=\s|$)"
