@@ -185,7 +185,8 @@ def test_requests_that_sleep_or_are_preempted_or_aborted_leave_the_experts_of_wh
     engine.wake("cache")
     check_all(versions[0], run_all(engine), {"asleep": PROMPTS["70 a"]})
     assert len(preempted) == 1
-    many = {str(first): [first, *3 * PROMPTS["70 a"]] for first in range(3, 23)}
+    almost_full = (4 * PROMPTS["70 a"])[: 7 * BLOCK_TOKENS - 2]  # blocks: the second token takes another
+    many = {str(first): [first, *almost_full] for first in range(3, 23)}
     for key, prompt in many.items():
         engine.add(key, prompt)
     check_all(versions[0], run_all(engine), many)
