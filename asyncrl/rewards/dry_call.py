@@ -38,6 +38,8 @@ MAY_BE = re.compile(r": (?:raised|took longer than|(?:all )?returned None)")
 """Causes that the completion may have, or a service."""
 MAX_CHARACTERS = 200
 """Maximum length of the ground truth in the completion."""
+MEMBERS = 2
+"""Size of the group of the completion, so that a function that returns one number for all is found."""
 POLL_S = 0.005
 IMPORT_S = 60.0
 """For the imports of the process that calls the functions, on a busy machine."""
@@ -146,11 +148,12 @@ def _score(
 ) -> tuple[str, dict[str, float]]:
     """The error text of the completion, and its parts. The pool enforces deadlines."""
     messages = b"" if prompt.chat is None else json.dumps([{"role": "assistant", "content": text}]).encode()
-    episodes = [PackedEpisode([len(tokens)], messages, 0.0, {}, "")] if is_episode else []
-    pool.submit(prompt.data_source, [tokens], prompt, ["completed"], episodes=episodes)
+    episodes = [PackedEpisode([len(tokens)], messages, 0.0, {}, "")] * MEMBERS if is_episode else []
+    pool.submit(prompt.data_source, [tokens] * MEMBERS, prompt, ["completed"] * MEMBERS, episodes=episodes)
     while not (scored := pool.collect()):
         time.sleep(POLL_S)
-    return scored[0].errors[0], scored[0].parts[0]
+    errors, parts = scored[0].errors, scored[0].parts
+    return max(errors, key=bool), parts[errors.index("") if "" in errors else 0]
 
 
 if __name__ == "__main__":

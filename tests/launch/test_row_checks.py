@@ -62,7 +62,7 @@ def test_reward_functions_are_called_once_for_the_first_row_that_each_is_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text("def score(prompts, completions): return [len(prompts[0])]\n"
+    (tmp_path / "mine.py").write_text("def score(prompts, completions): return [len(prompt) for prompt in prompts]\n"
                                       "def other(completions, level): return level\n"
                                       "def bad(completions, levle): return levle\n")  # fmt: skip
     config = written(tmp_path, "1+1=", rewards={"sums": "mine.py:score", "levels": "mine.py:other"})

@@ -103,12 +103,12 @@ def test_functions_are_called_by_a_worker_with_the_time_limit_of_the_run(
         import os, time
         open(f"pid-{os.getpid()}", "w").close()
         def score(prompts, completions, label, level, data_source, statuses, **columns):
-            if data_source == ["slow"]:
+            if data_source[0] == "slow":
                 time.sleep(60)
-            if data_source == ["gone"]:
+            if data_source[0] == "gone":
                 os._exit(3)
-            assert (prompts, label, level, statuses) == (["12+07="], [4], [3], ["completed"])
-            return [0.25]
+            assert (prompts, label, level, statuses) == (["12+07="] * 2, [4] * 2, [3] * 2, ["completed"] * 2)
+            return [0.25, 0.25]
     """)
     config = make_config({"sums": {NAME: 1.0, "exact": 1.0}, "slow": NAME, "gone": NAME, "other": "exact"}, 0.5)
     prompts = [replace(PROMPT, data_source=source) for source in ("other", "slow", "sums")]
@@ -126,7 +126,7 @@ def test_of_an_episode_there_are_only_warnings_and_built_in_rewards_are_not_call
     write: Callable[[str], None], tmp_path: Path
 ) -> None:
     make_tokenizer().save_pretrained(tmp_path)
-    write("def score(completions, environment_rewards): return [environment_rewards[0]['calls']]")
+    write("def score(completions, environment_rewards): return [one['calls'] for one in environment_rewards]")
     _, warnings = dry_call(make_config({"environment": 1.0, NAME: 1.0}, environment="guess"), [PROMPT])
     assert len(warnings) == 1 and warnings[0].endswith("raised KeyError: 'calls'")
     for config in (make_config("reward_model"), make_config("environment", environment="guess")):
