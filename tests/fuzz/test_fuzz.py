@@ -150,7 +150,8 @@ def test_clients_stand_mutated_answers() -> None:
         assert report.outcomes[outcome] > 5, "sound answers are found among the others"
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_no_message_ends_or_holds_up_the_sender_of_weights(tmp_path: Path) -> None:
     address, names, tensor = f"ipc://{tmp_path}/weights", sorted(TO_SENDER), torch.arange(1000.0)
     manifest = WeightManifest.of([("a", tensor.dtype, tensor.shape)])

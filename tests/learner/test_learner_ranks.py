@@ -22,10 +22,7 @@ FLOAT32 = ["zero0", "zero1", "zero2", "zero3", "offload-zero1", "offload-zero2",
 BFLOAT16 = ["bfloat16-zero0", "bfloat16-zero2", "bfloat16-zero3", "bfloat16-offload1", "bfloat16-offload3"]
 WITH_ADAPTERS = ["lora-zero2", "lora-zero3"]
 WITH_CRITIC = ["critic-zero0", "critic-zero3", "critic-offload"]
-QUICK = {
-    *("alone", "zero0", "zero2", "zero3", "bfloat16-zero3", "lora-zero2", "critic-zero3", "dropped-zero2", "shuffled"),
-    *("float32-zero0-none", "bfloat16-zero2-optimizer"),
-}
+QUICK = {"alone", "zero3", "lora-zero2", "critic-zero3", "shuffled", "bfloat16-zero2-optimizer"}
 
 Record = tuple[dict[str, Tensor], dict[str, float]]
 

@@ -27,8 +27,6 @@ Case = tuple[int, int, int, bool, int, int]
 """Hidden size, layers, tokens of a micro-batch, checkpointing, ZeRO stage, ranks."""
 CASES: list[Case] = [
     (384, 6, 1024, True, 0, 1),
-]
-SLOW: list[Case] = [
     (256, 8, 1024, False, 0, 1),
     (256, 8, 1024, True, 0, 1),
     (384, 6, 1024, False, 0, 1),
@@ -46,7 +44,8 @@ SLOW: list[Case] = [
 ]
 
 
-@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.timeout(480)
 def test_the_prediction_is_within_a_tenth(case: Case, tmp_path: Path) -> None:
     hidden, layers, tokens, checkpointing, stage, ranks = case

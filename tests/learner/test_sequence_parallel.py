@@ -18,7 +18,7 @@ from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.model.sequence_parallel import SequenceParallel
 from tests.helpers.selection import selected_names, slow_except
 
-QUICK = ("loss-ppo_clip", "zero3", "critic", "masks", "one-key-head", "lora")
+QUICK = ("zero3", "critic", "masks")
 
 
 @pytest.fixture(scope="module")

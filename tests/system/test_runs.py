@@ -297,6 +297,7 @@ def test_a_folder_is_evaluated_without_a_config(demo_folder: Path, asyncrl: Asyn
     assert rewards == [float(row["completion"].strip() == row["ground_truth"]) for row in rows]
 
 
+@pytest.mark.slow
 def test_interrupted_eval_ends_its_workers_and_writes_nothing(
     demo_folder: Path, preloaded: ForkServer, tmp_path: Path
 ) -> None:
