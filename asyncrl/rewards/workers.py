@@ -41,7 +41,8 @@ MAX_POOL_LOSSES = 3
 MIN_PAUSE_S = 1.0
 """Shortest pause before a group without any reward is scored again."""
 RETRY_PART = 0.05
-"""Part of `launch.progress_timeout_s` after which it fails."""
+"""Part of `launch.progress_timeout_s` after which it fails. A function that has waited for a service for this time is
+not called again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +72,10 @@ class _Waiting:
     """The scores of the completion's group; None for a group."""
     place: int = 0
     """Index of the completion in its group."""
+    sent_s: float = math.inf
+    """When it was first sent to a worker, as the next two on the monotonic clock."""
     failed_s: float = math.inf
-    """When it was first scored without any reward, as `due_s` on the monotonic clock."""
+    """When it was first scored without any reward."""
     due_s: float = 0.0
     """When it is scored again."""
 
@@ -187,8 +190,9 @@ class RewardPool:
                 self._running.remove(task)
                 self._give_up(task, scored)
         now_s = time.monotonic()
-        self._waiting.extend(waiting for waiting in self._paused if waiting.due_s <= now_s)
+        due = [waiting for waiting in self._paused if waiting.due_s <= now_s]
         self._paused = [waiting for waiting in self._paused if waiting.due_s > now_s]
+        self._waiting.extendleft(reversed(due))
         while self._waiting and len(self._running) < self._workers and self._due():
             self._send()
         return scored
@@ -243,6 +247,8 @@ class RewardPool:
             self._restart()
         else:
             self._sent_s = time.monotonic()
+            for waiting in groups:
+                waiting.sent_s = min(waiting.sent_s, self._sent_s)
             self._running.append(_Task(future, groups, self._sent_s))
 
     def _finish(self, task: _Task, scored: list[Scored]) -> None:
@@ -279,10 +285,10 @@ class RewardPool:
             return False
         no_function_called = bool(group.episodes) and all(one.error for one in group.episodes)
         waiting.failed_s = min(waiting.failed_s, now_s)
-        tried_s = now_s - waiting.failed_s
+        tried_s, is_late = now_s - waiting.failed_s, now_s - waiting.sent_s >= self._retry_s
         # In the first half of that time, rewards from before an outage may still have come.
         others_pass = self._rewarded_s.get(source, -math.inf) > now_s - tried_s / 2
-        if tried_s >= self._retry_s or others_pass or no_function_called or waiting.split is not None:
+        if is_late or others_pass or no_function_called or waiting.split is not None:
             return False
         pause_s = max(MIN_PAUSE_S, tried_s)
         if not self._paused:

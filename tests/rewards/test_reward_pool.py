@@ -57,7 +57,9 @@ FUNCTIONS = """
     def judge(solution_str):
         with open("calls", "a") as file:
             file.write(solution_str)
-        if solution_str == "3":
+        if solution_str == "5":
+            time.sleep(0.6)
+        if solution_str in "35":
             raise ConnectionError("no judge")
         return 1.0
 """
@@ -205,8 +207,12 @@ def test_a_group_without_any_reward_is_scored_again_for_a_while(
     found = gather(pool, 2)
     assert all("raised ConnectionError: no judge" in error for error in found["all fail"].errors)
     assert found["one fails"].rewards == [1.0, 0.0] and found["one fails"].errors[0] == ""
+    submit(pool, "waits itself", [tokens("5")], prompt("slow"))
+    assert gather(pool, 1)["waits itself"].errors[0]
     calls = (folder / "calls").read_text()
-    assert calls.count("4") == 1 and 1 + 2 * 3 <= calls.count("3") <= 1 + 2 * 6, "each pause is longer"
+    assert calls.count("4") == calls.count("5") == 1 and 1 + 2 * 3 <= calls.count("3") <= 1 + 2 * 6, (
+        "each pause is longer"
+    )
 
 
 def test_a_group_that_fails_while_others_get_rewards_is_scored_twice(make_pool, folder: Path) -> None:
