@@ -60,7 +60,7 @@ def run_generator(
         # engine.
         rewards = None
         if config.has_reward_functions:
-            rewards = RewardPool(config, tokenizer_path=config.model.path, endpoints=endpoints)
+            rewards = RewardPool(config, tokenizer_path=config.model.path, endpoints=endpoints, retries=True)
             stack.callback(rewards.close)
         on_gpu = torch.cuda.is_available()
         if not on_gpu:

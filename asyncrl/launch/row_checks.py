@@ -26,7 +26,7 @@ from asyncrl.environments.environment import Schema
 from asyncrl.environments.table import environment_for
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.rewards.dry_call import dry_call, own_functions
-from asyncrl.rewards.table import reward_names, truth_reader
+from asyncrl.rewards.table import evaluation_config, reward_names, truth_reader
 from asyncrl.types import Prompt
 from asyncrl.util.redaction import describe
 from asyncrl.util.text import printable, shortened
@@ -68,6 +68,8 @@ def check_first_row(config: Config, *, prompt_tokens: int, tools: Mapping[str, S
     prompts = _first_prompts(config, rows)
     prompt = prompts[0] if prompts else None
     given, warnings = dry_call(config, prompts)
+    for texts, more in zip((given, warnings), _call_evaluations(config, prompt_tokens), strict=True):
+        texts += more
     if given:
         lines["reward"] = "; ".join(given)
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
@@ -99,6 +101,23 @@ def _first_prompts(config: Config, rows: TrainingRows) -> list[Prompt]:
         if prompts and not missing:
             break
     return prompts
+
+
+def _call_evaluations(config: Config, prompt_tokens: int) -> tuple[list[str], list[str]]:
+    """What `dry_call` returns for the first rows of `data.eval`, if their rewards have functions that those of training
+    do not. Its errors name the keys of section `eval`."""
+    evaluation = evaluation_config(config)
+    new = set(reward_names(evaluation.rewards)) - set(reward_names(config.rewards))
+    if not config.data.eval_files or not any(":" in name for name in new):
+        return [], []
+    custom = config.data.custom.model_copy(update={"filter": None})
+    data = config.data.model_copy(update={"train": config.data.eval_files, "weights": None, "custom": custom})
+    rows = TrainingRows(config.model_copy(update={"data": data}), limit_tokens=prompt_tokens)
+    prompts = _first_prompts(evaluation, rows)
+    try:
+        return dry_call(evaluation, prompts)
+    except ConfigError as error:
+        raise ConfigError(f"eval.{error}") from None
 
 
 def _prompt(tokenizer: Any, dialogue: Dialogue, prompt: Prompt, schemas: Sequence[Schema]) -> str:

@@ -30,6 +30,8 @@ from asyncrl.wire.endpoints import Endpoints
 
 log = structlog.get_logger()
 
+MAX_EPISODE_TURNS = 4096
+"""Turns of an episode, with those of failed tries, whose tokens the replay queue believes to be lost."""
 MIN_SEGMENTS = 16
 """Minimum number of journal segments within `journal.max_bytes`."""
 SHOW_STACKS = signal.SIGUSR1
@@ -132,7 +134,13 @@ def run_replay_role(config: Config, spec: RoleSpec, should_stop: Callable[[], bo
     # An episode may be longer: `data.max_prompt_tokens` limits its first prompt only.
     longest_tokens = MAX_INT32 if played else window_tokens
     longest_bytes = max_group_header_bytes(config.replay.groups_per_step)
-    limits = GroupLimits(num_embeddings(config.model.path) or MAX_INT32 + 1, longest_tokens, longest_bytes)
+    turns = MAX_EPISODE_TURNS if played else 1
+    limits = GroupLimits(
+        num_embeddings(config.model.path) or MAX_INT32 + 1,
+        longest_tokens,
+        longest_bytes,
+        turns * config.generator.group_size * config.generator.max_new_tokens,
+    )
     queue = ReplayQueue(
         config, prompts, trace, evaluated, journal, run_id, checkpoint, group_relative=grouped, limits=limits
     )

@@ -81,6 +81,8 @@ class GroupLimits(NamedTuple):
     """Length, with the prompt."""
     header_bytes: int = MAX_HEADER_BYTES
     """Size of a group's header."""
+    sampled_tokens: int = MAX_INT32
+    """Tokens that an attempt can have sampled, with those of failed tries."""
 
 
 NO_LIMITS = GroupLimits()
@@ -89,6 +91,12 @@ NO_LIMITS = GroupLimits()
 def max_group_header_bytes(groups_per_step: int) -> int:
     """The size up to which the headers of a step's groups can be sent in one answer."""
     return MAX_HEADER_BYTES // groups_per_step - SPECS_BYTES
+
+
+def check_sampled(tokens: int, where: str, limits: GroupLimits) -> None:
+    """Raises ProtocolError for more tokens than an attempt can have sampled."""
+    if tokens > limits.sampled_tokens:
+        raise ProtocolError(f"{where}: {tokens} tokens; at most {limits.sampled_tokens} can have been sampled for it")
 
 
 def header_bytes(header: GroupHeader) -> int:
@@ -112,6 +120,7 @@ def check_group(
             f"{where}: a header of {size} bytes; at most {limits.header_bytes} of each group can be sent for one step; "
             f"{WAYS_OUT[True]}"
         )
+    check_sampled(sum(episode.lost_tokens for episode in header.episodes), where, limits)
     _check_members(header, where, group_size)
     if [NAMES.get(a.dtype) for a in arrays] != ([*_ARRAYS, "u1"] if header.routing else _ARRAYS):
         more = ", and a routing" if header.routing else ""

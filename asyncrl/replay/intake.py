@@ -34,7 +34,7 @@ class GroupIntake:
         if newest > ledger.steps:
             raise ProtocolError(f"ticket {header.ticket} has version {newest}, the learner is at {ledger.steps}")
         number, attempt, start_version = header.ticket, header.attempt, header.start_version
-        if not self._state.awaits(number, attempt):
+        if self._state.holder(number, attempt) is None:
             self._repeated(number, attempt)
             return
         current = ledger.is_current(number, attempt)

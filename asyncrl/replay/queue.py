@@ -39,7 +39,7 @@ from asyncrl.config import Config
 from asyncrl.errors import ProtocolError
 from asyncrl.replay.admission import Admission
 from asyncrl.replay.batcher import Batcher
-from asyncrl.replay.codec import NO_LIMITS, GroupLimits
+from asyncrl.replay.codec import NO_LIMITS, GroupLimits, check_sampled
 from asyncrl.replay.evaluation.scores import eval_metrics
 from asyncrl.replay.expiry import LeaseExpiry
 from asyncrl.replay.intake import GroupIntake
@@ -78,7 +78,7 @@ class ReplayQueue:
         limits: GroupLimits = NO_LIMITS,
     ) -> None:
         """`group_relative` as in `has_signal`; groups that exceed the limits are refused."""
-        self.config = config
+        self.config, self._limits = config, limits
         warn_if_useless(config, prompts.num_rows)
         self.store = Store(config, prompts, trace, eval_prompts, journal, run_id, checkpoint)
         self.state, self.clock = self.store.state, self.store.clock
@@ -179,18 +179,19 @@ class ReplayQueue:
     def release(
         self, generator: int, leases: Sequence[ReleasedLease], evaluations: Sequence[ReleasedEvaluation] = ()
     ) -> None:
-        """Takes back leases that a generator will not finish, and counts the tokens that are lost. Those that another
-        generator holds stay."""
+        """Takes back leases that a generator will not finish, and counts the tokens that are lost. Attempts that are
+        not its own, or are counted already, stay as they are."""
         counts: Counter[str] = Counter()
         for lease in leases:
+            check_sampled(lease.tokens, f"the returned ticket {lease.ticket}", self._limits)
+        for lease in leases:
             number, attempt, tokens = lease.ticket, lease.attempt, lease.tokens
-            if self.ledger.is_current(number, attempt):
-                if self.held[number].generator != generator:
-                    counts["of_others"] += 1
-                    continue
+            if self.state.holder(number, attempt) != generator:
+                counts["foreign"] += 1
+            elif self.ledger.is_current(number, attempt):
                 self.store.return_leases(number, attempt, tokens=tokens)
                 counts.update(returned=1, tokens=tokens)
-            elif self.state.awaits(number, attempt):
+            else:
                 self.intake.lose(number, attempt, tokens)
                 counts.update(late=1, tokens=tokens)
         if counts:

@@ -44,7 +44,7 @@ class QueueSnapshot(Durable):
     generators_wanted: int
     unused_in_a_row: int
     failures: Failures
-    late: dict[int, list[int]]
+    late: dict[int, dict[int, int]]
     committed: dict[str, float]
     coverage: Coverage
 

@@ -73,8 +73,8 @@ class QueueState:
         self.unused_in_a_row = 0
         """Groups without signal that were refunded or dropped since the last one with one."""
         self.failures = Failures()
-        self.late: dict[int, list[int]] = {}
-        """Outstanding attempts of the latest trained and refunded tickets, by ticket; at most MAX_LATE tickets."""
+        self.late: dict[int, dict[int, int]] = {}
+        """By ticket, of at most MAX_LATE trained and refunded ones: the generator of each outstanding attempt."""
         self.committed: dict[str, float] = {}
         """The queue's own metrics of the last step."""
         self.coverage = Coverage()
@@ -109,12 +109,12 @@ class QueueState:
         before = self.held.get(ticket.number)
         if before is None:
             prompt, place = self.prompts.next_kept(self.selection.keeps)
-            choice, counted = self.selection.choice(prompt.row, place), []
+            holders, choice, counted = list[int](), self.selection.choice(prompt.row, place), []
         else:
-            prompt, choice, counted = before.prompt, before.choice, before.counted
+            prompt, holders, choice, counted = before.prompt, before.holders, before.choice, before.counted
         self.leased_by[generator] += 1
         self.held[ticket.number] = TicketEntry(
-            prompt.row, generator, choice, ticket.attempt, session, number, counted, prompt=prompt, renewed_s=at_s
+            prompt.row, [*holders, generator], choice, session, number, counted, prompt=prompt, renewed_s=at_s
         )
         return [ticket.number, ticket.attempt]
 
@@ -164,10 +164,10 @@ class QueueState:
             if len(self.late) > MAX_LATE:
                 del self.late[next(iter(self.late))]
 
-    def awaits(self, number: int, attempt: int) -> bool:
-        """True if the attempt was leased and its tokens are not in the ledger yet."""
+    def holder(self, number: int, attempt: int) -> int | None:
+        """The generator of an attempt whose tokens are not in the ledger yet; None if they are, or it is not known."""
         held = self.held.get(number)
-        return attempt in (self.late.get(number, ()) if held is None else held.awaited)
+        return (self.late.get(number, {}) if held is None else held.awaited).get(attempt)
 
     def _lose(self, body: Any, *_: object) -> None:
         number, attempt = body["ticket"], body["attempt"]
@@ -175,7 +175,7 @@ class QueueState:
         if number in self.held:
             self.held[number].counted.append(attempt)
             return
-        self.late[number].remove(attempt)
+        del self.late[number][attempt]
         if not self.late[number]:
             del self.late[number]
 

@@ -49,10 +49,10 @@ class HeldTicket(Durable):
 
     row: int
     """The row of its prompt."""
-    generator: int
+    holders: list[int]
+    """The generator of each attempt so far."""
     choice: RowChoice
     """How the row was chosen."""
-    attempt: int = 0
     session: str = ""
     number: int = -1
     """Number, in its session, of the ask that got the lease."""
@@ -61,6 +61,16 @@ class HeldTicket(Durable):
     location: Location | None = None
     """Location of the finished group in the journal."""
     taken_s: float = 0.0
+
+    @property
+    def generator(self) -> int:
+        """The generator of the last attempt."""
+        return self.holders[-1]
+
+    @property
+    def attempt(self) -> int:
+        """The last attempt."""
+        return len(self.holders) - 1
 
 
 class TicketEntry(HeldTicket, kw_only=True):
@@ -81,10 +91,12 @@ class TicketEntry(HeldTicket, kw_only=True):
     """As in `asyncrl.replay.refunds.has_signal`."""
 
     @property
-    def awaited(self) -> list[int]:
-        """The latest attempts whose tokens are not in the ledger yet: their groups may still arrive."""
+    def awaited(self) -> dict[int, int]:
+        """The latest attempts whose tokens are not in the ledger yet, with their generators: their groups may still
+        arrive."""
         known = {*self.counted, -1 if self.header is None else self.header.attempt}
-        return [a for a in range(max(0, self.attempt + 1 - MAX_AWAITED), self.attempt + 1) if a not in known]
+        first = max(0, self.attempt + 1 - MAX_AWAITED)
+        return {attempt: self.holders[attempt] for attempt in range(first, self.attempt + 1) if attempt not in known}
 
     @property
     def finished(self) -> GroupHeader:

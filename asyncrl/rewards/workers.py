@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -37,6 +38,11 @@ START_S = 60.0
 """Deadline for a worker to start and load its functions."""
 MAX_POOL_LOSSES = 3
 """A group fails after being in progress this many times when all workers died."""
+MIN_PAUSE_S = 1.0
+"""Shortest pause before a group without any reward is scored again."""
+RETRY_PART = 0.05
+"""Part of `launch.progress_timeout_s` after which it fails. A function that has waited for a service for this time is
+not called again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +72,12 @@ class _Waiting:
     """The scores of the completion's group; None for a group."""
     place: int = 0
     """Index of the completion in its group."""
+    sent_s: float = math.inf
+    """When it was first sent to a worker, as the next two on the monotonic clock."""
+    failed_s: float = math.inf
+    """When it was first scored without any reward."""
+    due_s: float = 0.0
+    """When it is scored again."""
 
     def completions(self) -> list[_Waiting]:
         """The completions of the group, each to be scored alone."""
@@ -94,11 +106,14 @@ class RewardPool:
 
     Each group has `generator.reward_timeout_s`. Groups are sent in batches. When a batch fails (a function hangs, or
     kills its process), its groups are scored again one by one, and then the completions of a group that fails alone,
-    each with the same time limit: only the culprit has no reward.
+    each with the same time limit: only the culprit has no reward. With `retries`, a group without any reward is scored
+    again after pauses, since a service that its function asks may be away for a while.
     The thread that creates the pool must outlive it: the workers end with that thread, as with the process.
     """
 
-    def __init__(self, config: Config, *, tokenizer_path: str, endpoints: Endpoints | None = None) -> None:
+    def __init__(
+        self, config: Config, *, tokenizer_path: str, endpoints: Endpoints | None = None, retries: bool = False
+    ) -> None:
         """`endpoints` has the address of `run_reward_model`, if a reward needs it."""
         evaluation = evaluation_config(config)
         self._rewards = {False: config.rewards, True: evaluation.rewards}
@@ -117,7 +132,12 @@ class RewardPool:
             timeout_s=config.generator.reward_timeout_s,
             endpoints=endpoints,
         )
+        self._retry_s = RETRY_PART * config.launch.progress_timeout_s if retries else 0.0
         self._waiting: deque[_Waiting] = deque()
+        self._paused: list[_Waiting] = []
+        """Groups that are to be scored again."""
+        self._rewarded_s: dict[tuple[bool, str], float] = {}
+        """When a group last had a reward, on the monotonic clock, by whether it was an evaluation and data source."""
         self._running: list[_Task] = []
         self._group_s = TASK_S
         """Smoothed time that a group takes in a worker."""
@@ -127,7 +147,7 @@ class RewardPool:
     @property
     def pending(self) -> int:
         """Number of groups, or of completions of failed groups, that are not scored yet."""
-        return len(self._waiting) + sum(len(task.groups) for task in self._running)
+        return len(self._waiting) + len(self._paused) + sum(len(task.groups) for task in self._running)
 
     def submit(
         self,
@@ -169,6 +189,10 @@ class RewardPool:
             elif time.monotonic() - task.sent_s > START_S + self._timeout_s:
                 self._running.remove(task)
                 self._give_up(task, scored)
+        now_s = time.monotonic()
+        due = [waiting for waiting in self._paused if waiting.due_s <= now_s]
+        self._paused = [waiting for waiting in self._paused if waiting.due_s > now_s]
+        self._waiting.extendleft(reversed(due))
         while self._waiting and len(self._running) < self._workers and self._due():
             self._send()
         return scored
@@ -223,6 +247,8 @@ class RewardPool:
             self._restart()
         else:
             self._sent_s = time.monotonic()
+            for waiting in groups:
+                waiting.sent_s = min(waiting.sent_s, self._sent_s)
             self._running.append(_Task(future, groups, self._sent_s))
 
     def _finish(self, task: _Task, scored: list[Scored]) -> None:
@@ -231,7 +257,8 @@ class RewardPool:
             seconds, scores = task.future.result()
             self._group_s = max(1e-6, (self._group_s + seconds / len(scores)) / 2)
             for waiting, one in zip(task.groups, scores, strict=True):
-                self._conclude(waiting, one, scored)
+                if not self._pause(waiting, one):
+                    self._conclude(waiting, one, scored)
         elif isinstance(error, BrokenProcessPool):
             for waiting in task.groups:
                 waiting.pool_losses += 1
@@ -247,6 +274,28 @@ class RewardPool:
             self._waiting.extendleft(reversed(task.groups[0].completions()))
         else:
             self._fail(task.groups[0], self._cause(error), scored)
+
+    def _pause(self, waiting: _Waiting, scores: list[Score]) -> bool:
+        """Puts a group without any reward aside until it is scored again. Returns False if it has one, has been tried
+        for long enough, or fails while others of its data source get rewards."""
+        group, now_s = waiting.group, time.monotonic()
+        source = group.evaluation, group.data_source
+        if not all(error for *_, error in scores):
+            self._rewarded_s[source] = now_s
+            return False
+        no_function_called = bool(group.episodes) and all(one.error for one in group.episodes)
+        waiting.failed_s = min(waiting.failed_s, now_s)
+        tried_s, is_late = now_s - waiting.failed_s, now_s - waiting.sent_s >= self._retry_s
+        # In the first half of that time, rewards from before an outage may still have come.
+        others_pass = self._rewarded_s.get(source, -math.inf) > now_s - tried_s / 2
+        if is_late or others_pass or no_function_called or waiting.split is not None:
+            return False
+        pause_s = max(MIN_PAUSE_S, tried_s)
+        if not self._paused:
+            log.warning("rewards failed, tried again", error=scores[0][2], pause_s=pause_s)
+        waiting.due_s = now_s + pause_s
+        self._paused.append(waiting)
+        return True
 
     def _cause(self, error: BaseException) -> str:
         if isinstance(error, FutureTimeoutError):

@@ -228,7 +228,6 @@ def test_what_cannot_be_trained_is_refused(options: dict[str, Any], message: str
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("chat_template_kwargs", {"enable_thinking": False}),
         ("reasoning_effort", "low"),
         ("functions", [TOOL["function"]]),
         ("function_call", "auto"),
@@ -249,13 +248,27 @@ def test_what_cannot_be_trained_is_refused(options: dict[str, Any], message: str
 )
 def test_a_field_that_would_change_what_is_read_or_sampled_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(BadRequestError, match=f"{name} = "):
-        chat_request({"messages": [USER], name: value}, b"", {})
+        chat_request({"messages": [USER], name: value}, b"", {}, {})
+
+
+def test_options_of_the_template_are_taken_if_they_are_those_of_the_run() -> None:
+    own = {"enable_thinking": False, "style": "terse"}
+    for options in (own, {"enable_thinking": False}, {}, None):
+        chat_request({"messages": [USER], "chat_template_kwargs": options}, b"", {}, own)
+    for options, message in (
+        ({"style": "terse", "enable_thinking": True}, "enable_thinking = True: in the run it is False; set data.templ"),
+        ({"depth": 3}, "depth = 3: in the run it is not set; set data.template_options"),
+    ):
+        with pytest.raises(BadRequestError, match=rf"chat_template_kwargs\.{message}"):
+            chat_request({"messages": [USER], "chat_template_kwargs": options}, b"", {}, own)
+    with pytest.raises(BadRequestError, match="an object is required"):
+        chat_request({"messages": [USER], "chat_template_kwargs": "no"}, b"", {}, own)
 
 
 def test_fields_without_an_effect_and_defaults_are_taken() -> None:
     """Also None, by which clients say that a field is not set."""
     fields = {"model": "m", "user": "u", "n": 1, "min_tokens": 0, "parallel_tool_calls": True, "guided_choice": None}
-    request = chat_request({"messages": [USER], "temperature": 0.5, "logprobs": False, **fields}, b"", {})
+    request = chat_request({"messages": [USER], "temperature": 0.5, "logprobs": False, **fields}, b"", {}, {})
     assert request.max_tokens is None and request.stop == ()
 
 
@@ -300,10 +313,10 @@ def test_clients_reach_the_gateway_without_the_proxy_of_the_machine(monkeypatch:
 def test_a_session_that_is_over_refuses_and_ends_who_waits() -> None:
     async def run() -> None:
         session = Session("0", CharacterDialogue(), Limits(WINDOW, 50, 8, 1.0, 1.0), lambda wish, tokens: None)
-        waiting = asyncio.ensure_future(session.complete(chat_request({"messages": [USER]}, b"1", {})))
+        waiting = asyncio.ensure_future(session.complete(chat_request({"messages": [USER]}, b"1", {}, {})))
         await asyncio.sleep(0)
         session.close()
-        for request in (waiting, session.complete(chat_request({"messages": [USER]}, b"2", {}))):
+        for request in (waiting, session.complete(chat_request({"messages": [USER]}, b"2", {}, {}))):
             with pytest.raises(EpisodeOverError):
                 await request
 

@@ -297,7 +297,7 @@ async def talk(dialogue: ChatDialogue, policy: Policy, *, drops: bool, questions
     messages = list(ASK)
     for number in range(questions):
         body = {"messages": messages}
-        answer = await session.complete(chat_request(body, json.dumps(body).encode(), {}))
+        answer = await session.complete(chat_request(body, json.dumps(body).encode(), {}, {}))
         session.delivered(answer)
         message = dict(answer.message)
         if drops:

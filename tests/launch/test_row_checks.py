@@ -78,6 +78,26 @@ def test_reward_functions_are_called_once_for_the_first_row_that_each_is_for(
         shown(written(tmp_path, "1+1=", rewards="mine.py:bad"))
 
 
+def test_functions_that_only_evaluations_have_are_called_for_their_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def level(completions, level, *, factor=1): return [factor * level[0]]\n")
+    row = {"prompt": "2", "answer": "3", "data_source": "levels", "level": 7}
+    (tmp_path / "eval.jsonl").write_text(json.dumps(row))
+    own = {
+        "eval__rewards": {"mine.py:level": 1.0, "exact": 1.0},
+        "eval__reward_options": {"mine.py:level": {"factor": 2}},
+    }
+    config = written(tmp_path, "1+1=", rewards="exact", data__eval=str(tmp_path / "eval.jsonl"), **own)
+    assert shown(config)[0]["reward"] == r"mine.py:level gives 14 for 'So it is \\boxed{3}.'"
+    (tmp_path / "eval.jsonl").write_text(json.dumps({**row, "level": "x"}))
+    with pytest.raises(
+        ConfigError, match=r"^eval\.rewards: a made-up completion, .* returned .xx. .str., not a finite"
+    ):
+        shown(config)
+
+
 def test_the_first_row_is_the_first_that_is_used(tmp_path: Path) -> None:
     lines, _ = shown(written(tmp_path, "7" * 1900, "1+1="))
     assert lines["prompt"].startswith("'1+1='")

@@ -13,13 +13,15 @@ import pytest
 from structlog.testing import capture_logs
 
 from asyncrl.errors import ProtocolError
-from asyncrl.replay.codec import pack_group
+from asyncrl.replay.codec import GroupLimits, pack_group
 from asyncrl.replay.learner_requests import LearnerRequests
 from asyncrl.replay.metrics.run import RunSums
 from asyncrl.replay.metrics.stats import GeneratorState
 from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
+from asyncrl.replay.restore import restore_queue
 from asyncrl.replay.sessions import MAX_FORMER, Sessions
+from asyncrl.replay.snapshot import QueueSnapshot
 from asyncrl.replay.versions import StoredVersions
 from asyncrl.util.durable import of_plain, to_plain
 from asyncrl.wire.bounds import MAX_NUMBER, MAX_REWARD
@@ -160,9 +162,43 @@ def test_a_generator_returns_its_own_leases_only(queue: ReplayQueue) -> None:
     (lease, *_), _ = ask_queue(queue, 0, 0, 1)
     with capture_logs() as lines:
         queue.release(1, [ReleasedLease(lease.ticket, lease.attempt, 1 << 30)])
-    assert [line["of_others"] for line in lines] == [1] and queue.ledger.generated.tokens == 0
+    assert [line["foreign"] for line in lines] == [1] and queue.ledger.generated.tokens == 0
     queue.finish(*pack_group(make_group(lease, 0)))
     assert queue.state.reported.duplicates == 0, "its holder's group is used"
+
+
+def test_a_former_attempt_is_returned_by_its_holder_only(queue: ReplayQueue) -> None:
+    """Also when the ticket is trained, by the group of another attempt, and after a restart."""
+    queue.scale(2)
+    (lease, *_), _ = ask_queue(queue, 0, 0, 2)
+    queue.lost(0)
+    again, _ = ask_queue(queue, 1, 0, 2)
+    assert (again[0].ticket, again[0].attempt) == (lease.ticket, 1)
+    former = ReleasedLease(lease.ticket, 0, 9)
+    with capture_logs() as lines:
+        queue.release(1, [former])
+        for one in again:
+            queue.finish(*pack_group(make_group(one, 0, generator=1)))
+        queue.take(0, 1)
+        queue.commit(1, {})
+        restore_queue(queue.state, of_plain(QueueSnapshot, queue.state.snapshot()), load=None, now_s=1.0)
+        queue.release(1, [former])
+        assert queue.ledger.returned_tokens == 0
+        queue.release(0, [former, former])
+    counts = [(line.get("foreign"), line.get("late")) for line in lines if "foreign" in line]
+    assert counts == [(1, None), (1, None), (1, 1)]
+    assert queue.ledger.returned_tokens == 9
+
+
+def test_more_lost_tokens_than_can_be_sampled_are_refused(tmp_path: Path) -> None:
+    trace, limits = TraceWriter(tmp_path / "trace.parquet"), GroupLimits(sampled_tokens=100)
+    queue = ReplayQueue(small_config(), EndlessPrompts(), trace, limits=limits)
+    (first, second), _ = ask_queue(queue, 0, 0, 2)
+    with pytest.raises(ProtocolError, match="the returned ticket 1: 101 tokens; at most 100 can have been sampled"):
+        queue.release(0, [ReleasedLease(first.ticket, 0, 100), ReleasedLease(second.ticket, 0, 101)])
+    assert queue.ledger.generated.tokens == 0
+    queue.release(0, [ReleasedLease(first.ticket, 0, 100)])
+    assert queue.ledger.generated.tokens == 100
 
 
 def test_the_leases_of_a_lost_generator_are_one_line_of_the_log(queue: ReplayQueue) -> None:

@@ -11,7 +11,7 @@ import pytest
 from msgspec import structs
 
 from asyncrl.errors import ProtocolError, RunError
-from asyncrl.replay.codec import check_group, pack_group, unpack_group
+from asyncrl.replay.codec import GroupLimits, check_group, pack_group, unpack_group
 from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.types import EpisodeEnd, EpisodeOutcome, Group, Lease
@@ -57,6 +57,8 @@ def test_episodes_cross_the_wire(tmp_path: Path) -> None:
     short = structs.replace(header, episodes=header.episodes[:1])
     with pytest.raises(ProtocolError, match="1 episodes for 2 trajectories, there is one for each or none"):
         check_group(short, arrays, group_size=2)
+    with pytest.raises(ProtocolError, match="7 tokens; at most 6 can have been sampled for it"):
+        check_group(header, arrays, group_size=2, limits=GroupLimits(sampled_tokens=6))
 
 
 def test_tokens_of_failed_tries_are_in_the_ledger_and_observations_are_no_action_tokens(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from asyncrl.generator.engine import Completion
 from asyncrl.generator.groups import Running, make_group
 from asyncrl.replay.codec import pack_group
 from asyncrl.replay.refunds import refund_reason
+from asyncrl.rewards import workers
 from asyncrl.rewards.table import check_rewards
 from asyncrl.rewards.workers import RewardPool, Scored
 from asyncrl.types import Lease
@@ -52,6 +53,15 @@ FUNCTIONS = """
 
     def of_markers(completions, prompts, **columns):
         return [float("<eos>" in prompt) for prompt in prompts]
+
+    def judge(solution_str):
+        with open("calls", "a") as file:
+            file.write(solution_str)
+        if solution_str == "5":
+            time.sleep(0.6)
+        if solution_str in "35":
+            raise ConnectionError("no judge")
+        return 1.0
 """
 
 
@@ -68,10 +78,16 @@ def make_pool(folder: Path) -> Iterator[Callable[..., RewardPool]]:
     pools: list[RewardPool] = []
 
     def make(
-        rewards: object, *, timeout_s: float = 20.0, workers: int = 1, options: object = None, **data: str
+        rewards: object,
+        *,
+        timeout_s: float = 20.0,
+        num_workers: int = 1,
+        options: object = None,
+        retries: bool = False,
+        **data: str,
     ) -> RewardPool:
-        config = make_config(rewards, timeout_s, workers, options, **data)
-        pools.append(RewardPool(config, tokenizer_path=str(folder)))
+        config = make_config(rewards, timeout_s, num_workers, options, **data)
+        pools.append(RewardPool(config, tokenizer_path=str(folder), retries=retries))
         return pools[-1]
 
     yield make
@@ -88,7 +104,7 @@ def test_a_plain_prompt_is_the_text_of_its_row(make_pool) -> None:
 
 
 def test_groups_come_back_with_rewards_parts_and_their_key(make_pool) -> None:
-    pool = make_pool("mine.py:score", workers=2)
+    pool = make_pool("mine.py:score", num_workers=2)
     for key in range(300):
         submit(pool, key, [tokens(str(4 + key)), tokens("7")], prompt())
     assert pool.pending == 300
@@ -180,6 +196,39 @@ def test_an_exception_fails_one_completion(make_pool) -> None:
     assert scored.errors == ["reward mine.py:score on data source 'sums': raised KeyError: 'three'", ""]
 
 
+def test_a_group_without_any_reward_is_scored_again_for_a_while(
+    make_pool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "MIN_PAUSE_S", 0.1)
+    monkeypatch.setattr(workers, "RETRY_PART", 0.5 / 600)
+    pool = make_pool("mine.py:judge", retries=True)
+    submit(pool, "all fail", [tokens("3"), tokens("3")], prompt())
+    submit(pool, "one fails", [tokens("4"), tokens("3")], prompt("other"))
+    found = gather(pool, 2)
+    assert all("raised ConnectionError: no judge" in error for error in found["all fail"].errors)
+    assert found["one fails"].rewards == [1.0, 0.0] and found["one fails"].errors[0] == ""
+    submit(pool, "waits itself", [tokens("5")], prompt("slow"))
+    assert gather(pool, 1)["waits itself"].errors[0]
+    calls = (folder / "calls").read_text()
+    assert calls.count("4") == calls.count("5") == 1 and 1 + 2 * 3 <= calls.count("3") <= 1 + 2 * 6, (
+        "each pause is longer"
+    )
+
+
+def test_a_group_that_fails_while_others_get_rewards_is_scored_twice(make_pool, folder: Path) -> None:
+    pool = make_pool("mine.py:judge", retries=True)
+    submit(pool, "bad", [tokens("3")], prompt())
+    began_s, found = time.monotonic(), dict[object, Scored]()
+    while "bad" not in found:
+        assert time.monotonic() < began_s + 60
+        submit(pool, time.monotonic(), [tokens("4")], prompt())
+        found |= {scored.key: scored for scored in pool.collect()}
+        time.sleep(0.02)
+    assert "no judge" in found.pop("bad").errors[0]
+    assert found and all(scored.rewards == [1.0] for scored in found.values())
+    assert (folder / "calls").read_text().count("3") == 2
+
+
 def test_unknown_data_source_fails_the_group(make_pool) -> None:
     pool = make_pool({"words": "exact"})
     submit(pool, "k", [tokens("19")], prompt(source="sums"))
@@ -189,7 +238,7 @@ def test_unknown_data_source_fails_the_group(make_pool) -> None:
 
 
 def test_workers_killed_while_idle_are_replaced(make_pool) -> None:
-    pool = make_pool("exact", workers=2)
+    pool = make_pool("exact", num_workers=2)
     submit(pool, "before", [tokens("19")], prompt())
     gather(pool, 1)
     for worker in reward_workers(os.getpid()):
@@ -210,9 +259,9 @@ def test_close_ends_a_hanging_worker(make_pool) -> None:
     submit(pool, "k", [tokens("0")], prompt())
     pool.collect()
     time.sleep(1.0)
-    workers = reward_workers(os.getpid())
+    processes = reward_workers(os.getpid())
     pool.close()
-    assert workers and not any(worker.is_running() for worker in workers)
+    assert processes and not any(process.is_running() for process in processes)
 
 
 PARENT = """
@@ -240,11 +289,11 @@ def test_workers_end_with_a_killed_parent(folder: Path) -> None:
         try:
             assert parent.stdout is not None and parent.stdout.readline() == "ready\n"
             time.sleep(0.5)
-            workers = reward_workers(parent.pid)
+            processes = reward_workers(parent.pid)
         finally:
             parent.kill()
-    assert len(workers) == 2
-    _, alive = psutil.wait_procs(workers, timeout=10)
+    assert len(processes) == 2
+    _, alive = psutil.wait_procs(processes, timeout=10)
     assert alive == []
 
 

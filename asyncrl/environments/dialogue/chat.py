@@ -107,6 +107,10 @@ class ChatDialogue(TextDialogue):
         """The roles whose contents the template copies unchanged."""
 
     @property
+    def template_options(self) -> Mapping[str, Any]:
+        return self.rendering.options
+
+    @property
     def ends(self) -> Ends:
         """The special tokens that end turns."""
         return self.turns.ends

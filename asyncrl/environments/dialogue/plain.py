@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from asyncrl.environments.dialogue.formats import Read
 from asyncrl.environments.environment import Message, Schema, ToolCall
@@ -37,6 +37,11 @@ class TextDialogue:
 
     is_chat = False
     """True if prompts are messages."""
+
+    @property
+    def template_options(self) -> Mapping[str, Any]:
+        """The variables of the chat template."""
+        return {}
 
     def __init__(
         self,

@@ -36,7 +36,8 @@ class Rendering:
         self._tokenizer = _load(tokenizer_path, trust_remote_code=trust_remote_code)
         if not self._tokenizer.chat_template:
             raise ConfigError(f"model.path = {tokenizer_path!r}: the tokenizer has no chat template")
-        self._options: dict[str, Any] = dict(options or {})
+        self.options: dict[str, Any] = dict(options or {})
+        """The variables of the template."""
         self._num_embeddings = num_embeddings(tokenizer_path)
         secret = secrets.token_hex(8)
         settings: dict[str, Any] = json.loads(self._tokenizer.backend_tokenizer.to_str())
@@ -58,7 +59,7 @@ class Rendering:
     def with_options(self, options: Mapping[str, Any]) -> Rendering:
         """The same template with further variables, which go before its own."""
         other = copy.copy(self)
-        other._options = {**self._options, **options}
+        other.options = {**self.options, **options}
         return other
 
     @property
@@ -76,7 +77,7 @@ class Rendering:
         guarded = [self._guard(message) for message in messages]
         try:
             text: str = render_chat(
-                self._tokenizer, guarded, self._options, generate=generate, tokenize=False, tools=tools
+                self._tokenizer, guarded, self.options, generate=generate, tokenize=False, tools=tools
             )
         except Exception as error:  # a template is a program, which may raise anything
             raise DialogueError(f"the chat template refuses {roles_of(messages)}: {error}") from error

@@ -15,6 +15,7 @@ import msgspec
 from asyncrl.environments.gateway.errors import BadRequestError
 from asyncrl.environments.gateway.messages import canonical
 from asyncrl.environments.gateway.session import Request
+from asyncrl.util.tokenizer import TEMPLATE_COLUMN
 from asyncrl.wire.environment_messages import MAX_STOP_CHARACTERS, MAX_STOPS
 
 MAX_MESSAGES = 4096
@@ -25,7 +26,7 @@ SAMPLING = (
 """Ignored: the sampling is that of the run."""
 READ = frozenset({
     "messages", "prompt", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stop", "stream",
-    "stream_options", "return_token_ids", "model",
+    "stream_options", "return_token_ids", "model", TEMPLATE_COLUMN,
 })  # fmt: skip
 NO_EFFECT = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "priority", "request_id",
@@ -50,7 +51,6 @@ REASONS: Mapping[str, str] = {
     "top_logprobs": STAYS,
     "prompt_logprobs": STAYS,
     "chat_template": TEMPLATE,
-    "chat_template_kwargs": TEMPLATE,
     "reasoning_effort": TEMPLATE,
     "functions": "the older form of tools; send tools",
     "function_call": "the older form of tool_choice; send tools and tool_choice",
@@ -79,9 +79,14 @@ def read_body(content: bytes) -> dict[str, Any]:
     return body
 
 
-def chat_request(body: Mapping[str, Any], content: bytes, headers: Mapping[str, str]) -> Request:
-    """The request of `chat/completions`. Raises BadRequestError."""
-    _check_fields(body)
+def chat_request(
+    body: Mapping[str, Any],
+    content: bytes,
+    headers: Mapping[str, str],
+    template_options: Mapping[str, Any],
+) -> Request:
+    """The request of `chat/completions`; `template_options` are those of the episode. Raises BadRequestError."""
+    _check_fields(body, template_options)
     messages = body.get("messages")
     if not isinstance(messages, list) or not 0 < len(messages) <= MAX_MESSAGES:
         raise BadRequestError(f"messages: a list of 1 to {MAX_MESSAGES} messages is required")
@@ -94,7 +99,7 @@ def chat_request(body: Mapping[str, Any], content: bytes, headers: Mapping[str, 
 
 def text_request(body: Mapping[str, Any], content: bytes, headers: Mapping[str, str]) -> Request:
     """The request of `completions`, whose prompt is a list of tokens. Raises BadRequestError."""
-    _check_fields(body)
+    _check_fields(body, {})
     prompt = body.get("prompt")
     if not isinstance(prompt, list) or not prompt or not all(type(token) is int and token >= 0 for token in prompt):
         raise BadRequestError("prompt: a list of tokens is required; texts are for chat/completions")
@@ -132,9 +137,18 @@ def _stop(body: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _check_fields(body: Mapping[str, Any]) -> None:
+def _check_fields(body: Mapping[str, Any], template_options: Mapping[str, Any]) -> None:
     """Raises BadRequestError for a field that is not known, or whose value would change what the policy reads or
     samples."""
+    options = body.get(TEMPLATE_COLUMN) or {}
+    if not isinstance(options, dict):
+        raise BadRequestError(f"{TEMPLATE_COLUMN}: an object is required")
+    for name, value in options.items():
+        if name not in template_options or value != template_options[name]:
+            own = _shown(template_options[name]) if name in template_options else "not set"
+            raise BadRequestError(
+                f"{TEMPLATE_COLUMN}.{name} = {_shown(value)}: in the run it is {own}; set data.template_options"
+            )
     if body.get("tool_choice") not in (None, "auto", "none"):
         raise BadRequestError(f"tool_choice {_shown(body['tool_choice'])}: {REASONS['tool_choice']}")
     for name, value in body.items():

@@ -95,7 +95,7 @@ class Gateway:
         session, content = self._session(request), await request.read()
         body = read_body(content)
         self._note(sampling_of(body))
-        answer = await session.complete(chat_request(body, content, request.headers))
+        answer = await session.complete(chat_request(body, content, request.headers, session.template_options))
         model = str(body.get("model") or MODEL)
         if body.get("stream"):
             options = body.get("stream_options") or {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -136,6 +136,11 @@ class Session:
         self._since_s = 0.0
         self.posted: Any = None
         """The reward that the program posted."""
+
+    @property
+    def template_options(self) -> Mapping[str, Any]:
+        """The variables of the chat template for this episode."""
+        return self._dialogue.template_options
 
     async def complete(self, request: Request) -> Answer:
         """Returns the policy's turn. Raises BadRequestError, EpisodeOverError, TurnsUsedError and WindowFullError."""

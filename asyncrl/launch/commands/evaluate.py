@@ -150,7 +150,7 @@ def evaluate_prompts(
         rewards = environments = None
         if config.has_reward_functions:
             endpoints = parts.enter_context(reward_model(config, should_stop)) if uses_reward_model(config) else None
-            rewards = RewardPool(config, tokenizer_path=config.model.path, endpoints=endpoints)
+            rewards = RewardPool(config, tokenizer_path=config.model.path, endpoints=endpoints, retries=True)
             parts.callback(rewards.close)
         engine = make_own_engine(config)
         parts.callback(engine.close)
