@@ -93,7 +93,8 @@ def build_engine(
 def set_environment(config: Config) -> None:
     """Sets the variables that vLLM reads. Call it before vLLM is imported."""
     own = CONDITIONS | {
-        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(math.ceil(config.launch.heartbeat_timeout_s)),
+        # For steps of worker processes: the first ones of an engine compile kernels.
+        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(math.ceil(config.launch.start_timeout_s)),
         # The sockets between the engine and its workers; a path in a long TMPDIR is too long for one.
         "VLLM_RPC_BASE_PATH": str(socket_base()),
     }
