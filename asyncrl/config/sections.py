@@ -218,7 +218,8 @@ class WeightsConfig(Section):
     for an evaluation gets a later one. auto: whole if by arithmetic it fits the GPUs, else buckets with nccl and host
     with others; with ipc buckets."""
     kv_cache: Literal["keep", "recompute"] = "keep"
-    """Keys and values of running completions after a weight swap: the old ones, or computed again."""
+    """Keys and values of running completions after a weight swap: the old ones, or computed again, which costs a
+    prefill of all that runs with each version (the metric `generator/recomputed_tokens`)."""
     url: LocalPath | None = None
     """With the transport files: the folder or object store (s3://bucket/path) in which each run has a folder of its
     own for its versions; null for one in the run folder."""

@@ -178,6 +178,12 @@ class Engine(Protocol):
         the cache, after which `step` computes the requests in progress again."""
         ...
 
+    @property
+    def recomputed_tokens(self) -> int:
+        """Tokens of running requests whose keys and values were computed more than once, since the start: after a
+        `swap` that does not keep them, after a wake-up, and where other requests needed their place in the cache."""
+        ...
+
     def peak_memory_bytes(self) -> int:
         """Returns the most memory that this process has used, and that processes of the engine have, in addition."""
         ...

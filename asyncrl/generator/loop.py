@@ -153,7 +153,9 @@ class GeneratorLoop:
         if running:
             self._watch.switch("working")
             self._phases.switch("engine")
+            began_cpu_s = time.thread_time()
             completions = self.engine.step()
+            self.stats.engine_cpu_s += time.thread_time() - began_cpu_s
             self._phases.switch("rewards")
             self._count_ended(self.groups.take(completions))
         if episodes is not None:
@@ -288,6 +290,7 @@ class GeneratorLoop:
                 self.stats.live_episodes, self.stats.waiting_episodes = episodes.num_live, episodes.num_waiting
             if renews:
                 self.stats.peak_memory_bytes = self.engine.peak_memory_bytes()
+                self.stats.recomputed_tokens = self.engine.recomputed_tokens
             working_on = [group.lease for group in self.groups.unfinished] if renews else []
             self.client.ask(self.engine.version, groups, self.stats, num_evaluations=evaluations, working_on=working_on)
             self.stats.stall_ms = []

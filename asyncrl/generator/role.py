@@ -71,13 +71,14 @@ def run_generator(
         if (cards := cards_of(config, index, run_dir)) is not None:
             stack.callback(cards.leave)
             cards.acquire(config.launch.progress_timeout_s)
+        log.info("starts", generator=index, doing="building its engine")
         engine = make_engine(config, seed=engine_seed(config.seed, index, start))
         stack.callback(engine.close)
         card = None if cards is None else SharedCard(config, engine, cards)
         receiver.engine_is_up(engine if config.weights.staging == "buckets" else None)
         if not on_gpu:
             try_batch_scheduling(set_time_slice)
-        log.info("engine is up", generator=index)
+        log.info("engine is up", generator=index, doing="joining the run")
         environments = None
         if config.environment.name is not None:
             environments = EnvironmentPool(config, window_tokens=engine.window_tokens, endpoints=endpoints)

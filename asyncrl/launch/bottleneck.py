@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 from asyncrl.config import Config
 from asyncrl.errors import observing
 from asyncrl.launch.resources.placement import Placement
-from asyncrl.plan.levers import goodput_sentence, link_sentence, timeout_sentence
+from asyncrl.plan.levers import goodput_sentence, link_sentence, thread_sentence, timeout_sentence
 from asyncrl.plan.measured import RecentRun
 from asyncrl.plan.verdict import verdict_of
 from asyncrl.types import goodput_of
@@ -62,6 +62,7 @@ class BottleneckMonitor:
         """The first verdict starts after `first_s`."""
         self._config = config
         self.generators_per_device = generators_per_device(placement)
+        self._has_gpus = bool(placement.generators[0].gpus)
         self._next_s = time.monotonic() + first_s
         self._run = RecentRun(config, generators_per_device=self.generators_per_device)
         self._background = Background[dict[str, Any]]("bottleneck")
@@ -112,6 +113,7 @@ class BottleneckMonitor:
                 environments=environments,
             ),
             timeout_sentence(self._config, self._run.timed_out_fraction()),
+            thread_sentence(self._run.engine_cpu_fraction(), self._config) if self._has_gpus else "",
             link_sentence(links, self._config),
         ]
         more = " ".join(filter(None, sentences))

@@ -17,6 +17,7 @@ from asyncrl.launch.resources.hosts import Host
 from asyncrl.launch.resources.placement import Placement, RoleResources
 from asyncrl.launch.role_group import RESTART_WINDOW_S, RestartHistory, RoleGroup
 from asyncrl.launch.worker import EXIT_CONFIG, EXIT_SILENT_PEER, EXIT_TERMINATED, ROLES, RoleSpec
+from asyncrl.observe.logs import last_phase
 from asyncrl.replay.client import LauncherClient
 
 log = structlog.get_logger()
@@ -30,6 +31,8 @@ EVICTED = (EXIT_TERMINATED, HOST_LOST, -signal.SIGTERM)
 """Exit codes of roles whose machine is wanted for something else: they never count as failures of the role."""
 BY_CHANCE = (EXIT_SILENT_PEER, -signal.SIGKILL, *EVICTED)
 """Exit codes of roles that another process ended or did not answer: two in a row need not have the same cause."""
+NOT_UP_EVERY_S = 60.0
+"""Pause between two lines about a role that is alive but not up yet."""
 NOT_MISSED = ("generator", "reward_model")
 """Roles that are not restarted when nothing is left to generate."""
 
@@ -332,6 +335,15 @@ class Supervisor:
 
     def _check_silence(self, group: RoleGroup, name: str, since_s: float, now_s: float) -> None:
         limit_s = getattr(self.config.launch, name)
-        if now_s - since_s > limit_s:
-            reason = f"{group.name} sent no heartbeat for launch.{name} = {limit_s:g} s"
-            self.restart(group, reason, now_s, hangs=True)
+        is_late = now_s - since_s > limit_s
+        if not is_late and (group.healthy or now_s - group.told_s < NOT_UP_EVERY_S):
+            return
+        spec, _ = group.members[0]
+        phase = "" if group.healthy else last_phase(spec.logs / f"{spec.name}.jsonl")
+        doing = f"; it has been {phase}" if phase else ""
+        limit = f"launch.{name} = {limit_s:g} s"
+        if is_late:
+            self.restart(group, f"{group.name} sent no heartbeat for {limit}{doing}", now_s, hangs=True)
+            return
+        group.told_s = now_s
+        self._say(f"{group.name} is not up {now_s - group.started_s:.0f} s after its start{doing} (limit: {limit})")

@@ -53,7 +53,6 @@ TICK_S = 0.1
 STATUS_EVERY_S = 0.5
 FAILURE_GRACE_S = 2.0
 """Time that the other roles have to stop after one role failed."""
-
 TRACE_S = 120.0
 """Time that the replay process has to complete the trace, in addition to the time for its bytes."""
 TRACE_BYTES_PER_S = 250_000

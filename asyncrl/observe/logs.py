@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import MutableMapping
+import time
+from collections.abc import Iterator, MutableMapping
+from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -56,15 +59,30 @@ def _redacted(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMappin
 
 def last_error(path: Path, *, start_bytes: int = 0) -> str:
     """The text of the last event of level error or above, from byte `start_bytes` of a log file on; "" without one."""
-    import json
-
-    if not path.is_file():
-        return ""
-    for line in reversed(path.read_bytes()[start_bytes:].decode(errors="replace").splitlines()):
-        try:
-            event = json.loads(line)
-        except json.JSONDecodeError:
-            continue
+    for event in _latest_events(path, start_bytes):
         if event.get("level") in ("error", "critical"):
             return str(event.get("error") or event.get("event"))
     return ""
+
+
+def last_phase(path: Path) -> str:
+    """What a role has been doing since the last event of its start that says so, and for how long: "building its engine
+    for 60 s"; "" without one."""
+    for event in _latest_events(path):
+        if "doing" in event:
+            seconds = time.time() - datetime.fromisoformat(event["timestamp"]).timestamp()
+            return f"{event['doing']} for {max(seconds, 0.0):.0f} s"
+        if event.get("event") == "started":
+            break
+    return ""
+
+
+def _latest_events(path: Path, start_bytes: int = 0) -> Iterator[dict[str, Any]]:
+    """Yields the events of a log file from a byte on, the last one first."""
+    import json
+
+    if not path.is_file():
+        return
+    for line in reversed(path.read_bytes()[start_bytes:].decode(errors="replace").splitlines()):
+        with suppress(json.JSONDecodeError):
+            yield json.loads(line)

@@ -14,6 +14,8 @@ GOOD = 0.95
 """Goodput above which no lever is named."""
 MANY = 0.01
 """Fraction of groups that ran out of time, from which the limits are named."""
+THREAD_BOUND = 0.9
+"""Fraction of the decoding time, computed by the engine's own thread, from which that thread is the limit."""
 MOSTLY = 0.7
 """Fraction of the groups without signal above which they count as solved, or as hopeless."""
 
@@ -56,6 +58,19 @@ def timeout_sentence(config: Config, timed_out: float) -> str:
     return (
         f"{timed_out:.0%} of the groups were refunded since an environment took longer than {limits}"
         f"{config.environment.step_timeout_s:g}; raise the limit that binds, or make the environment faster."
+    )
+
+
+def thread_sentence(engine_cpu: float, config: Config) -> str:
+    """Returns a sentence about the thread that runs the decoding steps of an engine on a GPU, which computes for the
+    fraction `engine_cpu` of their time; empty unless that takes THREAD_BOUND of it. Only a vLLM engine in one process
+    waits for the GPU without CPU time."""
+    generator = config.generator
+    if engine_cpu < THREAD_BOUND or generator.engine != "vllm" or generator.tensor_parallel > 1:
+        return ""
+    return (
+        f"Decoding steps wait for the engine's Python thread and not for the GPU: it computes for {engine_cpu:.0%} of "
+        "their time; lower generator.max_running_groups, or let two generators share a GPU (launch.generators)."
     )
 
 

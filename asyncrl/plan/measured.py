@@ -105,6 +105,11 @@ class RecentRun:
             return 0.0
         return outcomes.count("timeout") / max(len(outcomes), 1)
 
+    def engine_cpu_fraction(self) -> float:
+        """Returns the metric `generator/engine_cpu_fraction` of the last step; 0 without one."""
+        name, rows = "generator/engine_cpu_fraction", read_metrics_tail(self._config.run_dir / "metrics.jsonl")
+        return next((row[name] for row in reversed(rows) if name in row), 0.0)
+
     def solved_fraction(self) -> float | None:
         """Returns `asyncrl.plan.trace.solved_fraction` of the newest groups; None if there are none."""
         try:

@@ -54,8 +54,12 @@ class GeneratorStats(Body):
     requests_s: Time
     rewards_s: Time
     messages_s: Time
+    engine_cpu_s: Time
+    """CPU time, in `engine_s`, of the thread that runs the decoding steps."""
     stall_ms: Items[Time]
     """Duration of each weight swap since the last ask, during which the engine was stalled."""
+    recomputed_tokens: Number
+    """As `Engine.recomputed_tokens`."""
     rewards_failed: Count
     """Completions without a reward, because it could not be computed."""
     costs: Annotated[list[Time], Meta(max_length=4)]
@@ -73,9 +77,9 @@ class GeneratorStats(Body):
     @classmethod
     def of(cls, **values: Any) -> Self:
         """The stats with these values; the others are 0 or empty."""
-        times = {f"{name}_s": 0.0 for name in (*GENERATOR_ACTIVITIES, *GENERATOR_PHASES)}
-        names = "tokens", "samples", "rewards_failed", "peak_memory_bytes", "live_episodes", "waiting_episodes"
-        counts = dict.fromkeys(names, 0)
+        times = {f"{name}_s": 0.0 for name in (*GENERATOR_ACTIVITIES, *GENERATOR_PHASES, "engine_cpu")}
+        names = "tokens", "samples", "recomputed_tokens", "rewards_failed", "peak_memory_bytes"
+        counts = dict.fromkeys((*names, "live_episodes", "waiting_episodes"), 0)
         return cls(**{**counts, **times, "stall_ms": [], "costs": [], "weights": None, **values})
 
 

@@ -176,6 +176,29 @@ def test_no_token_is_lost_while_the_engine_sleeps(
             assert worst(one.logprobs[here], expected) < TOLERANCE
 
 
+@pytest.mark.parametrize("cause", ["swap", "sleep"])
+@pytest.mark.parametrize("mode", ["keeping", "recomputing"])
+def test_tokens_that_are_computed_again_are_counted(
+    mode: str, cause: str, keeping: Engine, recomputing: Engine, policies: Policies
+) -> None:
+    engine = keeping if mode == "keeping" else recomputing
+    swap(engine, policies[0])
+    before, requests = engine.recomputed_tokens, prompts(4)
+    for key, prompt in requests.items():
+        engine.add(key, prompt)
+    done = {one.key for _ in range(8) for one in engine.step()}
+    computed = [len(requests[key]) + engine.num_generated(key) - 1 for key in requests.keys() - done]
+    assert len(computed) >= 2 and engine.recomputed_tokens == before
+    if cause == "swap":
+        swap(engine, policies[1])
+    else:
+        engine.sleep(1)
+        engine.wake("weights")
+        engine.wake("cache")
+    run_all(engine)
+    assert engine.recomputed_tokens - before == (0 if (mode, cause) == ("keeping", "swap") else sum(computed))
+
+
 def hand_over(engine: Engine, policy: Qwen2ForCausalLM, cleanup: Callable[[Callable[[], None]], object]) -> None:
     """Gives the sleeping engine a version from the memory of a learner in this process, while that has the card."""
     address = socket_address(f"handed-{uuid.uuid4().hex[:8]}")

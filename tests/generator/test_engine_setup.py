@@ -120,13 +120,19 @@ def test_variables_on_which_the_engine_depends_are_set_whatever_the_environment_
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "300",
     }
-    others = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "fork", "VLLM_HOST_IP": "10.0.0.1"}
+    others = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "fork",
+        "VLLM_HOST_IP": "10.0.0.1",
+        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "60",
+    }
     for name, value in (others | {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_RPC_BASE_PATH": str(long)}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(tempfile, "tempdir", str(long))
     with capture_logs() as logs:
-        vllm_setup.set_environment(small_config(model_path))
+        vllm_setup.set_environment(small_config(model_path, launch__start_timeout_s=300.0))
     assert {name: os.environ[name] for name in wanted} == wanted
     assert [line["name"] for line in logs if line.get("was") in others.values()] == list(wanted)
     assert os.environ["VLLM_LOGGING_LEVEL"] == "INFO", "a preference is the user's"

@@ -355,6 +355,7 @@ def test_phases_and_completions_are_told_with_every_ask(
         loop.tick()
     (*_, (_, _, stats)) = client.asks
     assert (stats.samples, stats.tokens) == (12, sum(group.num_action_tokens for group in client.groups))
+    assert 0 < stats.engine_cpu_s < stats.engine_s - 0.004, "it sleeps in each step"
     assert stats.engine_s > 0.004 and stats.requests_s > 12 * 0.002
     assert stats.rewards_s > 0.003 and stats.messages_s > 6 * 0.005
     phases_s = stats.engine_s + stats.requests_s + stats.rewards_s + stats.messages_s

@@ -12,6 +12,7 @@ import torch
 from generator_model import small_config
 from helpers.replay import loopback_endpoints
 from safetensors.torch import save_file
+from structlog.testing import capture_logs
 
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError
@@ -64,7 +65,7 @@ def test_the_receiver_joins_before_the_engine_starts_and_receives_when_it_is_up(
         pass
 
     def engine(*_: object, **__: object) -> MagicMock:
-        calls.append("engine")
+        calls.append(logs[-1]["doing"])
         return MagicMock()
 
     monkeypatch.setattr("asyncrl.weights.receiver.WeightReceiver", Receiver)
@@ -73,11 +74,12 @@ def test_the_receiver_joins_before_the_engine_starts_and_receives_when_it_is_up(
     monkeypatch.setattr(role, "max_weight_bytes", lambda path, **_: 1)
     monkeypatch.setattr(role, "make_engine", engine)
     monkeypatch.setattr(role, "GeneratorClient", MagicMock(side_effect=UpError))
-    with pytest.raises(UpError):
+    with pytest.raises(UpError), capture_logs() as logs:
         role.run_generator(
             load_config("demo"), index=0, endpoints=loopback_endpoints(1), run_dir=tmp_path, should_stop=lambda: True
         )
-    assert calls == ["cuda:0", "joins", "engine", "receives", "leaves"]
+    assert calls == ["cuda:0", "joins", "building its engine", "receives", "leaves"]
+    assert logs[-1]["doing"] == "joining the run"
 
 
 def test_an_engine_that_is_not_installed_is_refused_with_the_way_out(

@@ -245,13 +245,13 @@ def test_a_worker_that_ends_between_two_buckets_ends_the_engine(model_path: str,
 
 @pytest.mark.slow
 def test_a_worker_that_does_not_answer_is_given_up(model_path: str, policies: Policies) -> None:
-    config = small_config(model_path, generator__tensor_parallel=2, launch__heartbeat_timeout_s=SILENT_S)
+    config = small_config(model_path, generator__tensor_parallel=2, launch__start_timeout_s=SILENT_S)
     engine = VllmEngine(config, seed=1)
     try:
         engine.swap(0, weights_of(policies[0]))
         os.kill(pids_of(engine)[1], signal.SIGSTOP)
         stopped_s = time.monotonic()
-        with pytest.raises(PeerTimeoutError, match=r"did not answer within launch.heartbeat_timeout_s = 10 s"):
+        with pytest.raises(PeerTimeoutError, match=r"did not answer within launch.start_timeout_s = 10 s"):
             complete(engine)
         assert SILENT_S <= time.monotonic() - stopped_s < SILENT_S + END_S
     finally:

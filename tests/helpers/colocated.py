@@ -290,6 +290,7 @@ class CountingEngine:
         self.version = NO_VERSION
         self.window_tokens = 64
         self.torn = False
+        self.recomputed_tokens = 0
         self.versions: dict[str, list[int]] = {}
         self._awake = {"weights": True, "cache": True}
         card.allocate("generator", 2 * BYTES)

@@ -90,6 +90,18 @@ def test_the_smallest_factor_of_the_goodput_follows_the_verdict(
     assert "(simulated)" in without["bottleneck"] and found["simulated_gains"] == without["simulated_gains"]
 
 
+def test_the_engines_thread_is_named_on_gpus_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = make_run(Path("runs/r"), steps=STEPS)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 31, "generator/engine_cpu_fraction": 0.96}\n')
+    summary = {"idle": {"generator": 0.2, "environments": 0.0, "learner": 0.01}}
+    monitor = monitor_of(folder)
+    assert "Python thread" not in monitor.summary(summary)["bottleneck"]
+    monitor._has_gpus = True
+    assert "Python thread and not for the GPU: it computes for 96%" in monitor.summary(summary)["bottleneck"]
+
+
 def test_the_caller_does_not_wait_for_the_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     goes_on, threads = threading.Event(), list[str]()

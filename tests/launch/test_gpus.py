@@ -142,6 +142,15 @@ def test_generators_share_among_themselves_before_they_share_with_learners(
     assert "DS_ACCELERATOR" not in placement.learners[0].environment()
 
 
+def test_torch_looks_for_gpus_without_starting_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has started it cannot fork one that uses a GPU."""
+    show(monkeypatch, "0,1")
+    placement = place_roles(small_config())
+    roles = (*placement.generators, *placement.learners)
+    assert {role.environment()["PYTORCH_NVML_BASED_CUDA_CHECK"] for role in roles} == {"1"}
+    assert "PYTORCH_NVML_BASED_CUDA_CHECK" not in placement.replay.environment()
+
+
 def test_ranks_that_would_share_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     show(monkeypatch, "4,5")
     rule = r"4 ranks are more than the 2 visible GPUs \(CUDA_VISIBLE_DEVICES=4,5\); use launch.learners=2 or fewer"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -357,6 +360,37 @@ def test_silent_generator_is_killed_once_it_was_heard(stage: Make) -> None:
     assert len(one.said) == 1
     one.hear(51.0, generators=one.heard(g0=0.0))
     assert one.said[-1] == "generator-1 sent no heartbeat for launch.start_timeout_s = 100 s; restart 2 in 1 s"
+
+
+def test_a_generator_that_builds_its_engine_is_told_from_one_that_does_not_come_up(stage: Make, tmp_path: Path) -> None:
+    one = stage(launch__start_timeout_s=200)
+    began = datetime.now(UTC) - timedelta(seconds=50)
+    build = {"event": "starts", "doing": "building its engine", "timestamp": began.isoformat()}
+    log = tmp_path / "logs" / "generator-0.jsonl"
+    log.write_text("".join(json.dumps(event) + "\n" for event in ({"event": "started"}, build, {"event": "joins"})))
+    for after_s in (1.0, 58.0):
+        one.hear(after_s, generators={})
+    assert one.said == []
+    one.hear(2.0, generators={})
+    limit = r"\(limit: launch.start_timeout_s = 200 s\)"
+    has_been = r"it has been building its engine for 5\d s"
+    assert re.fullmatch(rf"generator-0 is not up 61 s after its start; {has_been} {limit}", one.said[0])
+    assert re.fullmatch(rf"generator-1 is not up 61 s after its start {limit}", one.said[1])
+    one.hear(59.0, generators={})
+    assert len(one.said) == 2
+    one.kill("generator-1")
+    one.tick()
+    assert one.said[2:] == ["generator-1 was killed by signal SIGKILL; restart 1 in 0 s"]
+    one.tick()
+    one.hear(81.0, generators=one.heard(g1=0.0))
+    assert re.match(
+        rf"generator-0 sent no heartbeat for launch.start_timeout_s = 200 s; {has_been}; restart 1", one.said[-1]
+    )
+    with log.open("a") as file:
+        file.write(json.dumps({"event": "started"}) + "\n")
+    one.tick()
+    one.hear(61.0, generators=one.heard(g1=0.0))
+    assert one.said[-1] == "generator-0 is not up 61 s after its start (limit: launch.start_timeout_s = 200 s)"
 
 
 def test_no_role_is_blamed_for_the_time_that_the_queue_was_down(stage: Make) -> None:

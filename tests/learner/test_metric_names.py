@@ -38,7 +38,7 @@ from tests.helpers.replay import EndlessPrompts, ask_queue, make_group
 RUN = {"sources": ["test"], "parts": ["exact"]}
 STATS = GeneratorStats.of(
     tokens=40, samples=8, working_s=1.0, engine_s=0.75, costs=[0.01, 0.001, 0.002, 0.1], stall_ms=[2.0],
-    peak_memory_bytes=1 << 30,
+    peak_memory_bytes=1 << 30, engine_cpu_s=0.5, recomputed_tokens=9,
 )  # fmt: skip
 FROM_VERL = (
     "actor/loss", "actor/policy_loss", "actor/pg_loss", "actor/entropy", "actor/approx_kl", "actor/ppo_kl",

@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from asyncrl.plan.levers import goodput_sentence, link_sentence, timeout_sentence
+from asyncrl.plan.levers import goodput_sentence, link_sentence, thread_sentence, timeout_sentence
 from asyncrl.plan.trace import read_trace, signal_of, solved_fraction
 from tests.helpers.replay import small_config
 from tests.plan.made_runs import make_run
@@ -132,3 +132,10 @@ def test_the_slowest_link_is_named(links: dict[str, dict[str, float]], max_stale
     """A delta of 4 steps has 2.6 times the bytes of one: at 1.4 steps for one it takes 3.64 steps, and the next one is
     there 4 steps later. Between 3.64 and 7.64 steps behind, a limit of 5 holds it up for 2.64 of 4 steps."""
     assert link_sentence(links, small_config(replay__max_staleness=max_staleness)) == said
+
+
+def test_a_thread_that_takes_the_time_of_the_steps_is_named_where_it_does_not_poll() -> None:
+    assert "it computes for 97% of their time; lower generator.max_running" in thread_sentence(0.97, small_config())
+    assert thread_sentence(0.8, small_config()) == ""
+    for polls in ({"generator__tensor_parallel": 2}, {"generator__engine": "transformers"}):
+        assert thread_sentence(0.97, small_config(**polls)) == ""

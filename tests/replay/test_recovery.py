@@ -678,12 +678,14 @@ def test_scaling_down_lets_the_last_leave_and_shares_among_the_others(tmp_path: 
 
 def test_statistics_of_a_repeated_ask_count_once_and_sessions_add_up(tmp_path: Path) -> None:
     queue = open_queue(tmp_path, small_config())
-    told = GeneratorStats.of(tokens=10, stall_ms=[5.0])
+    told = GeneratorStats.of(tokens=10, recomputed_tokens=3, stall_ms=[5.0])
     for _ in range(3):
         ask_queue(queue, 0, 0, 1, session="a", number=1, stats=told)
-    ask_queue(queue, 0, 0, 1, session="b", number=1, stats=GeneratorStats.of(tokens=4, stall_ms=[7.0]))
+    more = GeneratorStats.of(tokens=4, recomputed_tokens=2, stall_ms=[7.0])
+    ask_queue(queue, 0, 0, 1, session="b", number=1, stats=more)
     assert queue.measure.generators[0].tokens == 14
     assert queue.summary()["weight_sync"]["stall_ms_mean"] == 6.0
+    assert queue.summary()["recomputed_tokens"] == 5
     train(queue, 1)
     kill_queue(queue)
     queue = open_queue(tmp_path, small_config())

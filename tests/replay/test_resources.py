@@ -12,7 +12,7 @@ from asyncrl.wire.messages import GeneratorStats
 
 STATS = GeneratorStats.of(
     tokens=600, samples=30, waiting_s=1.0, working_s=6.0, syncing_s=1.0, writing_s=2.0, engine_s=5.0, requests_s=0.5,
-    rewards_s=1.0, messages_s=1.5, peak_memory_bytes=700,
+    rewards_s=1.0, messages_s=1.5, engine_cpu_s=3.0, peak_memory_bytes=700,
 )  # fmt: skip
 
 
@@ -28,7 +28,7 @@ def test_phases_are_fractions_of_the_time_of_all_generators() -> None:
     other = GeneratorStats.of(waiting_s=10.0)
     assert generator_metrics(generators(STATS, other)) == {
         "generator/engine_fraction": 0.25, "generator/requests_fraction": 0.025, "generator/rewards_fraction": 0.05,
-        "generator/messages_fraction": 0.075,
+        "generator/messages_fraction": 0.075, "generator/engine_cpu_fraction": 0.6,
     }  # fmt: skip
     assert generator_metrics([]) == generator_metrics(generators(GeneratorStats.of())) == {}
 

@@ -207,6 +207,11 @@ class TransformersEngine:
         # A prompt is of one version, also if it is computed in several steps.
         self._scheduler.recompute(all_requests=self._config.weights.kv_cache == "recompute")
 
+    @property
+    def recomputed_tokens(self) -> int:
+        """As `Engine.recomputed_tokens`."""
+        return self._scheduler.recomputed_tokens
+
     def peak_memory_bytes(self) -> int:
         """Returns the most memory that this process has used."""
         return peak_memory_bytes()

@@ -70,6 +70,8 @@ class Scheduler:
         """By their order."""
         self._waiting: list[Request] = []
         """A heap."""
+        self.recomputed_tokens = 0
+        """Tokens of running requests whose keys and values were given up, since the start."""
 
     def add(self, request: Request) -> None:
         """Lets a request wait for its first step."""
@@ -90,14 +92,13 @@ class Scheduler:
         """Computes keys and values again: of all running requests, or of those that have not sampled a token yet."""
         for request in self._running:
             if all_requests or not request.num_generated:
+                self.recomputed_tokens += request.num_computed
                 request.num_computed = 0
 
     def preempt(self) -> None:
         """Takes all pages back. Requests keep their tokens, and wait to be computed again."""
-        for request in self._running:
-            self._release(request)
-            heapq.heappush(self._waiting, request)
-        self._running = []
+        while self._running:
+            self._preempt_last()
 
     def schedule(self) -> tuple[list[Request], list[Row]]:
         """Returns the requests of the next step and their rows, in the order of a batch; none if nothing runs."""
@@ -137,12 +138,16 @@ class Scheduler:
         """Takes pages from the last running requests until `request` has enough. Returns False if it was the last
         itself, and waits now."""
         while not self._cache.extend(request.pages, tokens):
-            last = self._running.pop()
-            self._release(last)
-            heapq.heappush(self._waiting, last)
-            if last is request:
+            if self._preempt_last() is request:
                 return False
         return True
+
+    def _preempt_last(self) -> Request:
+        last = self._running.pop()
+        self.recomputed_tokens += last.num_computed
+        self._release(last)
+        heapq.heappush(self._waiting, last)
+        return last
 
     def _release(self, request: Request) -> None:
         self._cache.give_back(request.pages)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +22,6 @@ from asyncrl.weights.bucket_plan import WeightPart
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
-    from vllm.v1.engine.llm_engine import LLMEngine
 
 FAULTS = (AssertionError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
 """Errors of vLLM about what it cannot load."""
@@ -60,8 +58,8 @@ class AdapterLoader:
     torn = False
     """Always: the adapter is replaced when it is complete."""
 
-    def __init__(self, config: Config, engine: LLMEngine, sent: SentWeights, workers: Workers) -> None:
-        self._config, self._engine, self._workers = config, engine, workers
+    def __init__(self, config: Config, sent: SentWeights, workers: Workers) -> None:
+        self._config, self._workers = config, workers
         settings = config.learner.lora
         self._shapes = adapter_shapes(sent.model, settings)
         self._settings = {"r": settings.rank, "lora_alpha": settings.alpha, "target_modules": []}
@@ -82,10 +80,10 @@ class AdapterLoader:
         try:
             if self._workers:
                 for bucket in self._shared.buckets(self._parts):
-                    self._call("share_adapter", asdict(bucket))
-                self._call("replace_adapter", self._settings, None)
+                    self._workers.rpc("share_adapter", asdict(bucket))
+                self._workers.rpc("replace_adapter", self._settings, None)
             else:
-                self._call("replace_adapter", self._settings, self._parts)
+                self._workers.rpc("replace_adapter", self._settings, self._parts)
         except FAULTS as error:
             if isinstance(error, AsyncrlError) or not is_first:
                 raise
@@ -107,16 +105,12 @@ class AdapterLoader:
         """Frees the memory that is shared with worker processes."""
         self._shared.close()
 
-    def _call(self, method: str, *args: object) -> None:
-        timeout_s = self._config.launch.heartbeat_timeout_s
-        self._workers.call(partial(self._engine.collective_rpc, method, timeout=timeout_s, args=args))
-
 
 class MergedLoader(WeightLoader):
     """Loads complete weights: the base, which it keeps in host memory, with the adapter added."""
 
-    def __init__(self, config: Config, engine: LLMEngine, sent: SentWeights, workers: Workers) -> None:
-        super().__init__(config, engine, sent, workers)
+    def __init__(self, config: Config, sent: SentWeights, workers: Workers) -> None:
+        super().__init__(config, sent, workers)
         self._adapter_shapes = adapter_shapes(sent.model, config.learner.lora)
         self._device = torch.device("cuda", 0) if torch.cuda.is_available() and not workers else torch.device("cpu")
 
@@ -137,8 +131,8 @@ class MergedLoader(WeightLoader):
             super().load([WeightPart(name, weight)], is_first=is_first)
 
 
-def make_loader(config: Config, engine: LLMEngine, sent: SentWeights, workers: Workers) -> WeightLoader | AdapterLoader:
+def make_loader(config: Config, sent: SentWeights, workers: Workers) -> WeightLoader | AdapterLoader:
     """Returns what loads versions, by `learner.lora`."""
     if uses_adapter(config):
-        return AdapterLoader(config, engine, sent, workers)
-    return (MergedLoader if config.learner.lora.rank else WeightLoader)(config, engine, sent, workers)
+        return AdapterLoader(config, sent, workers)
+    return (MergedLoader if config.learner.lora.rank else WeightLoader)(config, sent, workers)

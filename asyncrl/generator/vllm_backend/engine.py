@@ -6,7 +6,6 @@ import gc
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from asyncrl.errors import InvariantError
 from asyncrl.generator.engine import Completion, Sampling, Waking, check_request, check_whole
 from asyncrl.generator.vllm_backend.adapters import adapter_arguments, adapter_request, make_loader
 from asyncrl.generator.vllm_backend.completion import completion_of
+from asyncrl.generator.vllm_backend.recomputation import RecomputedTokens
 from asyncrl.generator.vllm_backend.requests import RequestBuilder
 from asyncrl.generator.vllm_backend.routing_records import RoutingRecords
 from asyncrl.generator.vllm_backend.sent_weights import SentWeights, Weights
@@ -76,9 +76,12 @@ class VllmEngine:
         )
         self._routing = None if routers is None else RoutingRecords(routers)
         more = adapter_arguments(config, self._sent)
-        self._engine = build_engine(config, seed, self._labels, more, routing=self._routing)
-        self._workers = Workers(self._engine, timeout_s=config.launch.heartbeat_timeout_s)
-        self._loader = make_loader(config, self._engine, self._sent, self._workers)
+        self._recomputed = RecomputedTokens()
+        self._engine = build_engine(
+            config, seed, self._labels, more, routing=self._routing, recomputed=self._recomputed
+        )
+        self._workers = Workers(self._engine, timeout_s=config.launch.start_timeout_s)
+        self._loader = make_loader(config, self._sent, self._workers)
         self._builder = RequestBuilder(config, self._engine)
         self._warm_up()
         self._builder.check_end_tokens()
@@ -220,13 +223,16 @@ class VllmEngine:
             self._builder.adapter = adapter_request()
         self._set_version(version)
         if len(self._workers):  # here, since the workers stand still: the loop asks for it at each heartbeat
-            timeout_s = self._config.launch.heartbeat_timeout_s
-            peaks = self._workers.call(partial(self._engine.collective_rpc, _peak_of, timeout=timeout_s))
-            self._workers_peak_bytes = sum(peaks)
+            self._workers_peak_bytes = sum(self._workers.rpc(_peak_of))
         if self._config.weights.kv_cache == "recompute":
             self._engine.reset_prefix_cache(reset_running_requests=True)
         elif self.prefix_caching:
             self._restart_untouched()
+
+    @property
+    def recomputed_tokens(self) -> int:
+        """As `Engine.recomputed_tokens`."""
+        return self._recomputed.count
 
     def peak_memory_bytes(self) -> int:
         """Returns the most memory that this process has used, and up to the last swap each worker process, in all."""

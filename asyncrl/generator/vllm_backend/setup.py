@@ -17,6 +17,7 @@ from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.generator.engine import GPU_FRACTION
 from asyncrl.generator.vllm_backend.plugin import GENERATOR, GROUP, NAME, ROUTING, register
+from asyncrl.generator.vllm_backend.recomputation import RecomputedTokens
 from asyncrl.generator.vllm_backend.routing_records import RoutingRecords
 from asyncrl.generator.vllm_backend.routing_setup import explaining_routing, record_routing, return_by_worker
 from asyncrl.generator.vllm_backend.version_labels import VersionLabels
@@ -70,9 +71,11 @@ def build_engine(
     more: Mapping[str, Any] = {},
     *,
     routing: RoutingRecords | None = None,
+    recomputed: RecomputedTokens | None = None,
 ) -> LLMEngine:
     """Builds the vLLM engine for `model.path`, as configured in sections `model` and `generator`, with `more` arguments
-    of `vllm.EngineArgs`. `labels` then labels its tokens, and `routing` records their experts."""
+    of `vllm.EngineArgs`. `labels` then labels its tokens, `routing` records their experts, and `recomputed` counts
+    those that are computed again."""
     set_environment(config)
     import torch
 
@@ -84,7 +87,7 @@ def build_engine(
     arguments = {**_arguments(config, seed, on_gpu=on_gpu), **more}
     records = routing is not None
     with _environment_of_workers(config.generator.tensor_parallel, records), explaining_routing(config.model.path):
-        engine = _build(config, arguments, labels, routing)
+        engine = _build(config, arguments, labels, routing, recomputed)
         if records and not engine.vllm_config.use_v2_model_runner:
             return_by_worker(engine)
     return engine
@@ -93,7 +96,8 @@ def build_engine(
 def set_environment(config: Config) -> None:
     """Sets the variables that vLLM reads. Call it before vLLM is imported."""
     own = CONDITIONS | {
-        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(math.ceil(config.launch.heartbeat_timeout_s)),
+        # For steps of worker processes: the first ones of an engine compile kernels.
+        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(math.ceil(config.launch.start_timeout_s)),
         # The sockets between the engine and its workers; a path in a long TMPDIR is too long for one.
         "VLLM_RPC_BASE_PATH": str(socket_base()),
     }
@@ -128,7 +132,11 @@ def _environment_of_workers(count: int, records_routing: bool) -> Iterator[None]
 
 
 def _build(
-    config: Config, arguments: dict[str, Any], labels: VersionLabels, routing: RoutingRecords | None
+    config: Config,
+    arguments: dict[str, Any],
+    labels: VersionLabels,
+    routing: RoutingRecords | None,
+    recomputed: RecomputedTokens | None,
 ) -> LLMEngine:
     import torch
     from vllm import EngineArgs
@@ -152,6 +160,8 @@ def _build(
     if routing is not None:
         record_routing(vllm_config, on_gpu=torch.cuda.is_available())
         base = routing.scheduler(base)
+    if recomputed is not None:
+        base = recomputed.scheduler(base)
     scheduler.scheduler_cls = labels.scheduler(base)
     try:
         engine = LLMEngine.from_vllm_config(vllm_config, usage_context=context, disable_log_stats=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -18,9 +17,6 @@ from asyncrl.generator.vllm_backend.workers import Workers
 from asyncrl.generator.weight_fit import Shapes, check_fit
 from asyncrl.weights.bucket_plan import WeightPart
 
-if TYPE_CHECKING:
-    from vllm.v1.engine.llm_engine import LLMEngine
-
 
 class WeightLoader:
     """Shows the weights to vLLM's weight transfer engines, one in each process that computes a part of the model.
@@ -29,10 +25,9 @@ class WeightLoader:
     until an update is finished; one that is not finished is followed by another `begin`.
     """
 
-    def __init__(self, config: Config, engine: LLMEngine, sent: SentWeights, workers: Workers) -> None:
+    def __init__(self, config: Config, sent: SentWeights, workers: Workers) -> None:
         """Raises ConfigError if the model cannot be loaded bucket by bucket, but `weights.staging` says so."""
         self._config = config
-        self._engine = engine
         self._sent = sent
         self._workers = workers
         self._shared = SharedWeights()
@@ -49,7 +44,7 @@ class WeightLoader:
         the model."""
         check_fit(version, shapes, self._sent.shapes, self._config.model.path)
         if not self._has_begun:
-            self._call("start_weight_update")
+            self._workers.rpc("start_weight_update")
             self._has_begun = True
         self.torn = True
 
@@ -59,17 +54,17 @@ class WeightLoader:
         self._has_begun = False  # vLLM ends an update at an error
         with self._explaining(is_first):
             for update in self._updates(self._sent.to_checkpoint(whole)):
-                self._call("update_weights", update)
+                self._workers.rpc("update_weights", update)
             for part in parts:
                 if part.first_row is not None:
                     for update in self._updates(iter([(part.name, part.tensor)])):
-                        self._call("update_weights", update | {"first_row": part.first_row})
+                        self._workers.rpc("update_weights", update | {"first_row": part.first_row})
         self._has_begun = True
 
     def finish(self, *, is_first: bool) -> None:
         """Ends the update. Raises ConfigError when the first one leaves a parameter unset."""
         with self._explaining(is_first):
-            self._call("finish_weight_update")
+            self._workers.rpc("finish_weight_update")
         self.torn = self._has_begun = False
 
     def takes_rows(self, name: str) -> bool:
@@ -87,7 +82,7 @@ class WeightLoader:
     def _vocabulary(self) -> frozenset[str]:
         from asyncrl.generator.vllm_backend.weight_transfer import loading_of
 
-        found = self._workers.call(partial(self._engine.collective_rpc, loading_of))
+        found = self._workers.rpc(loading_of)
         if self._sent.is_computed or not all(in_place for in_place, _ in found):
             raise ConfigError(
                 f"weights.staging = 'buckets': vLLM reloads a model of type {self._sent.model_type} layer by layer, "
@@ -122,8 +117,3 @@ class WeightLoader:
             yield {"key": "weights"}
         finally:
             del STAGING["weights"]
-
-    def _call(self, method: str, *args: object) -> None:
-        """Calls a method of the object of vLLM that computes, in all processes."""
-        timeout_s = self._config.launch.heartbeat_timeout_s
-        self._workers.call(partial(self._engine.collective_rpc, method, timeout=timeout_s, args=args))

@@ -6,6 +6,7 @@ import multiprocessing.connection
 import signal
 import threading
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,7 +31,8 @@ class Workers:
     """
 
     def __init__(self, engine: LLMEngine, *, timeout_s: float) -> None:
-        """`timeout_s` is the time that a worker has for one call."""
+        """`timeout_s` is the time that a worker has for one call, which may compile kernels."""
+        self._engine = engine
         client: Any = engine.engine_core
         self._executor = client.engine_core.model_executor
         self._processes: list[BaseProcess] = [worker.proc for worker in getattr(self._executor, "workers", [])]
@@ -78,10 +80,15 @@ class Workers:
             if self._processes and isinstance(error, TimeoutError):
                 raise PeerTimeoutError(
                     f"generator.tensor_parallel = {len(self)}: the workers of the engine (processes "
-                    f"{', '.join(map(str, self.pids))}) did not answer within launch.heartbeat_timeout_s = "
+                    f"{', '.join(map(str, self.pids))}) did not answer within launch.start_timeout_s = "
                     f"{self._timeout_s:g} s ({error})"
                 ) from error
             raise
+
+    def rpc(self, method: str | Callable[..., object], *args: object) -> list[Any]:
+        """Calls a method of vLLM's worker, or a function of it, in each process that computes a part of the model;
+        returns the results. Raises as `call` does."""
+        return self.call(partial(self._engine.collective_rpc, method, timeout=self._timeout_s, args=args))
 
     def close(self) -> None:
         """Ends the workers, which hold nothing that must be saved; vLLM would ask them to end, and wait for seconds."""

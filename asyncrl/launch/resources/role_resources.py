@@ -40,6 +40,9 @@ class RoleResources:
         environment["LOCAL_RANK"] = str(visible.index(self.gpus[0])) if self.gpus else "0"
         if self.gpu_memory_utilization is not None:
             environment[GPU_FRACTION] = f"{self.gpu_memory_utilization:.4f}"
-        if not self.gpus:
+        if self.gpus:
+            # torch counts GPUs without starting the driver, which a forked child of the process could not use.
+            environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+        else:
             environment["DS_ACCELERATOR"] = "cpu"
         return environment

@@ -91,6 +91,7 @@ def run_summary(run: RunMetrics, ledger: Ledger) -> dict[str, Any]:
             "stall_ms_mean": run.stall_ms_mean,
             "stall_ms_max": max((g.stall_ms_max for g in run.generators.values()), default=0.0),
         },
+        "recomputed_tokens": run.recomputed_tokens,
         "rewards_failed": sum(g.rewards_failed for g in run.generators.values()),
         "ledger": ledger.summary(),
         "outcomes": {name: outcome.summary() for name, outcome in sorted(run.outcomes.items())},

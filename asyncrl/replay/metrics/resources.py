@@ -37,11 +37,15 @@ def generator_phases_s(generators: Collection[GeneratorState]) -> dict[str, floa
 
 
 def generator_metrics(generators: Collection[GeneratorState]) -> dict[str, float]:
-    """`generator/PHASE_fraction`: the fraction of the generators' time since the start that each phase takes. Empty
+    """`generator/PHASE_fraction`: the fraction of the generators' time since the start that each phase takes, and
+    `generator/engine_cpu_fraction`: that of their decoding steps in which the thread that runs them computes. Empty
     before the first generator is up."""
     total_s = sum(sum(g.seconds.values()) for g in generators)
     phases_s = generator_phases_s(generators)
-    return {f"generator/{name}_fraction": seconds / total_s for name, seconds in phases_s.items()} if total_s else {}
+    found = {f"generator/{name}_fraction": seconds / total_s for name, seconds in phases_s.items() if total_s}
+    if engine_s := phases_s["engine"]:
+        found["generator/engine_cpu_fraction"] = sum(g.engine_cpu_s for g in generators) / engine_s
+    return found
 
 
 def peaks_bytes(reported: ReportedStats) -> dict[str, int]:

@@ -130,6 +130,7 @@ class RunMetrics(RunSums, kw_only=True):
             "generator/idle_fraction": fractions(generator_s)["waiting"],
             "generator/busy_s": sum(g.busy_s for g in self.generators.values()),
             "generator/tokens": float(sum(g.tokens for g in self.generators.values())),
+            "generator/recomputed_tokens": float(self.recomputed_tokens),
         }
         tokens, samples = (
             trained.tokens + tokens,
@@ -195,6 +196,11 @@ class RunMetrics(RunSums, kw_only=True):
         """Mean duration for which a weight swap stalled an engine."""
         stall_ms = sum(g.stall_ms_sum for g in self.generators.values())
         return stall_ms / max(sum(g.stalls for g in self.generators.values()), 1)
+
+    @property
+    def recomputed_tokens(self) -> int:
+        """Tokens whose keys and values engines have computed again."""
+        return sum(g.recomputed_tokens for g in self.generators.values())
 
     @property
     def learner_idle(self) -> float:

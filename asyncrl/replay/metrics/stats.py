@@ -245,7 +245,7 @@ def count_rewards(outcomes: Iterable[OutcomeStats]) -> dict[str, int]:
 
 
 TIMES = tuple(f"{name}_s" for name in (*GENERATOR_ACTIVITIES, *GENERATOR_PHASES))
-SUMS = ("tokens", "samples", *TIMES, "rewards_failed")
+SUMS = ("tokens", "samples", *TIMES, "engine_cpu_s", "recomputed_tokens", "rewards_failed")
 
 
 class GeneratorState(Durable):
@@ -266,11 +266,13 @@ class GeneratorState(Durable):
     requests_s: float = 0.0
     rewards_s: float = 0.0
     messages_s: float = 0.0
+    engine_cpu_s: float = 0.0
     peak_memory_bytes: int = 0
     """The highest of all sessions."""
     live_episodes: int = 0
     """This and the next field are from the last heartbeat."""
     waiting_episodes: int = 0
+    recomputed_tokens: int = 0
     rewards_failed: int = 0
     before: list[int | float] = field(default_factory=lambda: [0] * len(SUMS))
     """The sums at the start of the session."""
