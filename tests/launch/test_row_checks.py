@@ -82,7 +82,9 @@ def test_functions_that_only_evaluations_have_are_called_for_their_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text("def level(completions, level, *, factor=1): return [factor * level[0]]\n")
+    (tmp_path / "mine.py").write_text(
+        "def level(completions, level, *, factor=1): return [factor * one for one in level]\n"
+    )
     row = {"prompt": "2", "answer": "3", "data_source": "levels", "level": 7}
     (tmp_path / "eval.jsonl").write_text(json.dumps(row))
     own = {
