@@ -179,8 +179,7 @@ class ReplayQueue:
     def release(
         self, generator: int, leases: Sequence[ReleasedLease], evaluations: Sequence[ReleasedEvaluation] = ()
     ) -> None:
-        """Takes back leases that a generator will not finish, and counts the tokens that are lost. Attempts that are
-        not its own, or are counted already, stay as they are."""
+        """Takes back a generator's own leases that it will not finish, each once, and counts the lost tokens."""
         counts: Counter[str] = Counter()
         for lease in leases:
             check_sampled(lease.tokens, f"the returned ticket {lease.ticket}", self._limits)
