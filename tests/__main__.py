@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from typing import IO
 
 PASSED, NOTHING_SELECTED, INTERRUPTED = 0, 5, 130
-AT_A_TIME, SLOW_AT_A_TIME = 4, 3
+AT_A_TIME, SLOW_AT_A_TIME = 5, 3
 GENERATOR = ("tests/generator",)
 LEARNER = ("tests/learner",)
 WEIGHTS = ("tests/weights",)

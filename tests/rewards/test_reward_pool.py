@@ -210,7 +210,7 @@ def test_a_group_without_any_reward_is_scored_again_for_a_while(
     submit(pool, "waits itself", [tokens("5")], prompt("slow"))
     assert gather(pool, 1)["waits itself"].errors[0]
     calls = (folder / "calls").read_text()
-    assert calls.count("4") == calls.count("5") == 1 and 1 + 2 * 3 <= calls.count("3") <= 1 + 2 * 6, (
+    assert calls.count("4") == calls.count("5") == 1 and 1 + 2 * 2 <= calls.count("3") <= 1 + 2 * 6, (
         "each pause is longer"
     )
 

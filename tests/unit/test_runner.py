@@ -84,14 +84,14 @@ def run(folder: Path, *arguments: str, may_skip: bool = True) -> tuple[int, str,
     return process.returncode, output, [part for part in PARTS if (folder / part).exists()]
 
 
-def test_four_parts_run_at_a_time_and_the_next_starts_when_one_has_ended(tmp_path: Path) -> None:
+def test_five_parts_run_at_a_time_and_the_next_starts_when_one_has_ended(tmp_path: Path) -> None:
     write_tests(
         tmp_path,
         others="await_file('system.pid')",
         processes="await_file('system.pid')",
         learner="await_file('system.pid')",
-        weights="await_file('others.pid'); await_file('processes.pid'); await_file('learner.pid')",
-        generator="assert Path('weights').exists()",
+        weights="await_file('system.pid')",
+        generator="[await_file(f'{part}.pid') for part in ('others', 'processes', 'learner', 'weights')]",
         system="assert Path('generator').exists()",
     )
     code, output, passed = run(tmp_path)
