@@ -175,4 +175,5 @@ def test_a_service_that_is_away_for_seconds_does_not_end_a_run(
     if asks == "environment":
         assert refunded > MIN_FAILURES, "as many failures in a row do not end a run that has worked before"
     else:
-        assert run.num_refunded == 0, "the completions are scored when the service is back"
+        # The service may end between the two completions of a group, of which one has a reward then.
+        assert run.num_refunded <= 1, "the completions are scored when the service is back"

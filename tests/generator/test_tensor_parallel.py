@@ -160,7 +160,8 @@ def test_all_memory_of_the_processes_is_without_a_name(divided: VllmEngine, poli
         assert not named_files(pid)
 
 
-def test_the_peak_of_the_memory_has_the_workers(divided: VllmEngine) -> None:
+def test_the_peak_of_the_memory_has_the_workers(divided: VllmEngine, policies: Policies) -> None:
+    divided.swap(0, weights_of(policies[0]))  # at which the workers report it
     peaks = [int(re.findall(r"VmHWM:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[0]) << 10
              for pid in (os.getpid(), *pids_of(divided))]  # fmt: skip
     assert divided.peak_memory_bytes() == pytest.approx(sum(peaks), rel=0.05)
