@@ -150,6 +150,10 @@ def _lines(summary: dict[str, Any]) -> list[str]:
         lines.insert(1, f"eval       reward {rewards} {versions}")
     for dropped in summary.get("eval_dropped", []):
         lines.append(f"eval       version {dropped['version']} dropped: {dropped['reason']}")
+    if failed := summary.get("rewards_failed"):
+        lines.append(
+            f"failed     {failed:,} completions have no reward; see `asyncrl samples RUN --failed`, and the log"
+        )
     if skipped := summary.get("skipped_updates"):
         lines.append(f"skipped    {skipped} updates whose loss or gradient was not finite; see logs/learner-0.jsonl")
     if any(summary["restarts"].values()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import signal
@@ -12,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from asyncrl.launch import console as console_module
-from asyncrl.launch.console import Interrupts, ignore_broken_pipe
+from asyncrl.launch.console import Interrupts, ignore_broken_pipe, show_end
 from asyncrl.observe.live import LiveView
 
 pytestmark = pytest.mark.timeout(240)
@@ -72,3 +73,17 @@ def test_a_signal_that_was_ignored_stays_ignored() -> None:
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_the_end_of_a_run_names_completions_without_a_reward() -> None:
+    summary = {
+        "status": "finished", "attempts": 1, "wall_s": 5.0, "reward_first": 0.1, "reward_last": 0.2, "steps": 3,
+        "tokens_per_s": 9.0, "tokens_trained": 45, "staleness": {"mean": 0.0, "max": 0, "limit": 2},
+        "weight_sync": {"count": 3, "stall_ms_mean": 1.0, "stall_ms_max": 2.0}, "bottleneck": "", "restarts": {},
+        "ledger": {"leased": 3, "trained": 3, "refunded": {}, "in_flight": 0}, "bias": [], "skipped_rows": 0,
+        "filtered_rows": 0,
+    }  # fmt: skip
+    for failed, line in ((0, ""), (1372, "failed     1,372 completions have no reward")):
+        text = io.StringIO()
+        show_end(Console(file=text, width=200), summary | {"rewards_failed": failed})
+        assert line in text.getvalue() and ("no reward" in text.getvalue()) == bool(failed)
