@@ -16,7 +16,7 @@ from asyncrl.launch.resources import gpus
 from asyncrl.launch.resources.fit import Models, make_cards, with_changes
 from asyncrl.launch.resources.memory import GIB
 from asyncrl.plan.cards import CARDS, parse_cards
-from asyncrl.plan.hardware import Gpu
+from asyncrl.plan.hardware import Gpu, Job, ModelShape, decode_s
 from tests.helpers.cli import asyncrl
 
 LLAMA_70B = LLAMA_8B | {
@@ -207,3 +207,10 @@ def test_every_key_that_is_advised_exists() -> None:
     for ways in LOWERED_BY.values():
         named = {word.split("=")[0].rstrip(",") for word in ways.split() if "." in word}
         assert named and all(any(name == key or name.startswith(f"{key}.") for key in known) for name in named), ways
+
+
+def test_steps_of_many_sequences_of_a_small_model_take_the_time_of_the_engines_thread() -> None:
+    gpu, job = Gpu(), Job(answer_tokens=100, prompt_tokens=100)
+    small = ModelShape(parameters=0.5e9, active=0.5e9, layers=24, hidden=896, kv_heads=2, head_size=64)
+    few, many = (decode_s(small, gpu, job, tp=1, sequences=sequences) for sequences in (64, 2048))
+    assert few > 64 * gpu.host_sequence_s and many == 2048 * gpu.host_sequence_s
