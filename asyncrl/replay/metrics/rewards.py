@@ -84,8 +84,8 @@ class RewardsSinceStep(Durable):
 
 
 class FailedRewards:
-    """Warns of groups with failed rewards, and with examples each time that the fraction of failed ones passes
-    MAX_FAILED."""
+    """Logs failed rewards. Warns of groups that are refunded for them, and with examples each time that the fraction of
+    failed ones passes MAX_FAILED."""
 
     def __init__(self) -> None:
         self._errors: deque[list[str]] = deque(maxlen=LATEST_GROUPS)
@@ -97,8 +97,8 @@ class FailedRewards:
         self._errors.append([*header.of_members(header.errors)])
         errors = [error for error in self._errors[-1] if error]
         if refunded or errors:
-            event = "group failed" if refunded else "rewards failed"
-            log.warning(event, ticket=header.ticket, row=header.row, count=len(errors), error=(errors or [""])[0])
+            write, event = (log.warning, "group failed") if refunded else (log.info, "rewards failed")
+            write(event, ticket=header.ticket, row=header.row, count=len(errors), error=(errors or [""])[0])
         failed = [error for group in self._errors for error in group if error]
         rewards, were_many = sum(map(len, self._errors)), self._are_many
         self._are_many = len(failed) >= EXAMPLES and len(failed) > MAX_FAILED * rewards
