@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -23,6 +24,7 @@ def test_folder_loads_and_is_the_same_for_a_seed(tmp_path: Path) -> None:
     assert one.config.vocab_size >= len(tokenizer)
 
 
+@pytest.mark.slow
 def test_warm_start_moves_towards_the_share_it_shows() -> None:
     tokenizer = make_tokenizer()
     torch.manual_seed(0)

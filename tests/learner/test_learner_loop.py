@@ -295,7 +295,7 @@ def test_two_ranks_restart(tiny_model: Path, two: Path, copied: Path, free_port:
     assert read_rows(copied) == read_rows(two)
 
 
-@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize("first", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_two_ranks_train_offline(
     first: int, tiny_model: Path, two: Path, copied: Path, free_port: Callable[[], int]
 ) -> None:

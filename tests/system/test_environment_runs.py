@@ -143,6 +143,7 @@ def test_environments_that_never_work_end_the_run_with_their_error(
     assert "the environments of the last 16 groups have failed" in output and "OSError: the tool is gone" in output
 
 
+@pytest.mark.slow
 def test_play_prints_turns_rewards_and_errors(asyncrl: Callable[..., str], settings: list[str], tmp_path: Path) -> None:
     guess = [settings[0], "environment.name=guess", "model.path=demo/model"]
     shown = asyncrl("play", "--config", "guess", *guess, "--rows", "1", "--say", "10", "--say", "25")

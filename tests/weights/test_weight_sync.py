@@ -95,7 +95,7 @@ def test_an_error_of_a_copy_in_the_background_is_raised(address: str, cleanup: l
         sender.copied()
 
 
-@pytest.mark.parametrize("transport", ["gloo", "chain"])
+@pytest.mark.parametrize("transport", ["gloo", pytest.param("chain", marks=pytest.mark.slow)])
 def test_a_replaced_process_gets_the_current_version_and_the_next_one(
     address: str, cleanup: list, transport: str
 ) -> None:
