@@ -144,8 +144,8 @@ class RoleGroup:
     processes: list[RoleHandle] = field(default_factory=list[RoleHandle])
     starts: int = 0
     started_s: float = 0.0
-    told_s: float = 0.0
-    """Time at which its start, or that it is not up yet, was last told."""
+    reported_s: float = 0.0
+    """Time of its start, or of the last line that it is not up yet."""
     restart_at_s: float | None = 0.0
     """Time of the next start; None while the group is started."""
     healthy: bool = False
@@ -194,7 +194,7 @@ class RoleGroup:
         members = with_peer_gpus(self.members)
         self.processes = [launcher.start(self._spec(spec), resources) for spec, resources in members]
         self.starts += 1
-        self.started_s = self.told_s = now_s
+        self.started_s = self.reported_s = now_s
         self.restart_at_s = self.died_s = None
         self.healthy = self.made_progress = False
         self.former_session = self.session

@@ -67,12 +67,12 @@ def check_first_row(config: Config, *, prompt_tokens: int, tools: Mapping[str, S
     rows = TrainingRows(config, limit_tokens=prompt_tokens)
     prompts = _first_prompts(config, rows)
     prompt = prompts[0] if prompts else None
-    given, warnings = dry_call(config, prompts)
-    for texts, more in zip((given, warnings), _call_evaluations(config, prompt_tokens), strict=True):
+    tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    given, warnings = dry_call(config, prompts, tokenizer)
+    for texts, more in zip((given, warnings), _call_evaluations(config, prompt_tokens, tokenizer), strict=True):
         texts += more
     if given:
         lines["reward"] = "; ".join(given)
-    tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     dialogue = Dialogue.of(config)
     if prompt is not None:
         schemas = _tools_of(config, prompt, tools)
@@ -103,7 +103,7 @@ def _first_prompts(config: Config, rows: TrainingRows) -> list[Prompt]:
     return prompts
 
 
-def _call_evaluations(config: Config, prompt_tokens: int) -> tuple[list[str], list[str]]:
+def _call_evaluations(config: Config, prompt_tokens: int, tokenizer: Any) -> tuple[list[str], list[str]]:
     """What `dry_call` returns for the first rows of `data.eval`, if their rewards have functions that those of training
     do not. Its errors name the keys of section `eval`."""
     evaluation = evaluation_config(config)
@@ -115,7 +115,7 @@ def _call_evaluations(config: Config, prompt_tokens: int) -> tuple[list[str], li
     rows = TrainingRows(config.model_copy(update={"data": data}), limit_tokens=prompt_tokens)
     prompts = _first_prompts(evaluation, rows)
     try:
-        return dry_call(evaluation, prompts)
+        return dry_call(evaluation, prompts, tokenizer)
     except ConfigError as error:
         raise ConfigError(f"eval.{error}") from None
 

@@ -336,7 +336,7 @@ class Supervisor:
     def _check_silence(self, group: RoleGroup, name: str, since_s: float, now_s: float) -> None:
         limit_s = getattr(self.config.launch, name)
         is_late = now_s - since_s > limit_s
-        if not is_late and (group.healthy or now_s - group.told_s < NOT_UP_EVERY_S):
+        if not is_late and (group.healthy or now_s - group.reported_s < NOT_UP_EVERY_S):
             return
         spec, _ = group.members[0]
         phase = "" if group.healthy else last_phase(spec.logs / f"{spec.name}.jsonl")
@@ -345,5 +345,5 @@ class Supervisor:
         if is_late:
             self.restart(group, f"{group.name} sent no heartbeat for {limit}{doing}", now_s, hangs=True)
             return
-        group.told_s = now_s
+        group.reported_s = now_s
         self._say(f"{group.name} is not up {now_s - group.started_s:.0f} s after its start{doing} (limit: {limit})")

@@ -31,7 +31,7 @@ from asyncrl.wire.endpoints import Endpoints
 log = structlog.get_logger()
 
 MAX_EPISODE_TURNS = 4096
-"""Turns of an episode, with those of failed tries, whose tokens the replay queue believes to be lost."""
+"""Turns of an episode, with those of failed tries, whose lost tokens the replay queue accepts."""
 MIN_SEGMENTS = 16
 """Minimum number of journal segments within `journal.max_bytes`."""
 SHOW_STACKS = signal.SIGUSR1

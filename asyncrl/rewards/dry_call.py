@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Sequence
 from tempfile import TemporaryFile
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -31,7 +32,6 @@ from asyncrl.rewards.workers import MAX_POOL_LOSSES, START_S, RewardPool
 from asyncrl.types import Prompt
 from asyncrl.util.processes import PYTHON, end_with_parent
 from asyncrl.util.text import shortened
-from asyncrl.util.tokenizer import load_tokenizer
 
 BUG = re.compile(r": raised (?:AttributeError|ImportError|KeyError|ModuleNotFoundError|NameError|TypeError): ([^;]*)")
 MAY_BE = re.compile(r": (?:raised|took longer than|(?:all )?returned None)")
@@ -50,7 +50,7 @@ def own_functions(config: Config, data_source: str) -> set[str]:
     return {name for name in names_in(reward_for(config.rewards, data_source)) if ":" in name}
 
 
-def dry_call(config: Config, prompts: Sequence[Prompt]) -> tuple[list[str], list[str]]:
+def dry_call(config: Config, prompts: Sequence[Prompt], tokenizer: Any) -> tuple[list[str], list[str]]:
     """Scores a completion of each prompt, of different data sources, by the functions in its reward that are not built
     in, in a reward worker with the time limit of the run. Returns what they gave, and what is to be warned of. Raises
     ConfigError for what is certainly wrong.
@@ -68,7 +68,6 @@ def dry_call(config: Config, prompts: Sequence[Prompt]) -> tuple[list[str], list
         "eval": config.eval.model_copy(update={"rewards": None, "reward_options": {}}),
         "generator": config.generator.model_copy(update={"reward_workers": 1}),
     }
-    tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     called_for = [prompt for prompt in prompts if prompt.data_source in rewards]
     tokens = [tokenizer.encode(made_up(prompt), add_special_tokens=False) for prompt in called_for]
     call = (config.model_copy(update=update).model_dump_json(), called_for, tokens)

@@ -112,14 +112,14 @@ def test_functions_are_called_by_a_worker_with_the_time_limit_of_the_run(
     """)
     config = make_config({"sums": {NAME: 1.0, "exact": 1.0}, "slow": NAME, "gone": NAME, "other": "exact"}, 0.5)
     prompts = [replace(PROMPT, data_source=source) for source in ("other", "slow", "sums")]
-    given, warnings = dry_call(config, prompts)
+    given, warnings = dry_call(config, prompts, make_tokenizer())
     assert given == [f"{NAME} gives 0.25 for {TEXT!r}"]
     assert len(warnings) == 1 and "'slow': took longer than generator.reward_timeout_s = 0.5 s" in warnings[0]
     assert list(tmp_path.glob("pid-*")) and not (tmp_path / f"pid-{os.getpid()}").exists()
     with pytest.raises(
         ConfigError, match=r"^rewards: a made-up completion, .* ended its worker process \(exit code 3\)$"
     ):
-        dry_call(config, [replace(PROMPT, data_source="gone")])
+        dry_call(config, [replace(PROMPT, data_source="gone")], make_tokenizer())
 
 
 def test_of_an_episode_there_are_only_warnings_and_built_in_rewards_are_not_called(
@@ -127,7 +127,9 @@ def test_of_an_episode_there_are_only_warnings_and_built_in_rewards_are_not_call
 ) -> None:
     make_tokenizer().save_pretrained(tmp_path)
     write("def score(completions, environment_rewards): return [one['calls'] for one in environment_rewards]")
-    _, warnings = dry_call(make_config({"environment": 1.0, NAME: 1.0}, environment="guess"), [PROMPT])
+    _, warnings = dry_call(
+        make_config({"environment": 1.0, NAME: 1.0}, environment="guess"), [PROMPT], make_tokenizer()
+    )
     assert len(warnings) == 1 and warnings[0].endswith("raised KeyError: 'calls'")
     for config in (make_config("reward_model"), make_config("environment", environment="guess")):
-        assert dry_call(config, [PROMPT]) == ([], [])
+        assert dry_call(config, [PROMPT], make_tokenizer()) == ([], [])
