@@ -90,6 +90,8 @@ class Learner:
     """True if a checkpoint follows the next step that was not committed before."""
     stopping: bool = False
     """True if the run ends with the last committed step."""
+    collapsed: bool = False
+    """True if it does so because the training collapsed."""
     sent: int = 0
     """The last version that was sent."""
     saved: int = 0
@@ -141,7 +143,7 @@ class Learner:
         self.card.begin(soon=True)
         self._save_models()
         if self.checkpoints is not None:
-            self._save_last(self.checkpoints, last, stopped=stopped)
+            self._save_last(self.checkpoints, last, stopped=stopped or self.collapsed)
         self.ranks.barrier()
         self._end_turn(last)
         self._finish_sending()
@@ -152,11 +154,11 @@ class Learner:
         checkpoint is due or that the run is stopping, and raise RunError if a checkpoint failed on any rank."""
         self.watch.switch("waiting")
         error = self.checkpoints.failure() if self.checkpoints is not None else None
-        flags = [should_stop(), self.checkpoint_due, self.stopping, error is not None]
-        stop, due, stopping, failed = self.ranks.max(torch.tensor(flags, dtype=torch.int64)).tolist()
+        flags = [should_stop(), self.checkpoint_due, self.stopping, self.collapsed, error is not None]
+        stop, due, stopping, collapsed, failed = self.ranks.max(torch.tensor(flags, dtype=torch.int64)).tolist()
         if failed:
             self.ranks.raise_on_all_ranks(error)
-        self.checkpoint_due, self.stopping = bool(due), bool(stopping)
+        self.checkpoint_due, self.stopping, self.collapsed = bool(due), bool(stopping), bool(collapsed)
         return bool(stop)
 
     def _train(self, step: int) -> bool:
@@ -282,7 +284,7 @@ class Learner:
 
     def _commit(self, step: int, metrics: dict[str, float], *, saving: bool) -> Committed:
         if self.ranks.rank:
-            return Committed({}, b"", False, False, 0)
+            return Committed({}, b"", False, False, 0, False)
         if self.sender is not None:
             stats = self.sender.stats
             metrics |= {"weights/broadcasts": float(stats.count), "weights/bytes": float(stats.bytes)}
@@ -294,7 +296,7 @@ class Learner:
             kept = self.checkpoints.recent
         committed = self.batches.commit(step, metrics, saving=saving, checkpoints=kept)
         self.checkpoint_due = self.checkpoint_due or committed.checkpoint_wanted
-        self.stopping = committed.stopping
+        self.stopping, self.collapsed = committed.stopping, committed.collapsed
         if "reward/mean" in committed.metrics:
             self.rewards.append(committed.metrics["reward/mean"])
         self._rate(committed.metrics)

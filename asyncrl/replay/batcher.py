@@ -10,6 +10,7 @@ from asyncrl.replay.dealing import balance, shards_for
 from asyncrl.replay.journal.reader import WAY_OUT
 from asyncrl.replay.ledger import MAX_TAKEN
 from asyncrl.replay.ledger_counts import State
+from asyncrl.replay.state import COLLAPSE
 from asyncrl.replay.store import Store
 from asyncrl.replay.tickets import FinishedGroup
 from asyncrl.wire.learner_messages import Committed, TakeOutcome
@@ -93,7 +94,8 @@ class Batcher:
         self.progress += 1
         state = self.store.snapshot(step) if saving else b""
         stopping = bool(self.state.stop_reason) and step == self.state.ledger.steps
-        return Committed(own, state, self.store.checkpoint_wanted(), stopping, self.num_waiting)
+        collapsed = stopping and self.state.stop_reason == COLLAPSE
+        return Committed(own, state, self.store.checkpoint_wanted(), stopping, self.num_waiting, collapsed)
 
     @property
     def num_waiting(self) -> int:

@@ -65,7 +65,7 @@ class SampleBatches:
     ) -> Committed:
         """Returns the answer to a commit: the mean reward of the step, and no state to save."""
         own = self._samples.begins_member & (self._steps == step)
-        return Committed({"reward/mean": float(np.nanmean(self._samples["reward"][own]))}, b"", False, False, 0)
+        return Committed({"reward/mean": float(np.nanmean(self._samples["reward"][own]))}, b"", False, False, 0, False)
 
     def evaluations(self, should_stop: Callable[[], bool]) -> Iterator[tuple[int, dict[str, float]]]:
         """Empty: there are no evaluations."""

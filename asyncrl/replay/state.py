@@ -36,6 +36,8 @@ from asyncrl.wire.messages import Evaluated, ReleasedEvaluation
 
 FREE_BYTES = 32 << 20
 """Memory of trained groups that is freed at once."""
+COLLAPSE = "collapse"
+"""The reason of a stop by `learner.on_collapse`."""
 MAX_LATE = 1024
 """Trained and refunded tickets whose outstanding attempts are remembered; the oldest is forgotten first."""
 
@@ -225,7 +227,10 @@ class QueueState:
         self.selection.committed()
         self.evaluation.committed(step, due=body["evaluates"])
         self.evaluation.next_metrics()
+        alarms = len(self.measure.collapse.alarms)
         self.measure.committed(step, groups, metrics, at_s, generators=self.generators_wanted)
+        if self.config.learner.on_collapse != "warn" and len(self.measure.collapse.alarms) > alarms:
+            self._stop({"reason": COLLAPSE})
         self.committed = {name: metrics[name] for name in body["own"]}
         if self.staleness_controller is not None:
             self.ledger.admission_limit = self.staleness_controller.next(self.ledger.admission_limit, metrics)

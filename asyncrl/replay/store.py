@@ -193,6 +193,10 @@ class Store:
         """Commits the step in progress. Segments that none of the checkpoints needs may be dropped."""
         at_s = self.clock.now()
         own = step_metrics(self.state, step, at_s)
+        collapse = self.state.measure.collapse_after(step, metrics | own)
+        own["collapse/alarms"] = float(len(collapse.active))
+        if len(collapse.alarms) > len(self.state.measure.collapse.alarms):
+            log.warning("collapse", step=step, reason=collapse.summary(self.config)["sentence"])
         body = {
             "step": step,
             "metrics": metrics | own,

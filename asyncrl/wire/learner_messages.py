@@ -73,6 +73,8 @@ class Committed(Body):
     """The run is to end with this step, even if the batch of the next one is taken already."""
     batches: Count
     """Batches that are not trained yet; 0 unless the next one is complete."""
+    collapsed: bool
+    """The run ends by `learner.on_collapse`: a checkpoint of this step would be of no use."""
 
 
 class NextEvaluation(Body):

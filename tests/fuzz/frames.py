@@ -227,7 +227,7 @@ def answers(seq: int = 1, *, ticket: int = 0, attempt: int = 0, step: int = 1) -
         (Finished([LeaseName(ticket, attempt, evaluation=False)]), []),
         (ShardHeader(step, "shard", [header]), [arrays]),
         (Begun(step), []),
-        (Committed(METRICS, b"state", checkpoint_wanted=False, stopping=False, batches=1), []),
+        (Committed(METRICS, b"state", checkpoint_wanted=False, stopping=False, batches=1, collapsed=False), []),
         (Values(step), [np.ones(3, dtype=np.float32)]),
         (Followers([Follower(1, FOLLOWING)]), []),
         (Trained(METRICS), []),

@@ -382,7 +382,7 @@ class Batches:
             queue.steps = max(queue.steps, step)
             if step < queue.config.steps:
                 queue.compose(step + 1)  # the learner asks for it while it trains, which takes no time here
-            return Committed({}, b"", False, False, queue.num_waiting)
+            return Committed({}, b"", False, False, queue.num_waiting, False)
 
     def evaluations(self, should_stop: Callable[[], bool]) -> list[Any]:
         return []

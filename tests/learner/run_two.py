@@ -54,7 +54,7 @@ class Client:
 
     def commit(self, step: int, metrics: dict[str, float], **options: Any) -> Committed:
         assert self.rank == 0
-        return Committed({"replay/ready": 1.0}, b"the queue", False, False, 0)
+        return Committed({"replay/ready": 1.0}, b"the queue", False, False, 0, False)
 
     def close(self) -> None:
         (out / f"closed-{self.rank}").touch()

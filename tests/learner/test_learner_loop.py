@@ -54,7 +54,7 @@ class Batches:
     ) -> Committed:
         assert not saving and not checkpoints
         self.commits.append((step, metrics))
-        return Committed({"replay/ready": 3.0}, b"", False, step == self.stops_after, 0)
+        return Committed({"replay/ready": 3.0}, b"", False, step == self.stops_after, 0, False)
 
     def evaluations(self, should_stop: Callable[[], bool]) -> list[tuple[int, dict[str, float]]]:
         return self.left

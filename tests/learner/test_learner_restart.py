@@ -83,7 +83,7 @@ class Queue:
         own = self.commits.setdefault(step, {"reward/mean": step / 10})
         self.saving.append((step, saving, list(checkpoints)))
         state, wanted = f"queue at {step}".encode() if saving else b"", step == self.wanted_at and not again
-        return Committed(own, state, wanted, stopping=False, batches=0)
+        return Committed(own, state, wanted, stopping=False, batches=0, collapsed=False)
 
     def evaluations(self, should_stop: Callable[[], bool]) -> Iterable[tuple[int, dict[str, float]]]:
         return self.evaluated

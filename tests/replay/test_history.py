@@ -98,7 +98,7 @@ def test_every_rank_gets_its_groups_of_every_committed_step_in_their_order(tmp_p
                     trajectory.check()
             own = {"replay/held_bytes": float(step), "eval/reward": 0.25}
             assert batches.commit(step, {"learner/loss": 9.0}, saving=True, checkpoints=[1]) == Committed(
-                own, b"", False, False, 0
+                own, b"", False, False, 0, False
             )
         assert batches.take(3) is None, "taken but never committed"
         assert list(batches.evaluations(lambda: False)) == []

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from asyncrl.errors import JournalError
 from asyncrl.replay.journal.reader import ENTRY, HEAD_BYTES, HEADER, head, scan_segment
-from asyncrl.replay.journal.records import FORMER, SCHEMA
+from asyncrl.replay.journal.records import FORMAT, FORMER, SCHEMA
 from asyncrl.replay.journal.writer import Flush, Journal, Record, read_journal, segments_of
 from tests.helpers.examples import examples
 from tests.helpers.journal import group_record, kill_journal, plain, records_of, write_batches
@@ -567,7 +567,7 @@ def test_a_journal_of_another_version_is_refused_and_stays(tmp_path: Path, numbe
     before = path.read_bytes().replace(HEADER, FORMER[number].serialize().to_pybytes(), 1)
     path.write_bytes(before)
     text = (
-        rf"00000002.arrow: is of a journal of format {number}; this version of asyncrl reads format 8: resume the run"
+        rf"00000002.arrow: is of a journal of format {number}; this version of asyncrl reads format {FORMAT}: resume the run"
     )
     with pytest.raises(JournalError, match=text):
         open_writer(folder)

@@ -21,7 +21,7 @@ from asyncrl.config import Config
 from asyncrl.errors import ConfigError, JournalError, ProtocolError, RunError
 from asyncrl.replay.codec import pack_group
 from asyncrl.replay.expiry import SUSPECT_S
-from asyncrl.replay.journal.records import Record
+from asyncrl.replay.journal.records import FORMAT, Record
 from asyncrl.replay.journal.writer import Journal, read_journal, segments_of
 from asyncrl.replay.ledger_counts import State
 from asyncrl.replay.metrics.trace import TraceWriter
@@ -571,8 +571,8 @@ def test_a_checkpoint_of_another_format_is_refused_with_the_way_out(tmp_path: Pa
     queue = open_queue(tmp_path, small_config())
     saved = msgpack.unpackb(queue.store.snapshot(0), strict_map_key=False)
     queue.close()
-    for body, number in ((saved | {"format": 9}, 9), ({name: saved[name] for name in saved if name != "format"}, 2)):
-        with pytest.raises(RunError, match=f"is of format {number}; this version of asyncrl reads format 8: resume"):
+    for body, number in ((saved | {"format": FORMAT + 1}, FORMAT + 1), ({name: saved[name] for name in saved if name != "format"}, 2)):
+        with pytest.raises(RunError, match=f"is of format {number}; this version of asyncrl reads format {FORMAT}: resume"):
             ReplayQueue(small_config(), EndlessPrompts(), queue.store.trace, checkpoint=msgpack.packb(body) or b"")
 
 

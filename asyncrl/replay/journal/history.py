@@ -227,7 +227,7 @@ class JournalBatches:
         self, step: int, metrics: dict[str, float], *, saving: bool = False, checkpoints: Sequence[int] = ()
     ) -> Committed:
         """Returns the queue's answer to the commit of the step. There is no state to save."""
-        return Committed(cast(dict[str, float], self._step(step).metrics), b"", False, False, 0)
+        return Committed(cast(dict[str, float], self._step(step).metrics), b"", False, False, 0, False)
 
     def evaluations(self, should_stop: Callable[[], bool]) -> Iterator[tuple[int, dict[str, float]]]:
         """Empty: there are no evaluations."""

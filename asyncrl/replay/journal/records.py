@@ -24,7 +24,7 @@ FRAME_BYTES = sum(dtype.itemsize for dtype in FRAMES.values())
 STORED = {name: np.dtype("u1") if dtype.kind == "b" else dtype for name, dtype in FRAMES.items()}
 ROUTING = "routing"
 """The flat routing of a group that has one: its length is that of `GroupHeader.routing`."""
-FORMAT = 8
+FORMAT = 9
 """The number of the format of journals, and of the queue's part of checkpoints."""
 _FORMER_SCHEMA = pa.schema(
     [
@@ -38,7 +38,10 @@ _FORMER_SCHEMA = pa.schema(
 _NEW_SCHEMA = _FORMER_SCHEMA.append(pa.field(ROUTING, pa.large_list(pa.uint8())))
 SCHEMA = _NEW_SCHEMA.with_metadata({"asyncrl.journal": str(FORMAT)})
 """One row is one record; ticket, attempt and frames are null unless it is a group."""
-FORMER = {number: _FORMER_SCHEMA.with_metadata({"asyncrl.journal": str(number)}) for number in range(1, FORMAT)}
+FORMER = {
+    number: (_FORMER_SCHEMA if number < 8 else _NEW_SCHEMA).with_metadata({"asyncrl.journal": str(number)})
+    for number in range(1, FORMAT)
+}
 """The schema of each former format."""
 KINDS, BODIES, TICKETS, ATTEMPTS, *LISTS, ROUTINGS = SCHEMA.types
 

@@ -53,6 +53,7 @@ def run_status(run: RunMetrics, ledger: Ledger, now_s: float) -> dict[str, Any]:
         "finished": ledger.num_waiting,
         "trained": ledger.trained.groups,
         "refunded": {reason: amount.groups for reason, amount in ledger.refunded.items()},
+        "collapse": run.collapse.summary(run.config),
         "metrics": run.last_metrics,
     }
 
@@ -96,4 +97,5 @@ def run_summary(run: RunMetrics, ledger: Ledger) -> dict[str, Any]:
         "ledger": ledger.summary(),
         "outcomes": {name: outcome.summary() for name, outcome in sorted(run.outcomes.items())},
         "bias": bias_alarms(run.outcomes),
+        **({"collapse": collapse} if (collapse := run.collapse.summary(run.config)) else {}),
     }

@@ -11,6 +11,7 @@ from msgspec import field
 from asyncrl.config import Config
 from asyncrl.replay.ledger import Ledger
 from asyncrl.replay.ledger_counts import Amount
+from asyncrl.replay.metrics.collapse import CollapseWatch
 from asyncrl.replay.metrics.episodes import episode_states
 from asyncrl.replay.metrics.goodput import GoodputSums
 from asyncrl.replay.metrics.resources import LearnerUse, generator_metrics, peaks_bytes, rates
@@ -64,6 +65,7 @@ class RunSums(Durable):
     """Versions that previous learner processes have sent."""
     skipped_updates: int = 0
     """Updates of policy and critic that were skipped because they were not finite."""
+    collapse: CollapseWatch = field(default_factory=CollapseWatch)
     last_metrics: dict[str, float] = field(default_factory=dict[str, float])
     """All metrics of the last step, including those of the learner."""
 
@@ -175,6 +177,11 @@ class RunMetrics(RunSums, kw_only=True):
             self.step_rewards.add(reward)
         self.rewards_since_step = RewardsSinceStep()
         self.last_metrics = metrics
+        self.collapse = self.collapse_after(step, metrics)
+
+    def collapse_after(self, step: int, metrics: dict[str, float]) -> CollapseWatch:
+        """The watch after a step with these metrics, which are all of the step. Changes nothing."""
+        return self.collapse.after_step(step, metrics, by_token=self.config.algorithm.correction.level == "token")
 
     @property
     def generator_idle(self) -> float:

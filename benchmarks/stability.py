@@ -1,0 +1,265 @@
+"""Measures which losses and corrections hold at which staleness: short trainings at a forced staleness, on three tasks.
+
+Every cell (task, candidate, staleness, seed) is a training by the real learner, engine, rewards and environments in one
+process (`lagged.py`), on a core of its own. Finished cells are kept in a file, so that a benchmark that was interrupted
+goes on where it stopped, and so that a candidate can be added.
+
+    python -m benchmarks.stability                                    # all cells, about two hours on two cores
+    python -m benchmarks.stability --tasks guess --candidates ppo_clip --staleness 2 --seeds 1
+    python -m benchmarks.stability --show                             # the table of the finished cells
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import cache
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import fmean, median
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from asyncrl.learner.distributed import Ranks
+    from asyncrl.wire.endpoints import Endpoints
+
+RESULTS = Path(__file__).parent / "results" / "stability.jsonl"
+STALENESS = (0, 1, 2, 4, 8)
+SEEDS = 5
+SMOOTHED_STEPS = 5
+"""Steps that the reward at the end, and the best reward, are means of."""
+COLLAPSED = 0.7
+"""A run has collapsed if its reward at the end is below this fraction of its own best."""
+CELLS_PER_PROCESS = 20
+"""DeepSpeed keeps memory of the models that a process has trained."""
+
+FOUR = "learner.minibatches=4"
+TASKS: dict[str, list[str]] = {
+    "demo": ["demo", "rewards=exact", "steps=60", "learner.warmup_steps=10", "learner.lr_schedule=constant"],
+    "guess": ["guess", "steps=45"],
+    "long tail": [
+        "demo", "rewards=exact", "steps=45", "model.path=demo/spaces-model", "recipe=null", "generator.max_new_tokens=53",
+        "replay.groups_per_step=16", "learner.warmup_steps=5", "learner.lr_schedule=constant",
+    ],
+}  # fmt: skip
+"""The preset of each task, and its overrides."""
+CANDIDATES: dict[str, list[str]] = {
+    "decoupled_ppo": ["algorithm.loss=decoupled_ppo"],
+    "ppo_clip": ["algorithm.loss=ppo_clip"],
+    "m2po": ["algorithm.loss=m2po"],
+    "dppo": ["algorithm.loss=dppo"],
+    "sapo": ["algorithm.loss=sapo"],
+    "gspo": ["algorithm.loss=gspo", "algorithm.loss_options={clip_low: 0.2, clip_high: 0.28}"],
+    "reinforce_is": ["algorithm.loss=reinforce_is"],
+    "cispo": ["algorithm.loss=cispo", "algorithm.loss_options={clip_low: 1.0, clip_high: 4.0}"],
+    "topr": ["algorithm.loss=topr"],
+    "vespo": ["algorithm.loss=vespo"],
+    "decoupled_ppo, token mask": [
+        "algorithm.loss=decoupled_ppo", "algorithm.correction={mode: mask, low: 0.5, high: 5.0}",
+    ],
+    "decoupled_ppo, sequence mask": [
+        "algorithm.loss=decoupled_ppo", "algorithm.correction={level: geometric, mode: mask, low: 0.8, high: 1.25}",
+    ],
+    "decoupled_ppo, mask_delta 0.1": ["algorithm.loss=decoupled_ppo", "algorithm.correction={mask_delta: 0.1}"],
+    "decoupled_ppo, ess_scaled_lr": ["algorithm.loss=decoupled_ppo", "learner.ess_scaled_lr=true"],
+    "decoupled_ppo, auto": ["algorithm.loss=decoupled_ppo", "replay.max_staleness=auto"],
+    "decoupled_ppo, 4 updates": ["algorithm.loss=decoupled_ppo", FOUR],
+    "ppo_clip, 4 updates": ["algorithm.loss=ppo_clip", FOUR],
+}  # fmt: skip
+"""Overrides of each candidate."""
+ON_POLICY = {False: "decoupled_ppo", True: "decoupled_ppo, 4 updates"}
+"""The candidates that are trained at staleness 0, by whether a step has four updates. The others have the same gradient
+there, since all ratios of a first update are 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One training."""
+
+    task: str
+    candidate: str
+    staleness: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Result(Cell):
+    """What became of a training. Rewards are of the versions, on the groups that each has sampled."""
+
+    end: float
+    """Mean reward of the last SMOOTHED_STEPS versions."""
+    best: float
+    """Largest mean reward of as many versions in a row."""
+    area: float
+    """Mean reward over all versions."""
+    divergence: float
+    """Largest divergence of a step's tokens from the policy that sampled them, in nats a token."""
+    ess: float
+    """Smallest effective sample size of a step."""
+    seconds: float
+    rewards: list[float]
+    divergences: list[float]
+    sizes: list[float]
+    """Effective sample size of each step."""
+
+    @property
+    def collapsed(self) -> bool:
+        return self.end < COLLAPSED * self.best
+
+
+def train(cell: Cell) -> Result:
+    """Trains a cell in this process."""
+    import torch
+
+    from asyncrl.config import load_config, parse_override
+    from benchmarks.lagged import train_lagged
+
+    torch.set_num_threads(1)
+    preset, *overrides = TASKS[cell.task]
+    overrides += ["generator.engine=transformers", "replay.max_staleness=16", f"seed={cell.seed}"]
+    auto = f"replay.auto_options={{low: {min(1, cell.staleness)}, high: {cell.staleness}}}"
+    config = load_config(preset, dict(map(parse_override, [*overrides, *CANDIDATES[cell.candidate], auto])))
+    began_s = time.monotonic()
+    steps = list(train_lagged(config, *_group_of_one(), lag=cell.staleness))
+    rewards, divergences, sizes = (
+        [round(step[name], 5) for step in steps] for name in ("reward/mean", "correction/behavior_kl", "correction/ess")
+    )
+    smooth = [fmean(rewards[at : at + SMOOTHED_STEPS]) for at in range(len(rewards) - SMOOTHED_STEPS + 1)]
+    return Result(
+        **asdict(cell), end=smooth[-1], best=max(smooth), area=fmean(rewards), divergence=max(divergences),
+        ess=min(sizes), seconds=time.monotonic() - began_s, rewards=rewards, divergences=divergences, sizes=sizes,
+    )  # fmt: skip
+
+
+_OPEN = ExitStack()
+"""What stays open until the process ends."""
+
+
+@cache
+def _group_of_one() -> tuple[Ranks, Endpoints]:
+    """The process group of this process alone: DeepSpeed can be used with one in the life of a process."""
+    from asyncrl.launch.resources.network import find_port
+    from asyncrl.learner.distributed import process_group
+    from asyncrl.wire.endpoints import Endpoints
+
+    endpoints = Endpoints("bench", "", "", learners=f"tcp://127.0.0.1:{find_port()}")
+    return _OPEN.enter_context(process_group(endpoints, 0, 1, start_timeout_s=60, timeout_s=60)), endpoints
+
+
+def cells(tasks: Sequence[str], candidates: Sequence[str], staleness: Sequence[int], seeds: int) -> Iterator[Cell]:
+    """Yields the cells, all of a seed before those of the next one."""
+    for seed, lag, task, candidate in product(range(seeds), staleness, tasks, candidates):
+        if lag or candidate in ON_POLICY.values():
+            yield Cell(task, candidate, lag, seed)
+
+
+def read(file: Path) -> list[Result]:
+    """Returns the results in the file."""
+    return [Result(**json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def run(wanted: Sequence[Cell], file: Path, workers: int) -> None:
+    """Trains the cells, and appends each result to the file."""
+    prepare({cell.task for cell in wanted})
+    cores = get_context("spawn").SimpleQueue()
+    for core in sorted(os.sched_getaffinity(0))[-workers:] * (1 + len(wanted) // CELLS_PER_PROCESS):
+        cores.put(core)
+    with (
+        ProcessPoolExecutor(
+            workers, get_context("spawn"), initializer=_pin, initargs=(cores,), max_tasks_per_child=CELLS_PER_PROCESS
+        ) as pool,
+        file.open("a") as lines,
+    ):
+        trainings = [pool.submit(train, cell) for cell in wanted]
+        for number, training in enumerate(as_completed(trainings), start=1):
+            result = training.result()
+            lines.write(json.dumps(asdict(result)) + "\n")
+            lines.flush()
+            print(
+                f"{number}/{len(wanted)} {result.task}, {result.candidate}, staleness {result.staleness}, seed "
+                f"{result.seed}: {result.end:.2f} at the end, {result.area:.2f} on average, divergence "
+                f"{result.divergence:.3f}, ESS {result.ess:.2f}, {result.seconds:.0f} s",
+                flush=True,
+            )  # fmt: skip
+
+
+def _pin(cores: object) -> None:
+    os.sched_setaffinity(0, {cores.get()})  # type: ignore[attr-defined]
+
+
+def prepare(tasks: set[str]) -> None:
+    """Makes the models and data of the tasks that do not exist."""
+    from asyncrl.config import load_config, parse_override
+    from benchmarks.no_signal import LONG_MODEL, make_long_model
+
+    for task in sorted(tasks):
+        preset, *overrides = TASKS[task]
+        config = load_config(preset, dict(map(parse_override, overrides)))
+        if not Path(config.data.train_files[0]).exists() or not (Path(config.model.path) / "config.json").exists():
+            make(task)
+
+
+def make(task: str) -> None:
+    raise SystemExit(f"TODO {task}")
+
+
+def table(results: Sequence[Result], *, task: str) -> Iterator[str]:
+    """Yields the lines of a Markdown table: a row for each candidate, a column for each staleness."""
+    own = [result for result in results if result.task == task]
+    staleness = sorted({result.staleness for result in own})
+    yield f"| {task} | " + " | ".join(f"staleness {lag}" for lag in staleness) + " |"
+    yield "|---" * (len(staleness) + 1) + "|"
+    on_policy = {(r.candidate, r.seed): r for r in own if r.staleness == 0}
+    for candidate in CANDIDATES:
+        fields = []
+        for lag in staleness:
+            runs = [r for r in own if (r.candidate, r.staleness) == (candidate, lag)]
+            fields.append(_describe(runs, on_policy) if runs else "")
+        if any(fields):
+            yield f"| {candidate} | " + " | ".join(fields) + " |"
+
+
+def _describe(runs: Sequence[Result], on_policy: dict[tuple[str, int], Result]) -> str:
+    four = "4 updates" in runs[0].candidate
+    ratios = [r.area / base.area for r in runs if (base := on_policy.get((ON_POLICY[four], r.seed)))]
+    area = f", {median(ratios):.2f}" if ratios else ""
+    collapsed = sum(r.collapsed for r in runs)
+    ending = f"{median(r.end for r in runs):.2f}{area}"
+    worst = f"{max(r.divergence for r in runs):.3f}, {min(r.ess for r in runs):.2f}"
+    return f"{ending}; {worst}" + (f"; **{collapsed}/{len(runs)}**" if collapsed else "")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tasks", nargs="*", default=list(TASKS), choices=list(TASKS))
+    parser.add_argument("--candidates", nargs="*", default=list(CANDIDATES), choices=list(CANDIDATES))
+    parser.add_argument("--staleness", type=int, nargs="*", default=list(STALENESS))
+    parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="one core each")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--show", action="store_true", help="print the tables of the finished cells only")
+    options = parser.parse_args()
+    os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    if not options.show:
+        done = {(r.task, r.candidate, r.staleness, r.seed) for r in read(options.results)}
+        wanted = cells(options.tasks, options.candidates, options.staleness, options.seeds)
+        run(
+            [c for c in wanted if (c.task, c.candidate, c.staleness, c.seed) not in done],
+            options.results,
+            options.workers,
+        )
+    results = read(options.results)
+    for task in options.tasks:
+        print("\n".join(table(results, task=task)), end="\n\n")
+
+
+if __name__ == "__main__":
+    main()
