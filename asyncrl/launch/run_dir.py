@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -18,8 +17,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.fingerprints import changed_files, refuse_other_rows, save_fingerprints
 from asyncrl.launch.resources.hosts import Host
 from asyncrl.launch.worker import endpoints_of
-from asyncrl.observe.curves import step_of
-from asyncrl.util.files import next_free_path, read_json, read_lines, replace_file
+from asyncrl.util.files import next_free_path, read_json, replace_file
 from asyncrl.util.locks import is_locked, try_lock
 from asyncrl.util.redaction import redact, redact_named
 from asyncrl.wire.endpoints import Endpoints
@@ -31,6 +29,8 @@ HOSTS = "hosts.json"
 """File with the hosts that the latest launch started with."""
 ATTEMPTS = "attempts.json"
 """File with the wall time in seconds of each earlier launch of a resumed run."""
+ROLLBACKS = "rollbacks.json"
+"""File with the rollbacks of a run, as they are in its summary."""
 
 
 class RunFolder:
@@ -89,14 +89,15 @@ class RunFolder:
         self._lock.close()
 
     def begin(self, config: Config, endpoints: Endpoints, hosts: Sequence[Host]) -> None:
-        """Writes the config, the endpoints and the hosts of a launch, and removes the summary of an earlier one."""
+        """Writes the config, the endpoints and the hosts of a launch, and removes the summary of an earlier one: then
+        a rollback that it asks for is done."""
         if self.earlier_s:
             replace_file(self.path / ATTEMPTS, json.dumps(self.earlier_s) + "\n")
-        (self.path / "summary.json").unlink(missing_ok=True)
         save_fingerprints(self.path, config)
         # A config that is used again starts a new run, whatever started this one.
         kept = config.model_copy(update={"resume": "never"}) if config.resume == "must" else config
         replace_file(self.path / "config.yaml", kept.to_yaml())
+        (self.path / "summary.json").unlink(missing_ok=True)
         replace_file(self.path / HOSTS, json.dumps([asdict(host) for host in hosts], indent=2) + "\n")
         replace_file(self.path / ENDPOINTS, json.dumps(asdict(endpoints), indent=2) + "\n", mode=0o600)
 
@@ -109,6 +110,7 @@ class RunFolder:
                 "attempts": len(self.earlier_s) + 1,
             }
             | ({"changed_files": self.changed} if self.changed else {})
+            | ({"rollbacks": rollbacks} if (rollbacks := read_rollbacks(self.path)) else {})
         )
 
     def write_summary(self, summary: dict[str, Any]) -> None:
@@ -153,6 +155,12 @@ def read_hosts(run_dir: Path) -> list[Host]:
 _HOSTS = TypeAdapter(list[Host])
 
 
+def read_rollbacks(run_dir: Path) -> list[dict[str, Any]]:
+    """The rollbacks of a run so far, the last of which may not be complete."""
+    file = run_dir / ROLLBACKS
+    return read_json(file, kind=list) if file.is_file() else []
+
+
 def _attempts_s(run_dir: Path) -> list[float]:
     """Wall times of the earlier launches of a run; that of a killed launch up to its last write."""
     file = run_dir / ATTEMPTS
@@ -176,6 +184,7 @@ FREE_KEYS = {
     "learner.tokens_per_microbatch", "learner.gradient_checkpointing", "learner.deepspeed_options",
     "learner.offload", "learner.sequence_parallel", "learner.lora.load",
     "learner.lr", "critic.lr", "learner.max_grad_norm", "learner.max_skipped_updates",
+    "learner.on_collapse",
 }  # fmt: skip
 """Settings that may change when a run is resumed. The objective and the data must stay. The size of an update may
 change, since that is the remedy for updates that are not finite. Then the steps since the newest checkpoint, which are
@@ -244,7 +253,7 @@ def check_resume(config: Config) -> bool:
 
 def finished_steps(config: Config) -> int:
     """The steps of the earlier run of this name if it has done all steps of the config; 0 if it has not."""
-    summary = _summary(config.run_dir)
+    summary = read_summary(config.run_dir)
     steps = summary.get("steps", 0)
     return steps if summary.get("status") == "finished" and steps >= config.steps else 0
 
@@ -274,39 +283,8 @@ def no_run(name: str, runs_dir: str) -> ConfigError:
     )
 
 
-def discard_journal(run_dir: Path) -> str:
-    """Moves the journal aside, with the metrics of the lost steps and a copy of the trace. Returns the file with the
-    queue's state in the newest complete checkpoint. Raises ConfigError when there is no such checkpoint."""
-    from asyncrl.learner.checkpoint.files import newest_checkpoint
-
-    newest = newest_checkpoint(run_dir / "checkpoints")
-    if newest is None:
-        raise ConfigError(
-            f"--discard-journal: {run_dir / 'checkpoints'} has no complete checkpoint, so there would be nothing to "
-            "resume; launch without --resume to start a new run, which moves this one aside"
-        )
-    aside = next_free_path(run_dir, "journal.discarded-")
-    journal = run_dir / "journal"
-    if journal.exists():
-        journal.rename(aside)
-    aside.mkdir(exist_ok=True)
-    cut_metrics(run_dir / "metrics.jsonl", read_json(newest / "checkpoint.json")["step"], aside)
-    for trace in run_dir.glob("trace.*"):
-        shutil.copyfile(trace, aside / trace.name)
-    # A copy: the run may resume from it until its journal has a state, and the checkpoint may be deleted before.
-    return str(shutil.copyfile(newest / "queue.msgpack", aside / "queue.msgpack"))
-
-
-def cut_metrics(file: Path, step: int, aside: Path) -> None:
-    """Moves the rows of steps after `step` to a file of the same name in `aside`."""
-    kept = file.with_name(f".{file.name}.new")
-    with kept.open("wb") as before, (aside / file.name).open("wb") as after:
-        for line in read_lines(file):
-            (after if (step_of(line) or 0) > step else before).write(line)
-    kept.replace(file)
-
-
-def _summary(run_dir: Path) -> dict[str, Any]:
+def read_summary(run_dir: Path) -> dict[str, Any]:
+    """The summary of the run's latest launch; empty if it has not ended or was killed."""
     file = run_dir / "summary.json"
     return read_json(file) if file.is_file() else {}
 

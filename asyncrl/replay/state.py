@@ -227,10 +227,8 @@ class QueueState:
         self.selection.committed()
         self.evaluation.committed(step, due=body["evaluates"])
         self.evaluation.next_metrics()
-        alarms = len(self.measure.collapse.alarms)
         self.measure.committed(step, groups, metrics, at_s, generators=self.generators_wanted)
-        if self.config.learner.on_collapse != "warn" and len(self.measure.collapse.alarms) > alarms:
-            self._stop({"reason": COLLAPSE})
+        self._stop_if_collapsed()
         self.committed = {name: metrics[name] for name in body["own"]}
         if self.staleness_controller is not None:
             self.ledger.admission_limit = self.staleness_controller.next(self.ledger.admission_limit, metrics)
@@ -249,6 +247,12 @@ class QueueState:
     def _stop(self, body: Any, *_: object) -> None:
         self.stop_reason = self.stop_reason or body["reason"]
         self.evaluation.drop_all(f"the run stopped: {body['reason']}")
+
+    def _stop_if_collapsed(self) -> None:
+        """Stops the run if its last step raised an alarm and `learner.on_collapse` wants it."""
+        raised = any(alarm.raised_step == self.ledger.steps for alarm in self.measure.collapse.alarms)
+        if raised and self.config.learner.on_collapse != "warn":
+            self._stop({"reason": COLLAPSE})
 
     # --- trace
 
@@ -296,7 +300,8 @@ class QueueState:
     def wake(self, now_s: float, *, same_launch: bool) -> None:
         """Resumes after an outage: all leases count as renewed at `now_s`.
 
-        In a new launch no process is up, and the stop reason and the scaled number of generators are reset.
+        In a new launch no process is up, and the scaled number of generators and the stop reason are reset, unless the
+        run must not go on from its last step.
         """
         for held in self.held.values():
             held.renewed_s = now_s
@@ -304,6 +309,7 @@ class QueueState:
         self.reported.wake(now_s if same_launch else None)
         if not same_launch:
             self.stop_reason, self.generators_wanted = "", self.config.launch.generators
+            self._stop_if_collapsed()
 
 
 APPLY: dict[str, Callable[[QueueState, Any, list[Array], Location | None], None]] = {

@@ -13,16 +13,9 @@ from rich.console import Console
 
 from asyncrl.config import Config, load_config
 from asyncrl.errors import ConfigError
+from asyncrl.launch.rollback import cut_metrics, discard_journal
 from asyncrl.launch.run import launch
-from asyncrl.launch.run_dir import (
-    ATTEMPTS,
-    RunFolder,
-    check_resume,
-    cut_metrics,
-    discard_journal,
-    is_running,
-    read_endpoints,
-)
+from asyncrl.launch.run_dir import ATTEMPTS, RunFolder, check_resume, is_running, read_endpoints
 from asyncrl.learner.checkpoint.files import CheckpointManifest, sum_of, write_manifest
 from asyncrl.observe.document import read_metrics
 from tests.helpers.cli import asyncrl
@@ -174,7 +167,7 @@ def test_a_discarded_journal_keeps_the_state_to_resume_from(tmp_path: Path) -> N
     shutil.rmtree(checkpoint)  # a newer checkpoint replaced it before the replay queue died
     assert state.read_bytes() == b"queue"
     aside = run_dir / "journal.discarded-1"
-    assert sorted(path.name for path in aside.iterdir()) == ["metrics.jsonl", "queue.msgpack", "trace.arrow"]
+    assert sorted(path.name for path in aside.iterdir()) == ["journal", "metrics.jsonl", "queue.msgpack", "trace.arrow"]
     assert (run_dir / "trace.arrow").read_bytes() == b"trace"
 
 

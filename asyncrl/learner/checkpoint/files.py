@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 import time
@@ -227,9 +228,10 @@ def finished_steps(folder: Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdigit())
 
 
-def newest_checkpoint(folder: Path) -> Path | None:
-    """Returns the newest undamaged checkpoint in the folder, or None. Damaged ones are logged."""
-    paths = [folder / folder_name(step) for step in reversed(finished_steps(folder))]
+def newest_checkpoint(folder: Path, *, before: float = math.inf) -> Path | None:
+    """Returns the newest undamaged checkpoint in the folder of a step before this one, or None. Damaged ones are
+    logged."""
+    paths = [folder / folder_name(step) for step in reversed(finished_steps(folder)) if step < before]
     return next((path for path in paths if not is_damaged(path)), None)
 
 

@@ -30,6 +30,7 @@ from asyncrl.learner.checkpoint.files import (
     write_manifest,
 )
 from asyncrl.learner.distributed import Ranks
+from asyncrl.replay.metrics.collapse import ALARM_STEPS
 from asyncrl.util.files import sync_folder
 
 log = structlog.get_logger()
@@ -43,6 +44,7 @@ class Checkpoints:
         self.folder = folder
         self.ranks = ranks
         self._settings = config.checkpoint
+        self._may_roll_back = config.learner.on_collapse == "rollback"
         self._timeout_s = config.launch.progress_timeout_s
         self._names = (*(f"learner-{rank}" for rank in range(ranks.count)), *others)
         self._writer = PartWriter(f"learner-{ranks.rank}")
@@ -190,6 +192,11 @@ class Checkpoints:
         kept = set(self.recent)
         if self._settings.keep_best and self._finished:
             kept.add(max(self._finished, key=self._rank_of))
+        if self._may_roll_back and self._finished:
+            # One from before any collapse that is not reported yet, and the one that takes its place.
+            limit = self._finished[-1] - ALARM_STEPS - 2
+            old = [step for step in self._finished if step <= limit]
+            kept.update(old[-1:], self._finished[len(old) : len(old) + 1])
         return kept
 
     def _rank_of(self, step: int) -> tuple[bool, float, int]:

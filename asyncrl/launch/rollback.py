@@ -1,0 +1,169 @@
+"""From where a resumed run goes on: from its end, or from a checkpoint, with everything later put aside.
+
+With `learner.on_collapse: rollback` a run that stopped since it collapsed goes back by itself:
+
+    summary.json      says that it stopped: the rollback is due (`is_due`)
+    rollbacks.json    gets its record, once: the step, the learning rates, the folder aside
+    resume_point      moves what is later aside
+    RunFolder.begin   writes the new learning rate to config.yaml and removes summary.json: the rollback is done
+
+A launcher that is killed in between repeats all of it but the record.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from asyncrl.config import Config, load_config
+from asyncrl.errors import ConfigError
+from asyncrl.launch.resources.fit import with_changes
+from asyncrl.launch.run_dir import ROLLBACKS, read_rollbacks, read_summary
+from asyncrl.observe.curves import step_of
+from asyncrl.util.files import next_free_path, read_lines, replace_file
+
+MAX_ROLLBACKS = 2
+QUEUE_STATE = "queue.msgpack"
+"""The replay queue's part of a checkpoint."""
+
+
+def collapse_onset(summary: dict[str, Any]) -> int:
+    """The first step of the collapse that stopped the run; 0 if none did."""
+    collapse = summary.get("collapse", {})
+    if not collapse.get("stopped"):
+        return 0
+    return min(alarm["since_step"] for alarm in collapse["alarms"] if alarm["ended_step"] is None)
+
+
+def is_due(run_dir: Path, config: Config, summary: dict[str, Any]) -> bool:
+    """True if the run of this summary is to be rolled back, or is only rolled back in part."""
+    records = read_rollbacks(run_dir)
+    done = len(summary.get("rollbacks", []))
+    may_begin = config.learner.on_collapse == "rollback" and done < MAX_ROLLBACKS
+    return collapse_onset(summary) > 0 and (may_begin or done < len(records))
+
+
+def way_out(config: Config, onset: int) -> str:
+    """What to do about a run that stopped since it collapsed."""
+    from asyncrl.learner.checkpoint.files import CHECKPOINTS, finished_steps, folder_name
+
+    folder = config.run_dir / CHECKPOINTS
+    step = max((step for step in finished_steps(folder) if step < onset), default=0)
+    place = f"{folder / folder_name(step)}, the newest checkpoint from before" if step else "the initial model"
+    runs_dir = "" if config.runs_dir == "runs" else f" runs_dir={config.runs_dir}"
+    command = f"asyncrl launch --resume --run {config.run}{runs_dir}"
+    rate = f"learner.lr={config.learner.lr / 2:g}"
+    if len(read_rollbacks(config.run_dir)) < MAX_ROLLBACKS:
+        lacks = "" if step else ", since no checkpoint is from before"
+        return f"`{command} learner.on_collapse=rollback {rate}` continues from {place}{lacks}"
+    already = f"It was rolled back {MAX_ROLLBACKS} times already"
+    if step:
+        return f"{already}; `{command} --discard-journal {rate}` continues from {place}"
+    return f"{already}, and no checkpoint is from before; start another run with --run NAME, without --resume"
+
+
+def resume_point(run_dir: Path, config: Config, console: Console, *, without_journal: bool) -> tuple[Config, str]:
+    """Returns the config with which a resumed run goes on, and the file with the queue's state for an empty journal, ""
+    if there is none. Rolls the run back if that is due. The user's learning rate is used if there is another one."""
+    saved, summary, records = load_config(run_dir / "config.yaml"), read_summary(run_dir), read_rollbacks(run_dir)
+    rate = config.learner.lr
+    if config.resume == "auto" and rate in [record["lr_before"] for record in records]:
+        rate = saved.learner.lr  # a scheduler repeats the command
+    if not is_due(run_dir, config, summary):
+        if without_journal:
+            state = discard_journal(run_dir)
+        else:
+            state = str(run_dir / records[-1]["aside"] / QUEUE_STATE) if records else ""
+        return with_changes(config, {"learner.lr": rate}), state if Path(state).is_file() else ""
+    done = len(summary.get("rollbacks", []))
+    if done == len(records):
+        records.append(_new_record(run_dir, saved, summary))
+    record = records[done]
+    if rate != saved.learner.lr:
+        record["lr_after"] = rate
+    replace_file(run_dir / ROLLBACKS, json.dumps(records, indent=2) + "\n")
+    state = put_aside(run_dir, record["to_step"], run_dir / record["aside"])
+    console.print(
+        f"the training {record['sentence']}. It continues from step {record['to_step']} with learner.lr = "
+        f"{record['lr_before']:g} -> {record['lr_after']:g} ({done + 1} of {MAX_ROLLBACKS}); what came after is in "
+        f"{run_dir / record['aside']}",
+        style="yellow", highlight=False, markup=False, soft_wrap=True,
+    )  # fmt: skip
+    return with_changes(config, {"learner.lr": record["lr_after"]}), state
+
+
+def _new_record(run_dir: Path, saved: Config, summary: dict[str, Any]) -> dict[str, Any]:
+    """Decides on a rollback."""
+    from asyncrl.learner.checkpoint.files import CHECKPOINTS, newest_checkpoint
+    from asyncrl.replay.snapshot import Snapshot
+
+    onset, collapse = collapse_onset(summary), summary["collapse"]
+    target, to_step, kept_tokens = newest_checkpoint(run_dir / CHECKPOINTS, before=onset), 0, 0
+    if target is not None:
+        ledger = Snapshot.of_bytes((target / QUEUE_STATE).read_bytes()).queue.ledger
+        to_step, kept_tokens = ledger.steps, ledger.trained.tokens
+    return {
+        "collapsed_at_step": onset,
+        "raised_step": max(alarm["raised_step"] for alarm in collapse["alarms"]),
+        "to_step": to_step,
+        "lr_before": saved.learner.lr,
+        "lr_after": saved.learner.lr / 2,
+        "trained_tokens": summary["ledger"]["tokens"]["trained"] - kept_tokens,
+        "aside": next_free_path(run_dir, "rollback-").name,
+        "sentence": collapse["sentence"],
+    }
+
+
+def discard_journal(run_dir: Path) -> str:
+    """Puts aside what is later than the newest complete checkpoint, or than the newest from before the collapse that
+    stopped the run. Returns the file with the queue's state in it. Raises ConfigError when there is no such
+    checkpoint."""
+    from asyncrl.learner.checkpoint.files import CHECKPOINTS, newest_checkpoint, read_manifest
+
+    onset = collapse_onset(read_summary(run_dir))
+    newest = newest_checkpoint(run_dir / CHECKPOINTS, before=onset or math.inf)
+    if newest is None:
+        before = f" from before step {onset}, in which the training began to collapse" if onset else ""
+        raise ConfigError(
+            f"--discard-journal: {run_dir / CHECKPOINTS} has no complete checkpoint{before}, so there would be nothing "
+            "to resume; launch without --resume to start a new run, which moves this one aside"
+        )
+    return put_aside(run_dir, read_manifest(newest).step, next_free_path(run_dir, "journal.discarded-"))
+
+
+def put_aside(run_dir: Path, step: int, aside: Path) -> str:
+    """Moves to `aside` what the run has from after its checkpoint of the step, or all of it for step 0: the journal,
+    the metrics, and newer checkpoints; the trace is copied, since the replay queue cuts it. Returns the file with the
+    queue's state in the checkpoint, "" for step 0. When it was interrupted, another call completes it."""
+    from asyncrl.learner.checkpoint.files import CHECKPOINTS, finished_steps, folder_name
+
+    aside.mkdir(exist_ok=True)
+    state = aside / QUEUE_STATE
+    if step:
+        # A copy: the run may resume from it until its journal has a state, and the checkpoint may be deleted before.
+        shutil.copyfile(run_dir / CHECKPOINTS / folder_name(step) / QUEUE_STATE, state)
+    newer = [f"{CHECKPOINTS}/{folder_name(other)}" for other in finished_steps(run_dir / CHECKPOINTS) if other > step]
+    for name in ["journal", *newer]:
+        if (run_dir / name).exists():
+            (aside / name).parent.mkdir(exist_ok=True)
+            (run_dir / name).rename(aside / name)
+    cut_metrics(run_dir / "metrics.jsonl", step or -1, aside)
+    for trace in run_dir.glob("trace.*"):
+        (shutil.copyfile if step else shutil.move)(trace, aside / trace.name)
+    return str(state) if step else ""
+
+
+def cut_metrics(file: Path, step: int, aside: Path) -> None:
+    """Moves the rows of steps after `step` to a file of the same name in `aside`, unless that is done already."""
+    if all((step_of(line) or 0) <= step for line in read_lines(file)):
+        return
+    kept = file.with_name(f".{file.name}.new")
+    with kept.open("wb") as before, (aside / file.name).open("wb") as after:
+        for line in read_lines(file):
+            (after if (step_of(line) or 0) > step else before).write(line)
+    kept.replace(file)
