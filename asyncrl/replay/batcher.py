@@ -45,7 +45,7 @@ class Batcher:
 
     def next_shard(self, rank: int, step: int, *, over: bool) -> tuple[TakeOutcome, list[FinishedGroup]]:
         """Returns ("shard", groups), ("wait", []) while the batch is not complete or is being read from the journal, or
-        ("stop", []) if it was not composed before the run was `over`.
+        ("stop", []) if it was not composed before the run was `over`, or if the training collapsed in the step before.
 
         A rank may take the batch of a step while the step before it is in progress. A repeated request for a step
         returns the same groups, also for a committed step. So all ranks get the same outcome for a step, a shard or
@@ -63,7 +63,7 @@ class Batcher:
         steps, next_step = self.state.ledger.steps, self.state.ledger.next_step
         if not steps < step <= min(next_step, steps + MAX_TAKEN):
             raise ProtocolError(f"learner rank {rank} takes step {step}, the next one is {steps + 1}")
-        if step == next_step:
+        if step == next_step or self.state.stop_reason == COLLAPSE:
             if over:
                 return "stop", []
             self._compose(step)

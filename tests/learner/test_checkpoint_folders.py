@@ -14,9 +14,18 @@ import structlog
 from worlds import make_config
 
 from asyncrl.errors import PeerTimeoutError, RunError
-from asyncrl.learner.checkpoint.files import Files, PartContent, await_parts, bytes_file, newest_checkpoint, sum_of
+from asyncrl.learner.checkpoint.files import (
+    Files,
+    PartContent,
+    await_parts,
+    bytes_file,
+    finished_steps,
+    newest_checkpoint,
+    sum_of,
+)
 from asyncrl.learner.checkpoint.manager import Checkpoints
 from asyncrl.learner.distributed import Ranks
+from asyncrl.replay.metrics.collapse import ALARM_STEPS
 
 Make = Callable[..., Checkpoints]
 
@@ -25,8 +34,9 @@ Make = Callable[..., Checkpoints]
 def make(one_rank: Ranks, tmp_path: Path) -> Iterator[Make]:
     made: list[Checkpoints] = []
 
-    def make(others: tuple[str, ...] = (), **settings: Any) -> Checkpoints:
-        config = make_config(tmp_path, checkpoint=settings, launch={"progress_timeout_s": 0.3})
+    def make(others: tuple[str, ...] = (), *, on_collapse: str = "warn", **settings: Any) -> Checkpoints:
+        learner, launch = {"on_collapse": on_collapse}, {"progress_timeout_s": 0.3}
+        config = make_config(tmp_path, checkpoint=settings, learner=learner, launch=launch)
         made.append(Checkpoints(config, tmp_path / "checkpoints", one_rank, others=others))
         return made[-1]
 
@@ -84,6 +94,17 @@ def test_the_newest_and_the_best_are_kept(make: Make, tmp_path: Path) -> None:
     last.newest()
     save(last, 7, rewards={7: 0.0})
     assert names(tmp_path) == ["step-000007"]
+
+
+@pytest.mark.parametrize(("every", "keep_last"), [(1, 1), (5, 1), (5, 3), (13, 1), (30, 2)])
+def test_one_from_before_a_collapse_is_kept_for_a_rollback(make: Make, every: int, keep_last: int) -> None:
+    checkpoints = make(keep_last=keep_last, keep_best=False, on_collapse="rollback")
+    for step in range(every, 4 * ALARM_STEPS + 4 * every, every):
+        save(checkpoints, step)
+        kept = finished_steps(checkpoints.folder)
+        assert len(kept) <= keep_last + 2
+        onset = step - ALARM_STEPS + 1  # of an alarm that is raised in this step
+        assert kept[0] < onset or onset <= 2 * every, f"step {step}: {kept}"
 
 
 def test_an_evaluation_ranks_above_training_rewards(make: Make, tmp_path: Path) -> None:

@@ -469,6 +469,33 @@ def test_batches_that_are_taken_and_not_trained_are_those_of_the_next_launch(tmp
     queue.close()
 
 
+@pytest.mark.parametrize("how", ["warn", "stop", "rollback"])
+def test_a_launch_does_not_go_on_from_a_step_that_stopped_the_run(tmp_path: Path, how: str) -> None:
+    """The launcher was killed before it had read why the run stopped."""
+    config = small_config(steps=9, learner__on_collapse=how)
+    queue = open_queue(tmp_path, config)
+    saved = b""
+    for step in (1, 2, 3, 4):
+        for lease in ask_queue(queue, 0, step - 1, 100)[0]:
+            finish(queue, lease, step - 1)
+        assert queue.take(0, step)[0] == queue.take(0, step + 1)[0] == "shard"
+        saved = queue.commit(step, {"correction/behavior_kl": 1.0 if step > 1 else 0.0}, saving=True).state
+        queue.write()
+    stops = how != "warn"
+    for run_id in ("launch", "another launch", "a third one"):
+        kill_queue(queue)
+        queue = open_queue(tmp_path, config, run_id=run_id)
+        assert (queue.done, queue.summary()["collapse"]["stopped"]) == (stops, stops)
+        assert queue.take(0, 5)[0] == ("stop" if stops else "shard")
+        assert bool(ask_queue(queue, 0, 4, 100)[0]) != stops
+    kill_queue(queue)
+    shutil.rmtree(tmp_path / "journal")
+    assert open_queue(tmp_path, config, run_id="without", checkpoint=saved).done == stops
+    shutil.rmtree(tmp_path / "journal")
+    warned = open_queue(tmp_path, small_config(steps=9), run_id="it may go on", checkpoint=saved)
+    assert not warned.done and ask_queue(warned, 0, 4, 100)[0]
+
+
 def test_segments_go_when_checkpoints_cover_them(tmp_path: Path) -> None:
     config = small_config(steps=200, replay__max_staleness=0)
     queue = open_queue(tmp_path, config)
@@ -571,8 +598,13 @@ def test_a_checkpoint_of_another_format_is_refused_with_the_way_out(tmp_path: Pa
     queue = open_queue(tmp_path, small_config())
     saved = msgpack.unpackb(queue.store.snapshot(0), strict_map_key=False)
     queue.close()
-    for body, number in ((saved | {"format": FORMAT + 1}, FORMAT + 1), ({name: saved[name] for name in saved if name != "format"}, 2)):
-        with pytest.raises(RunError, match=f"is of format {number}; this version of asyncrl reads format {FORMAT}: resume"):
+    for body, number in (
+        (saved | {"format": FORMAT + 1}, FORMAT + 1),
+        ({name: saved[name] for name in saved if name != "format"}, 2),
+    ):
+        with pytest.raises(
+            RunError, match=f"is of format {number}; this version of asyncrl reads format {FORMAT}: resume"
+        ):
             ReplayQueue(small_config(), EndlessPrompts(), queue.store.trace, checkpoint=msgpack.packb(body) or b"")
 
 

@@ -14,11 +14,12 @@ from asyncrl.observe.document import read_metrics
 from tests.helpers.runs import SMALL, Launched, check_ledger
 
 pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.timeout(900)]
-LR = 2e-2
+LR = 4e-3
 COLLAPSES = [
-    "--steps", "16", *SMALL, f"learner.lr={LR}", "learner.warmup_steps=0", "learner.on_collapse=rollback",
-    "checkpoint.every_steps=2", "replay.min_staleness=1", "replay.max_staleness=2",
+    "--steps", "16", *SMALL, f"learner.lr={LR}", "learner.warmup_steps=16", "learner.on_collapse=rollback",
+    "checkpoint.every_steps=1", "replay.min_staleness=1", "replay.max_staleness=2", "replay.zero_variance=train",
 ]  # fmt: skip
+"""The rate increases until the policy has left the one that sampled its tokens."""
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
