@@ -1,13 +1,8 @@
 """From where a resumed run goes on: from its end, or from a checkpoint, with everything later put aside.
 
-With `learner.on_collapse: rollback` a run that stopped since it collapsed goes back by itself:
-
-    summary.json      says that it stopped: the rollback is due (`is_due`)
-    rollbacks.json    gets its record, once: the step, the learning rates, the folder aside
-    resume_point      moves what is later aside
-    RunFolder.begin   writes the new learning rate to config.yaml and removes summary.json: the rollback is done
-
-A launcher that is killed in between repeats all of it but the record.
+A rollback is due when summary.json says that the run stopped since it collapsed. `resume_point` adds its record to
+rollbacks.json and moves what is later aside. It is done when `RunFolder.begin` has written the new learning rate to
+config.yaml and removed summary.json. A launcher that is killed in between repeats all of it but the record.
 """
 
 from __future__ import annotations
@@ -40,41 +35,49 @@ def collapse_onset(summary: dict[str, Any]) -> int:
     return min(alarm["since_step"] for alarm in collapse["alarms"] if alarm["ended_step"] is None)
 
 
-def is_due(run_dir: Path, config: Config, summary: dict[str, Any]) -> bool:
+def is_due(config: Config, summary: dict[str, Any]) -> bool:
     """True if the run of this summary is to be rolled back, or is only rolled back in part."""
-    records = read_rollbacks(run_dir)
     done = len(summary.get("rollbacks", []))
     may_begin = config.learner.on_collapse == "rollback" and done < MAX_ROLLBACKS
-    return collapse_onset(summary) > 0 and (may_begin or done < len(records))
+    return collapse_onset(summary) > 0 and (may_begin or done < len(read_rollbacks(config.run_dir)))
 
 
-def way_out(config: Config, onset: int) -> str:
-    """What to do about a run that stopped since it collapsed."""
+def config_to_resume(config: Config) -> Config:
+    """The config that the run's folder has, to go on with the run."""
+    return load_config(config.run_dir / "config.yaml", {"resume": "auto" if config.resume == "auto" else "must"})
+
+
+def collapse_error(config: Config, summary: dict[str, Any]) -> str:
+    """Why the run stopped and what to do, if it stopped since it collapsed; "" otherwise."""
+    if not (onset := collapse_onset(summary)):
+        return ""
     from asyncrl.learner.checkpoint.files import CHECKPOINTS, finished_steps, folder_name
 
-    folder = config.run_dir / CHECKPOINTS
-    step = max((step for step in finished_steps(folder) if step < onset), default=0)
-    place = f"{folder / folder_name(step)}, the newest checkpoint from before" if step else "the initial model"
+    folder, place = config.run_dir / CHECKPOINTS, "the initial model, since no checkpoint is from before"
+    if step := max((step for step in finished_steps(folder) if step < onset), default=0):
+        place = f"{folder / folder_name(step)}, the newest checkpoint from before"
     runs_dir = "" if config.runs_dir == "runs" else f" runs_dir={config.runs_dir}"
     command = f"asyncrl launch --resume --run {config.run}{runs_dir}"
     rate = f"learner.lr={config.learner.lr / 2:g}"
     if len(read_rollbacks(config.run_dir)) < MAX_ROLLBACKS:
-        lacks = "" if step else ", since no checkpoint is from before"
-        return f"`{command} learner.on_collapse=rollback {rate}` continues from {place}{lacks}"
-    already = f"It was rolled back {MAX_ROLLBACKS} times already"
-    if step:
-        return f"{already}; `{command} --discard-journal {rate}` continues from {place}"
-    return f"{already}, and no checkpoint is from before; start another run with --run NAME, without --resume"
+        remedy = f"`{command} learner.on_collapse=rollback {rate}` continues from {place}"
+    elif step:
+        remedy = f"After {MAX_ROLLBACKS} rollbacks `{command} --discard-journal {rate}` continues from {place}"
+    else:
+        remedy = f"After {MAX_ROLLBACKS} rollbacks no checkpoint is from before; start another run with --run NAME"
+    return f"the training {summary['collapse']['sentence']}. {remedy}"
 
 
 def resume_point(run_dir: Path, config: Config, console: Console, *, without_journal: bool) -> tuple[Config, str]:
     """Returns the config with which a resumed run goes on, and the file with the queue's state for an empty journal, ""
     if there is none. Rolls the run back if that is due. The user's learning rate is used if there is another one."""
+    if not (run_dir / "config.yaml").is_file():
+        return config, ""
     saved, summary, records = load_config(run_dir / "config.yaml"), read_summary(run_dir), read_rollbacks(run_dir)
     rate = config.learner.lr
     if config.resume == "auto" and rate in [record["lr_before"] for record in records]:
         rate = saved.learner.lr  # a scheduler repeats the command
-    if not is_due(run_dir, config, summary):
+    if not is_due(config, summary):
         if without_journal:
             state = discard_journal(run_dir)
         else:

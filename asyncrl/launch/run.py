@@ -13,7 +13,7 @@ from dataclasses import asdict
 
 from rich.console import Console
 
-from asyncrl.config import Config, load_config
+from asyncrl.config import Config
 from asyncrl.data.hub import fetch
 from asyncrl.generator.vllm_backend.setup import check_cpu
 from asyncrl.launch.console import (
@@ -32,7 +32,7 @@ from asyncrl.launch.preflight import check_inputs, check_machine, length_of, run
 from asyncrl.launch.resources.fit import fit_memory
 from asyncrl.launch.resources.placement import Placement, check_run_dir, check_transport, place_roles
 from asyncrl.launch.resources.staging import choose_staging
-from asyncrl.launch.rollback import is_due, resume_point
+from asyncrl.launch.rollback import config_to_resume, is_due, resume_point
 from asyncrl.launch.row_checks import PromptScan
 from asyncrl.launch.run_dir import RunFolder, check_resume, nothing_to_resume
 from asyncrl.launch.watch import Run
@@ -59,19 +59,19 @@ def launch(config: Config, console: Console, *, without_journal: bool = False) -
     launcher = find_launcher(config)()
     with closing(launcher):
         launcher.acquire(config)
-        code, goes_on = _launch(config, console, launcher, reward_model=reward_model, without_journal=without_journal)
-        while goes_on:
-            resume = "auto" if config.resume == "auto" else "must"
-            config = load_config(config.run_dir / "config.yaml", {"resume": resume})
-            code, goes_on = _launch(config, console, launcher, reward_model=reward_model, without_journal=False)
-    return code
+        while True:
+            code, goes_on = _launch(
+                config, console, launcher, reward_model=reward_model, without_journal=without_journal
+            )
+            if not goes_on:
+                return code
+            config, without_journal = config_to_resume(config), False
 
 
 def _launch(
     config: Config, console: Console, launcher: Launcher, *, reward_model: bool, without_journal: bool
 ) -> tuple[int, bool]:
-    """`launch` on the hosts of the launcher, to the end of the run or to a collapse after which it goes on. Returns
-    the exit code and whether it does."""
+    """`launch` on the hosts of the launcher. Returns the exit code and whether the run goes on after a collapse."""
     hosts = launcher.hosts()
     placement = place_roles(config, reward_model=reward_model, hosts=hosts)
     check_run_dir(config, placement, hosts)
@@ -100,9 +100,7 @@ def _launch(
             RunFolder(config) as folder,
             PromptScan(config, limit_tokens=inputs.prompt_tokens, has_trained=bool(folder.earlier_s)) as scan,
         ):
-            checkpoint = ""
-            if folder.earlier_s:
-                config, checkpoint = resume_point(folder.path, config, console, without_journal=without_journal)
+            config, checkpoint = resume_point(folder.path, config, console, without_journal=without_journal)
             folder.begin(config, endpoints, hosts)
             configure_logs(folder.path, "launcher", config.observe.log_level)
             for file in folder.changed:
@@ -127,10 +125,9 @@ def _launch(
                 console.print(f"{name:10} {text}", highlight=False, soft_wrap=True)
             run = Run(config, placement, spec, console, interrupts, launcher, scan)
             code = run.run()
-            ended_itself = code == EXIT_FAILED and not interrupts.count
-            goes_on = ended_itself and is_due(folder.path, config, folder.summary(run.summary))
-            shown_on = Console(quiet=True) if goes_on else console
-            report_end(run, folder, shown_on, {"start": asdict(inputs.first_row), "rows": scan.summary})
+            goes_on = code == EXIT_FAILED and not interrupts.count and is_due(config, folder.summary(run.summary))
+            start = {"start": asdict(inputs.first_row), "rows": scan.summary}
+            report_end(run, folder, Console(quiet=True) if goes_on else console, start)
     if interrupts.go_on_later and code in (EXIT_INTERRUPTED, EXIT_FAILED):
         launcher.requeue()
     # Without a summary, on a full disk, the run would stop in the same step again.

@@ -39,7 +39,7 @@ from asyncrl.launch.console import (
 from asyncrl.launch.launcher import Launcher
 from asyncrl.launch.resources.placement import Placement
 from asyncrl.launch.role_group import Progress
-from asyncrl.launch.rollback import collapse_onset, way_out
+from asyncrl.launch.rollback import collapse_error
 from asyncrl.launch.row_checks import PromptScan
 from asyncrl.launch.shown_samples import Onlooker
 from asyncrl.launch.supervisor import Supervisor
@@ -113,14 +113,9 @@ class Run:
             for role in self.processes.end(grace_s=FAILURE_GRACE_S):
                 self._say(f"{role.name} ({role.place}) does not die of SIGKILL and is left running")
             self.client.close()
-        if code == EXIT_DONE and (onset := collapse_onset(self.summary)):
+        if code == EXIT_DONE and (error := collapse_error(self.config, self.summary) or lacking):
             code = EXIT_FAILED
-            error = f"the training {self.summary['collapse']['sentence']}. {way_out(self.config, onset)}"
             self.summary |= {"status": STATUS_OF_EXIT[code], "error": error}
-            log.error("run failed", error=error)
-        if lacking and code == EXIT_DONE:
-            code = EXIT_FAILED
-            self.summary |= {"status": STATUS_OF_EXIT[code], "error": lacking}
         return code
 
     def _say(self, text: str) -> None:

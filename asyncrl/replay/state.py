@@ -228,7 +228,8 @@ class QueueState:
         self.evaluation.committed(step, due=body["evaluates"])
         self.evaluation.next_metrics()
         self.measure.committed(step, groups, metrics, at_s, generators=self.generators_wanted)
-        self._stop_if_collapsed()
+        if body["stops"]:
+            self._stop({"reason": COLLAPSE})
         self.committed = {name: metrics[name] for name in body["own"]}
         if self.staleness_controller is not None:
             self.ledger.admission_limit = self.staleness_controller.next(self.ledger.admission_limit, metrics)
@@ -247,12 +248,6 @@ class QueueState:
     def _stop(self, body: Any, *_: object) -> None:
         self.stop_reason = self.stop_reason or body["reason"]
         self.evaluation.drop_all(f"the run stopped: {body['reason']}")
-
-    def _stop_if_collapsed(self) -> None:
-        """Stops the run if its last step raised an alarm and `learner.on_collapse` wants it."""
-        raised = any(alarm.raised_step == self.ledger.steps for alarm in self.measure.collapse.alarms)
-        if raised and self.config.learner.on_collapse != "warn":
-            self._stop({"reason": COLLAPSE})
 
     # --- trace
 
@@ -309,7 +304,9 @@ class QueueState:
         self.reported.wake(now_s if same_launch else None)
         if not same_launch:
             self.stop_reason, self.generators_wanted = "", self.config.launch.generators
-            self._stop_if_collapsed()
+            raised = any(alarm.raised_step == self.ledger.steps for alarm in self.measure.collapse.alarms)
+            if raised and self.config.learner.on_collapse != "warn":
+                self._stop({"reason": COLLAPSE})
 
 
 APPLY: dict[str, Callable[[QueueState, Any, list[Array], Location | None], None]] = {

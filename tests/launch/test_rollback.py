@@ -14,7 +14,7 @@ from rich.console import Console
 from asyncrl.config import Config, load_config
 from asyncrl.errors import ConfigError
 from asyncrl.launch import run_dir as run_dir_module
-from asyncrl.launch.rollback import MAX_ROLLBACKS, discard_journal, is_due, resume_point, way_out
+from asyncrl.launch.rollback import MAX_ROLLBACKS, collapse_error, discard_journal, is_due, resume_point
 from asyncrl.launch.run_dir import RunFolder, read_rollbacks, read_summary
 from asyncrl.learner.checkpoint.files import CheckpointManifest, finished_steps, sum_of, write_manifest
 from asyncrl.observe.document import read_metrics
@@ -211,7 +211,7 @@ def test_each_collapse_halves_the_rate_until_the_last_one_fails(
 ) -> None:
     config = stopped(config_of())
     for number in range(1, MAX_ROLLBACKS + 1):
-        assert is_due(RUN, config, read_summary(RUN))
+        assert is_due(config, read_summary(RUN))
         config, _, _ = resume(load_config(RUN / "config.yaml", {"resume": "must"}))
         assert config.learner.lr == LR / 2**number
         write_steps(collapsed[1], SAVED_STEPS)
@@ -222,10 +222,10 @@ def test_each_collapse_halves_the_rate_until_the_last_one_fails(
         (LR, 4, "rollback-1"),
         (LR / 2, 4, "rollback-2"),
     ]
-    assert not is_due(RUN, config, summary)
-    told = way_out(config, ONSET)
-    assert told == (
-        "It was rolled back 2 times already; `asyncrl launch --resume --run one --discard-journal learner.lr=0.000125` "
+    assert not is_due(config, summary)
+    assert collapse_error(config, summary) == (
+        f"the training {summary['collapse']['sentence']}. After 2 rollbacks "
+        "`asyncrl launch --resume --run one --discard-journal learner.lr=0.000125` "
         "continues from runs/one/checkpoints/step-000004, the newest checkpoint from before"
     )
     wanted = load_config(RUN / "config.yaml", {"resume": "must", "learner.lr": 1.25e-4})
@@ -246,12 +246,14 @@ def test_the_users_rate_wins_and_that_of_a_repeated_command_does_not(stopped: Ca
 
 def test_a_run_that_stops_names_what_to_do_and_that_works(stopped: Callable[..., Config]) -> None:
     config = stopped(config_of(learner__on_collapse="stop"))
-    assert not is_due(RUN, config, read_summary(RUN))
-    assert way_out(config, ONSET) == (
+    assert not is_due(config, read_summary(RUN))
+    summary = read_summary(RUN)
+    assert collapse_error(config, summary) == (
+        f"the training {summary['collapse']['sentence']}. "
         "`asyncrl launch --resume --run one learner.on_collapse=rollback learner.lr=0.0005` continues from "
         "runs/one/checkpoints/step-000004, the newest checkpoint from before"
     )
-    assert way_out(config, 2).endswith("continues from the initial model, since no checkpoint is from before")
+    assert collapse_error(config, summary | {"collapse": {"stopped": False}}) == ""
     advised = {"resume": "must", "learner.on_collapse": "rollback", "learner.lr": 5e-4}
     config, _, _ = resume(load_config(RUN / "config.yaml", advised))
     assert (config.learner.lr, read_rollbacks(RUN)[0]["to_step"]) == (5e-4, 4)

@@ -496,6 +496,26 @@ def test_a_launch_does_not_go_on_from_a_step_that_stopped_the_run(tmp_path: Path
     assert not warned.done and ask_queue(warned, 0, 4, 100)[0]
 
 
+def test_a_run_that_went_on_after_an_alarm_is_recovered_as_it_was_whatever_is_wanted_now(tmp_path: Path) -> None:
+    def config(on_collapse: str) -> Config:
+        own = {"data__eval": "eval.parquet", "eval__every_steps": 1, "eval__samples": 1}
+        return small_config(steps=9, learner__on_collapse=on_collapse, **own)
+
+    queue = open_queue(tmp_path, config("warn"), prompts=1)
+    for step in (1, 2, 3):
+        for lease in ask_queue(queue, 0, step - 1, 100)[0]:
+            finish(queue, lease, step - 1)
+        assert queue.take(0, step)[0] == "shard"
+        queue.commit(step, {"correction/behavior_kl": 1.0})
+        evaluate(queue, step)
+    ended = [one["version"] for one in queue.evaluation.ended]
+    assert len(queue.summary()["collapse"]["alarms"]) == 1 and 3 in ended
+    kill_queue(queue)
+    again = open_queue(tmp_path, config("stop"), prompts=1, run_id="another launch")
+    assert [one["version"] for one in again.evaluation.ended] == ended and again.done
+    again.close()
+
+
 def test_segments_go_when_checkpoints_cover_them(tmp_path: Path) -> None:
     config = small_config(steps=200, replay__max_staleness=0)
     queue = open_queue(tmp_path, config)

@@ -42,7 +42,7 @@ def test_a_run_that_collapses_is_rolled_back(launch: Callable[..., Launched], *,
         assert code == 0, output
     else:
         assert code == 1 and len(records) == MAX_ROLLBACKS and summary["collapse"]["stopped"], output
-        assert "It was rolled back 2 times already" in summary["error"] and summary["error"] in output
+        assert "After 2 rollbacks " in summary["error"] and summary["error"] in output
     rates = [LR / 2**number for number in range(len(records) + 1)]
     assert [(one["lr_before"], one["lr_after"]) for one in records] == list(pairwise(rates))
     assert load_config(last.run_dir / "config.yaml").learner.lr == rates[-1]
