@@ -160,7 +160,7 @@ def kill_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
 
         return do
 
-    for name in ("rename", "replace", "mkdir"):
+    for name in ("rename", "replace", "mkdir", "unlink"):
         monkeypatch.setattr(Path, name, counted(getattr(Path, name)))
     for name in ("copyfile", "move"):
         monkeypatch.setattr(shutil, name, counted(getattr(shutil, name)))
