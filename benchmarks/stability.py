@@ -14,16 +14,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import product
-from multiprocessing import get_context
 from pathlib import Path
+from queue import SimpleQueue
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
@@ -38,15 +39,17 @@ SMOOTHED_STEPS = 5
 """Steps that the reward at the end, and the best reward, are means of."""
 COLLAPSED = 0.7
 """A run has collapsed if its reward at the end is below this fraction of its own best."""
-CELLS_PER_PROCESS = 20
+CELLS_PER_PROCESS = 12
 """DeepSpeed keeps memory of the models that a process has trained."""
+CELL_S = 600.0
+"""Deadline of a training."""
 
 FOUR = "learner.minibatches=4"
 TASKS: dict[str, list[str]] = {
     "demo": ["demo", "rewards=exact", "steps=60", "learner.warmup_steps=10", "learner.lr_schedule=constant"],
     "guess": ["guess", "steps=45"],
     "long tail": [
-        "demo", "rewards=exact", "steps=45", "model.path=demo/spaces-model", "recipe=null", "generator.max_new_tokens=53",
+        "demo", "rewards=exact", "steps=45", "model.path=demo/spaces-model", "generator.max_new_tokens=53",
         "replay.groups_per_step=16", "learner.warmup_steps=5", "learner.lr_schedule=constant",
     ],
 }  # fmt: skip
@@ -71,6 +74,8 @@ CANDIDATES: dict[str, list[str]] = {
     "decoupled_ppo, mask_delta 0.1": ["algorithm.loss=decoupled_ppo", "algorithm.correction={mask_delta: 0.1}"],
     "decoupled_ppo, ess_scaled_lr": ["algorithm.loss=decoupled_ppo", "learner.ess_scaled_lr=true"],
     "decoupled_ppo, auto": ["algorithm.loss=decoupled_ppo", "replay.max_staleness=auto"],
+    "decoupled_ppo, max_divergence 0.02": ["algorithm.loss=decoupled_ppo", "algorithm.max_divergence=0.02"],
+    "ppo_clip, max_divergence 0.02": ["algorithm.loss=ppo_clip", "algorithm.max_divergence=0.02"],
     "decoupled_ppo, 4 updates": ["algorithm.loss=decoupled_ppo", FOUR],
     "ppo_clip, 4 updates": ["algorithm.loss=ppo_clip", FOUR],
 }  # fmt: skip
@@ -119,14 +124,14 @@ def train(cell: Cell) -> Result:
     """Trains a cell in this process."""
     import torch
 
-    from asyncrl.config import load_config, parse_override
+    from asyncrl.config import load_config
     from benchmarks.lagged import train_lagged
 
     torch.set_num_threads(1)
     preset, *overrides = TASKS[cell.task]
-    overrides += ["generator.engine=transformers", "replay.max_staleness=16", f"seed={cell.seed}"]
+    overrides += [f"replay.max_staleness={cell.staleness}", "generator.engine=transformers", f"seed={cell.seed}"]
     auto = f"replay.auto_options={{low: {min(1, cell.staleness)}, high: {cell.staleness}}}"
-    config = load_config(preset, dict(map(parse_override, [*overrides, *CANDIDATES[cell.candidate], auto])))
+    config = load_config(preset, [*overrides, *CANDIDATES[cell.candidate], auto])
     began_s = time.monotonic()
     steps = list(train_lagged(config, *_group_of_one(), lag=cell.staleness))
     rewards, divergences, sizes = (
@@ -140,12 +145,12 @@ def train(cell: Cell) -> Result:
 
 
 _OPEN = ExitStack()
-"""What stays open until the process ends."""
+"""Keeps the process group: DeepSpeed can be used with one in the life of a process."""
 
 
 @cache
 def _group_of_one() -> tuple[Ranks, Endpoints]:
-    """The process group of this process alone: DeepSpeed can be used with one in the life of a process."""
+    """The process group of this process alone."""
     from asyncrl.launch.resources.network import find_port
     from asyncrl.learner.distributed import process_group
     from asyncrl.wire.endpoints import Endpoints
@@ -167,48 +172,53 @@ def read(file: Path) -> list[Result]:
 
 
 def run(wanted: Sequence[Cell], file: Path, workers: int) -> None:
-    """Trains the cells, and appends each result to the file."""
+    """Trains the cells in processes of their own, which append each result to the file."""
     prepare({cell.task for cell in wanted})
-    cores = get_context("spawn").SimpleQueue()
-    for core in sorted(os.sched_getaffinity(0))[-workers:] * (1 + len(wanted) // CELLS_PER_PROCESS):
+    cores = SimpleQueue[int]()
+    for core in sorted(os.sched_getaffinity(0))[-workers:]:
         cores.put(core)
-    with (
-        ProcessPoolExecutor(
-            workers, get_context("spawn"), initializer=_pin, initargs=(cores,), max_tasks_per_child=CELLS_PER_PROCESS
-        ) as pool,
-        file.open("a") as lines,
-    ):
-        trainings = [pool.submit(train, cell) for cell in wanted]
-        for number, training in enumerate(as_completed(trainings), start=1):
-            result = training.result()
+
+    def train_apart(part: Sequence[Cell]) -> None:
+        core = cores.get()
+        argument = json.dumps([asdict(cell) for cell in part])
+        command = [sys.executable, "-m", "benchmarks.stability", "--results", str(file), "--core", str(core), argument]
+        subprocess.run(command, check=True, timeout=CELL_S * len(part))
+        cores.put(core)
+
+    parts = [wanted[at : at + CELLS_PER_PROCESS] for at in range(0, len(wanted), CELLS_PER_PROCESS)]
+    with ThreadPoolExecutor(workers) as threads:
+        for done, _ in enumerate(threads.map(train_apart, parts), start=1):
+            print(f"{min(done * CELLS_PER_PROCESS, len(wanted))} of {len(wanted)}", flush=True)
+
+
+def train_here(cells: Sequence[Cell], file: Path, core: int) -> None:
+    """Trains the cells on a core, and appends each result to the file."""
+    os.sched_setaffinity(0, {core})
+    for cell in cells:
+        result = train(cell)
+        with file.open("a") as lines:
             lines.write(json.dumps(asdict(result)) + "\n")
-            lines.flush()
-            print(
-                f"{number}/{len(wanted)} {result.task}, {result.candidate}, staleness {result.staleness}, seed "
-                f"{result.seed}: {result.end:.2f} at the end, {result.area:.2f} on average, divergence "
-                f"{result.divergence:.3f}, ESS {result.ess:.2f}, {result.seconds:.0f} s",
-                flush=True,
-            )  # fmt: skip
-
-
-def _pin(cores: object) -> None:
-    os.sched_setaffinity(0, {cores.get()})  # type: ignore[attr-defined]
+        print(
+            f"{result.task}, {result.candidate}, staleness {result.staleness}, seed {result.seed}: {result.end:.2f} at "
+            f"the end, {result.area:.2f} on average, divergence {result.divergence:.3f}, ESS {result.ess:.2f}, "
+            f"{result.seconds:.0f} s",
+            flush=True,
+        )
+    os._exit(0)  # the process group stays open until then
 
 
 def prepare(tasks: set[str]) -> None:
     """Makes the models and data of the tasks that do not exist."""
-    from asyncrl.config import load_config, parse_override
+    from rich.console import Console
+
+    from asyncrl.config import load_config
+    from asyncrl.launch.preflight import run_recipes
     from benchmarks.no_signal import LONG_MODEL, make_long_model
 
     for task in sorted(tasks):
-        preset, *overrides = TASKS[task]
-        config = load_config(preset, dict(map(parse_override, overrides)))
-        if not Path(config.data.train_files[0]).exists() or not (Path(config.model.path) / "config.json").exists():
-            make(task)
-
-
-def make(task: str) -> None:
-    raise SystemExit(f"TODO {task}")
+        run_recipes(load_config(TASKS[task][0]), Console())
+        if task == "long tail" and not LONG_MODEL.exists():
+            make_long_model()
 
 
 def table(results: Sequence[Result], *, task: str) -> Iterator[str]:
@@ -245,9 +255,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="one core each")
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--core", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("cells", nargs="?", help=argparse.SUPPRESS)
     parser.add_argument("--show", action="store_true", help="print the tables of the finished cells only")
     options = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    if options.cells:
+        train_here([Cell(**cell) for cell in json.loads(options.cells)], options.results, options.core)
     if not options.show:
         done = {(r.task, r.candidate, r.staleness, r.seed) for r in read(options.results)}
         wanted = cells(options.tasks, options.candidates, options.staleness, options.seeds)

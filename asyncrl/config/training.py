@@ -34,6 +34,9 @@ class AlgorithmConfig(Section):
     proximal: Literal["recompute", "loglinear"] = "recompute"
     """The proximal policy: the learner's weights before the step, or an interpolation by token age that needs no
     forward pass (arXiv:2512.06547)."""
+    max_divergence: float | None = Field(default=None, gt=0.0)
+    """Bound, in nats a token, of the divergence of trained tokens from the policies that sampled them, such as 0.02. The
+    learning rate is lowered where it would move the policy further while tokens wait; by default it is not."""
     whiten: bool = False
     """Standardize the advantages over all action tokens of the step."""
     truncated: Truncated = "keep"
@@ -111,8 +114,8 @@ class LearnerConfig(Section):
     max_skipped_updates: int = Field(default=5, ge=0)
     """An update whose loss or gradient is not finite is skipped; more consecutive ones than this end the run."""
     on_collapse: Literal["warn", "stop", "rollback"] = "warn"
-    """When the policy diverges from the one that sampled its tokens, or its reward falls for long: report it (warn), end
-    the run (stop), or continue from the last checkpoint before with half of `lr`, at most twice (rollback)."""
+    """When the policy diverges from the one that sampled its tokens, or its reward falls for long: report it (warn),
+    end the run (stop), or continue from the last checkpoint before with half of `lr`, at most twice (rollback)."""
     zero_stage: Literal[0, 1, 2, 3] = 0
     """DeepSpeed ZeRO stage. Sharded over learner ranks: 0 nothing, 1 optimizer, 2 also gradients, 3 also weights."""
     offload: Literal["none", "optimizer", "all"] = "none"
