@@ -25,7 +25,7 @@ class AlgorithmConfig(Section):
     """An advantage estimator of `asyncrl list`, or your own as `module:function` or `file.py:function`."""
     advantage_options: Options = Field(default={})
     """Options of the advantage estimator, as `asyncrl list` shows them."""
-    loss: str = "decoupled_ppo"
+    loss: str = "ppo_clip"
     """A policy loss of `asyncrl list`, or your own as `module:function` or `file.py:function`."""
     loss_options: Options = Field(default={})
     """Options of the loss, as `asyncrl list` shows them."""
@@ -35,8 +35,9 @@ class AlgorithmConfig(Section):
     """The proximal policy: the learner's weights before the step, or an interpolation by token age that needs no
     forward pass (arXiv:2512.06547)."""
     max_divergence: float | None = Field(default=None, gt=0.0)
-    """Bound, in nats a token, of the divergence of trained tokens from the policies that sampled them, such as 0.02. The
-    learning rate is lowered where it would move the policy further while tokens wait; by default it is not."""
+    """Bound, in nats a token, of the divergence of trained tokens from the policies that sampled them, such as 0.02:
+    the learning rate falls where it would move the policy further, and where it would fall below half, the limit of
+    staleness that groups are admitted by falls to 1. By default there is none."""
     whiten: bool = False
     """Standardize the advantages over all action tokens of the step."""
     truncated: Truncated = "keep"
@@ -98,9 +99,6 @@ class LearnerConfig(Section):
     """Learning rate after the warm-up; linear and cosine end at 0 with the last step."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps in which the learning rate rises to `lr`."""
-    ess_scaled_lr: bool = False
-    """Multiply the learning rate of every update by the root of the effective sample size of its importance weights,
-    so that stale batches have smaller updates (arXiv:2602.17616)."""
     optimizer: Literal["adamw", "adafactor", "muon"] = "adamw"
     """Optimizer of policy and critic. muon is Muon for the matrices of the layers and AdamW for the other parameters.
     muon and adafactor need complete matrices: float32 and `zero_stage: 0`."""

@@ -101,7 +101,7 @@ class BottleneckMonitor:
             self._run,
             generator_idle=generator_idle,
             learner_idle=learner_idle,
-            max_staleness=self._config.replay.staleness_limit,
+            max_staleness=self._config.replay.max_staleness,
             environments=environments,
         )
         sentences = [

@@ -6,9 +6,9 @@ lr_1 ... lr_n the policy has diverged from the one before them by about
     (speed * (lr_1 + ... + lr_n))**2    nats a token
 
 Every step measures `speed`, from the log-probs of its stale tokens, which it computes anyway, and the rates of the
-steps since they were sampled. The next step may use an equal share of the distance that the bound allows over the window
-of staleness, and no more than the steps before it have left. It depends on the learner's inputs alone, so that a step
-that is trained again is the same.
+steps since they were sampled. The next step may use an equal share of the distance that the bound allows over the
+staleness of the tokens, and no more than the steps before it have left. It depends on the learner's inputs alone, so that
+a step that is trained again is the same. `replay/staleness_control.py` is the other lever.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class DivergenceBound:
     @classmethod
     def of(cls, config: Config) -> Self | None:
         """Returns the bound of the config; None without one, or where all tokens are of the current version."""
-        limit, max_staleness = config.algorithm.max_divergence, config.replay.staleness_limit
+        limit, max_staleness = config.algorithm.max_divergence, config.replay.max_staleness
         if limit is None or not max_staleness:
             return None
         updates = config.learner.epochs * config.learner.minibatches
@@ -57,13 +57,13 @@ class DivergenceBound:
     @torch.no_grad()
     def add(self, micro: MicroBatch, logprobs: Tensor, *, version: int) -> None:
         """Counts the action tokens [N] of a micro-batch of a step's first update, which trains `version`."""
-        staleness = (version - micro.versions).clamp(max=len(self.rates))
-        if not len(staleness):
+        log_ratios, staleness = logprobs - micro.behavior_logprobs, version - micro.versions
+        stale = (staleness > 0) & log_ratios.isfinite()  # an update with others is skipped
+        if not stale.any():
             return
+        log_ratios, staleness = log_ratios[stale], staleness[stale].clamp(max=len(self.rates))
         since = torch.tensor([0.0, *reversed(self.rates)], dtype=torch.float64, device=staleness.device).cumsum(0)
-        stale = staleness > 0
-        kl = mismatch_kl(logprobs - micro.behavior_logprobs)[stale].sum()
-        self._sums = self._sums + torch.stack([kl, since[staleness][stale].square().sum()]).cpu()
+        self._sums = self._sums + torch.stack([mismatch_kl(log_ratios).sum(), since[staleness].square().sum()]).cpu()
         self._oldest = max(self._oldest, int(staleness.max()))
 
     def rate(self, scheduled: float, ranks: Ranks) -> float:

@@ -144,17 +144,20 @@ class Trainer:
                     norm = self.policy.gradient_norm()
                 if skip_if_not_finite(self.policy, minibatch, finite, norm, step, settings, "learner.lr", culprits):
                     continue
-                lr = self._learning_rate(step, metrics)
+                lr = self._learning_rate(step)
                 self.before_update()
                 with phase("optimizer"):
                     self.policy.step(lr=lr, max_grad_norm=settings.max_grad_norm, grad_norm=norm)
                 updates.append(Update(norm, lr))
             total.join(metrics)
         self._conclude_mismatch_check(step)
-        if self.divergence_bound is not None:
-            self.divergence_bound.end_step(sum(update.lr for update in updates))
         skipped = 0 if warmup else len(planned) - len(updates)
         metrics = self._describe(total, updates, skipped, minibatches, estimates, counted=len(planned) - skipped)
+        if self.divergence_bound is not None:
+            self.divergence_bound.end_step(sum(update.lr for update in updates))
+            if updates:
+                scheduled = learning_rate(step, settings, steps=self.config.steps)
+                metrics["learner/lr_fraction"] = metrics["learner/lr"] / scheduled
         metrics["learner/flops"] = self._count_flops(batch, scores, warmup=warmup)
         return metrics | batch_metrics(batch, estimates.advantages, self.data_ranks)
 
@@ -237,12 +240,9 @@ class Trainer:
         own = self._flops.step(batch, passes=passes)
         return float(self.data_ranks.sum(torch.tensor([own], dtype=torch.float64)))
 
-    def _learning_rate(self, step: int, metrics: StepMetrics) -> float:
-        """Returns the scheduled rate, scaled by the square root of the effective sample size with
-        `learner.ess_scaled_lr`."""
-        settings = self.config.learner
-        scale = metrics.ess(self.data_ranks) ** 0.5 if settings.ess_scaled_lr else 1.0
-        rate = scale * learning_rate(step, settings, steps=self.config.steps)
+    def _learning_rate(self, step: int) -> float:
+        """Returns the scheduled rate, or what `algorithm.max_divergence` leaves of it."""
+        rate = learning_rate(step, self.config.learner, steps=self.config.steps)
         return rate if self.divergence_bound is None else self.divergence_bound.rate(rate, self.data_ranks)
 
     def _find_culprits(self, batch: Batch, scores: Scores) -> str:

@@ -219,7 +219,7 @@ def _setup(config: Config, steps: int, generators_per_device: int) -> Setup:
     return Setup(
         generators=config.launch.generators,
         learners=config.launch.learners,
-        max_staleness=config.replay.staleness_limit,
+        max_staleness=config.replay.max_staleness,
         groups_per_step=config.replay.groups_per_step,
         group_size=config.generator.group_size,
         max_running_groups=config.generator.max_running_groups,

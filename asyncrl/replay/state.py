@@ -58,8 +58,7 @@ class QueueState:
         self.selection = RowSelection(config=config, rows=PassRates(prompts.num_rows))
         self.ledger = Ledger(
             groups_per_step=config.replay.groups_per_step,
-            max_staleness=config.replay.staleness_limit,
-            admission_limit=config.replay.first_limit,
+            max_staleness=config.replay.max_staleness,
             in_order=config.replay.order == "ticket",
         )
         self.staleness_controller = StalenessController.of(config)

@@ -195,7 +195,7 @@ def _remedy(alarm: Alarm, config: Config) -> str:
     if alarm.signal == "divergence" and alarm.mismatch > MISMATCH * alarm.value:
         return "use the same model.dtype and kernels on both sides, and see correction/mismatch_kl"
     rate = f"lower learner.lr ({config.learner.lr:g} -> {config.learner.lr / 2:g})"
-    limit = config.replay.staleness_limit
+    limit = config.replay.max_staleness
     if alarm.staleness < 0.5 or not limit:
         return rate
     return f"{rate}, or replay.max_staleness ({limit} -> {limit // 2})"
