@@ -27,6 +27,7 @@ STATUS: dict[str, Any] = {
     "generator_environments": 0.0,
     "metrics": {},
     "links": {},
+    "collapse": {},
 }
 STEPS = 30
 

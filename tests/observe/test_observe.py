@@ -27,7 +27,7 @@ STATUS = {
               "waiting_episodes": 0},
     },
     "eval": {"prompts_done": 0, "last": None, "running": []},
-    "generators_wanted": 1, "catching_up": None,
+    "generators_wanted": 1, "catching_up": None, "collapse": {},
 }  # fmt: skip
 
 
