@@ -241,8 +241,8 @@ def verdict_of(
 
 
 def after_collapse(verdict: Verdict, collapse: Mapping[str, Any]) -> Verdict:
-    """Returns the verdict on a run whose `collapse` is that of its status or summary: while an alarm lasts, its sentence
-    takes the place of the bottleneck, and changes with older tokens are left out."""
+    """Returns the verdict on a run with this `collapse` in its status or summary: while an alarm lasts, its sentence in
+    place of the bottleneck's, without the changes that make tokens older."""
     if not collapse.get("active"):
         return verdict
     changes = [change for change in verdict.changes if change.bound not in ("staleness", "environment")]

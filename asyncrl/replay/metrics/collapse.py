@@ -6,11 +6,11 @@
                   gets worse
     reward        the policy has become worse                                < REWARD of its best
 
-An alarm is raised when a signal has lasted for its number of steps, and ends when it has been away for CALM_STEPS. Steps
-that do not tell a signal, as those without tokens, neither make nor end one.
+An alarm is raised when a signal has lasted for its number of steps, and ends when it has been away for CALM_STEPS. A
+step that does not tell a signal, as one without tokens, neither makes nor ends one.
 
-With several updates a step the metrics are of all of them, and include how far those before have moved the policy, which
-the loss bounds by its clipping. So the limits are wider by the number of updates.
+With several updates a step the metrics are of all of them: they include how far the first ones have moved the policy,
+within the bounds of the loss. So the limits are wider by the number of updates.
 """
 
 from __future__ import annotations
@@ -39,8 +39,10 @@ ENTROPY_RISE, ENTROPY_NATS, ENTROPY_FALL, WORSE = 2.0, 0.5, 0.05, 0.9
 the reward is below WORSE of its best: a policy that solves its task has a low entropy, too."""
 SMOOTHED_STEPS = 5
 """Steps that a reward is the mean of."""
-NOISE = 5.0
-"""Standard errors by which a smoothed reward has fallen at least: the best of many steps is three above their mean."""
+NOISE = 6.0
+"""Standard errors by which a smoothed reward falls at least: the best of many steps is above their mean by chance."""
+MAX_VALUE = 1e100
+"""A metric beyond, or one that is no number, counts as missing: its square is a number, too."""
 MISMATCH = 0.5
 """Share of the divergence that the tokens of staleness 0 have, from which on the engine's numerics are the cause."""
 
@@ -111,9 +113,9 @@ class CollapseWatch(Durable):
     def after_step(self, step: int, metrics: Mapping[str, float], config: Config) -> CollapseWatch:
         """Returns the watch after a step with these metrics."""
         watch = deepcopy(self)
-        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        for reading in watch._read(finite, config):
-            watch._note(reading, step, finite)
+        known = {name: value for name, value in metrics.items() if abs(value) < MAX_VALUE}
+        for reading in watch._read(known, config):
+            watch._note(reading, step, known)
         watch.alarms.sort(key=lambda alarm: (alarm.since_step, alarm.raised_step))
         return watch
 
@@ -227,7 +229,7 @@ def _advice(alarm: Alarm, config: Config) -> str:
         cause = "The engine's log-probs differ from the learner's at the same version"
         return f"{cause}: use the same model.dtype and kernels on both sides, and see correction/mismatch_kl"
     if alarm.signal == "reward":
-        return f"The policy did not diverge before: see what it writes (`asyncrl samples`), and if its data is alike, {rate}"
+        return f"The policy did not diverge before: see what it writes (`asyncrl samples`) and its data, or {rate}"
     limit = config.replay.staleness_limit
     if alarm.staleness < 0.5 or not limit:
         return f"The updates are too large: {rate}"
