@@ -212,7 +212,7 @@ def show_plan(console: Console, run: Path, *, devices: int, max_staleness: int) 
     if measured.collapse:
         limit = measured.setup.max_staleness
         max_staleness = min(max_staleness, limit - 1)
-        why = f"only limits below its {limit} are tried" if limit else "no limit is below its 0: change that first"
+        why = f"only limits below {limit} are tried" if limit else "no limit is below 0: change that first"
         console.print(
             f"{run} {measured.collapse}\n{why}", style="yellow", highlight=False, markup=False, soft_wrap=True
         )

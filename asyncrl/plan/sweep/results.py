@@ -127,7 +127,6 @@ def read_cell(cell: Cell) -> CellResult:
     summary: dict[str, Any] = read_json(cell.run_dir / "summary.json")
     rows = [row for row in read_metrics(cell.run_dir / "metrics.jsonl") if "reward/mean" in row and OF_STEP in row]
     collapse: dict[str, Any] = summary.get("collapse", {})
-    has_collapsed = collapse.get("collapsed") or collapse.get("stopped")
     ess = [row["correction/ess"] for row in rows[len(rows) // 2 :] if "correction/ess" in row]
     return CellResult(
         max_staleness=cell.max_staleness,
@@ -140,7 +139,7 @@ def read_cell(cell: Cell) -> CellResult:
         steps=[int(row["step"]) for row in rows],
         seconds=[row["time/elapsed_s"] for row in rows],
         rewards=smoothed([row["reward/mean"] for row in rows]),
-        collapse=collapse["sentence"] if has_collapsed else "",
+        collapse=collapse["sentence"] if collapse.get("collapsed") or collapse.get("stopped") else "",
     )
 
 
