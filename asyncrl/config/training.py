@@ -112,8 +112,9 @@ class LearnerConfig(Section):
     max_skipped_updates: int = Field(default=5, ge=0)
     """An update whose loss or gradient is not finite is skipped; more consecutive ones than this end the run."""
     on_collapse: Literal["warn", "stop", "rollback"] = "warn"
-    """When the policy diverges from the one that sampled its tokens, or its reward falls for long: report it (warn),
-    end the run (stop), or continue from the last checkpoint before with half of `lr`, at most twice (rollback)."""
+    """When an alarm of a collapse lasts (docs/staleness.md) and the reward is below 0.9 of its best: the alarm alone
+    (warn), end the run (stop), or continue from the last checkpoint before, else from the initial model, with half of
+    `lr`, at most twice (rollback)."""
     zero_stage: Literal[0, 1, 2, 3] = 0
     """DeepSpeed ZeRO stage. Sharded over learner ranks: 0 nothing, 1 optimizer, 2 also gradients, 3 also weights."""
     offload: Literal["none", "optimizer", "all"] = "none"

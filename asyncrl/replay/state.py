@@ -226,9 +226,8 @@ class QueueState:
         self.selection.committed()
         self.evaluation.committed(step, due=body["evaluates"])
         self.evaluation.next_metrics()
-        alarms = len(self.measure.collapse.alarms)
         self.measure.committed(step, groups, metrics, at_s, generators=self.generators_wanted)
-        if self.config.learner.on_collapse != "warn" and len(self.measure.collapse.alarms) > alarms:
+        if self.config.learner.on_collapse != "warn" and self.measure.collapse.stop_step == step:
             self._stop({"reason": COLLAPSE})
         self.committed = {name: metrics[name] for name in body["own"]}
         if self.staleness_controller is not None:

@@ -195,7 +195,7 @@ class Store:
         own = step_metrics(self.state, step, at_s)
         collapse = self.state.measure.collapse_after(step, metrics | own)
         own["collapse/alarms"] = float(len(collapse.active))
-        if len(collapse.alarms) > len(self.state.measure.collapse.alarms):
+        if collapse.raised(step):
             log.warning("collapse", step=step, reason=collapse.summary(self.config)["sentence"])
         body = {
             "step": step,
