@@ -63,9 +63,10 @@ def test_the_collapse_of_a_recorded_run_is_found_while_it_begins() -> None:
     assert (early["step"], early["raised_step"], early["collapsed"], early["active"]) == (12, 14, False, True)
     assert early["sentence"] == (
         "diverges since step 12: the policy was up to 0.27 nats a token from the one that sampled its tokens from "
-        "step 12 on. The policy moves too far in the 2 steps after which a token is trained: lower learner.lr "
-        "(0.0005 -> 0.00025), or replay.max_staleness (2 -> 1)"
+        "step 12 on. The policy moves too far in the 2 steps after which a token is trained: set "
+        "algorithm.max_divergence=0.02, or lower learner.lr (0.0005 -> 0.00025), or lower replay.max_staleness (2 -> 1)"
     )
+    assert [one.stop_step for one in watches[13:17]] == [None, None, None, 17] and watches[-1].stop_step == 17
     assert end["collapsed"] and end["sentence"].startswith("collapsed at step 12: the policy was up to 0.67 nats")
     assert "then the reward was below 0.27, down to 0.0851, from step 20 on" in end["sentence"]
     later = watch([*recorded("collapsed"), *[recorded("collapsed")[-1]] * 20])[-1]
@@ -160,7 +161,7 @@ def test_alarms_are_in_the_order_of_their_first_steps() -> None:
     [
         ({"correction/mismatch_kl": 0.2}, "The engine's log-probs differ from the learner's at the same version: use"),
         ({"staleness/mean": 0.1}, "The updates are too large: lower learner.lr (0.0005 -> 0.00025)"),
-        ({"staleness/mean": 1.5}, "The policy moves too far in the 1.5 steps after which a token is trained: lower"),
+        ({"staleness/mean": 1.5}, "The policy moves too far in the 1.5 steps after which a token is trained: set"),
     ],
 )
 def test_the_cause_is_named(metrics: dict[str, float], advice: str) -> None:
@@ -173,25 +174,46 @@ def test_a_watch_is_stored_after_any_step() -> None:
         assert of_plain(CollapseWatch, json.loads(json.dumps(to_plain(CollapseWatch, one)))) == one
 
 
+def test_an_alarm_is_no_reason_to_stop_while_the_reward_is_as_good_as_before() -> None:
+    far = changed([0.3] * 30)
+    assert watch(far)[-1].active and watch(far)[-1].stop_step is None
+    worse = [step | {"reward/mean": 0.2} for step in far]
+    watches = watch([*far, *worse, *changed([0.01] * 40)])
+    assert watches[29].stop_step is None and watches[-1].stop_step is None
+    assert {one.stop_step for one in watches[34:59]} <= {32, 33, 34}
+    assert watch([step | {"reward/mean": 0.0} for step in far])[-1].stop_step == 5, "it has never learned"
+
+
+def test_the_loss_that_bounds_nothing_is_named() -> None:
+    config = small_config(algorithm__loss="decoupled_ppo", algorithm__max_divergence=0.1)
+    sentence = watch([step | {"staleness/mean": 2.0} for step in changed([0.3] * 3)], config)[-1].summary(config)
+    assert "use algorithm.loss=ppo_clip, which bounds that, or lower learner.lr" in sentence["sentence"]
+
+
 @pytest.mark.parametrize("on_collapse", ["warn", "stop"])
 def test_a_queue_that_dies_in_between_raises_the_same_alarms(tmp_path: Path, on_collapse: str) -> None:
-    config = small_config(steps=8, learner__on_collapse=on_collapse)
+    config = small_config(steps=20, learner__on_collapse=on_collapse)
     queue = open_queue(tmp_path, config)
-    seen: list[tuple[Any, float, bool]] = []
-    for step in range(1, 6):
+    alarms: list[float] = []
+    stopped_at: list[int] = []
+    for step in range(1, 13):
         for lease in ask_queue(queue, 0, step - 1, 100)[0]:
-            finish(queue, lease, step - 1)
-        assert queue.take(0, step)[0] == "shard"
+            finish(queue, lease, step - 1, rewards=(0.0, 1.0 if step < 7 else 0.1))
+        if queue.take(0, step)[0] != "shard":
+            break
         committed = queue.commit(step, HEALTHY | {"correction/behavior_kl": 0.2 if step > 2 else 0.0})
         queue.write()
-        seen.append((queue.state.measure.collapse, committed.metrics["collapse/alarms"], committed.collapsed))
+        watched = queue.state.measure.collapse
+        alarms.append(committed.metrics["collapse/alarms"])
+        stopped_at += [step] if committed.collapsed else []
         kill_queue(queue)
         queue = open_queue(tmp_path, config)
-        assert queue.state.measure.collapse == seen[-1][0]
-    assert [(alarms, collapsed) for _, alarms, collapsed in seen] == [
-        (0, False), (0, False), (0, False), (0, False), (1, on_collapse == "stop"),
-    ]  # fmt: skip
-    (alarm,) = queue.status()["collapse"]["alarms"]
+        assert queue.state.measure.collapse == watched
+    assert alarms[:5] == [0, 0, 0, 0, 1]
+    stop_step = queue.state.measure.collapse.stop_step
+    assert stop_step is not None and 7 < stop_step < 12
+    assert stopped_at == ([stop_step] if on_collapse == "stop" else [])
+    alarm = queue.status()["collapse"]["alarms"][0]
     assert (alarm["since_step"], alarm["raised_step"]) == (3, 5)
     assert queue.summary()["collapse"]["stopped"] == (on_collapse == "stop")
     queue.close()
