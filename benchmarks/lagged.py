@@ -94,8 +94,8 @@ class Sampler:
 
 
 def train_lagged(config: Config, ranks: Ranks, endpoints: Endpoints, *, lag: int) -> Iterator[dict[str, float]]:
-    """Trains `config.steps` steps with tokens that are `lag` versions old, or with `replay.max_staleness: auto` as old
-    as it allows. Yields the metrics of each step, with `reward/mean`, the mean reward of the version that it trains."""
+    """Trains `config.steps` steps with tokens that are `lag` versions old, or less where `algorithm.max_divergence`
+    lowers the limit. Yields the metrics of each step, with the mean reward of the version that it trains."""
     from asyncrl.learner.algorithm import make_algorithm
     from asyncrl.learner.collate import collate
     from asyncrl.learner.critic.value_function import Critic
@@ -106,7 +106,7 @@ def train_lagged(config: Config, ranks: Ranks, endpoints: Endpoints, *, lag: int
     trainer = Trainer(config, ranks, algorithm, Critic(config, ranks) if algorithm.needs_critic else None)
     sampler = Sampler(config, endpoints)
     controller = StalenessController.of(config)
-    limit = lag if controller is None else controller.low
+    limit = lag
     try:
         sampler.engine.swap(0, list(trainer.policy.sent_slices()))
         sampled = [sampler.sample() for _ in range(limit + 1)]
