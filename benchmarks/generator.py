@@ -198,9 +198,9 @@ ROW = Row(
 )
 
 if __name__ == "__main__":
-    from asyncrl.generator.vllm_backend.setup import ENVIRONMENT
+    from asyncrl.generator.vllm_backend.setup import CONDITIONS, DEFAULTS
 
-    os.environ.update(ENVIRONMENT)
+    os.environ.update(DEFAULTS | CONDITIONS)
     measured = {"of_llm": of_llm, "in_turns": in_turns, "of_engines": of_engines}[sys.argv[1]]
     settings = dict(parse_override(text) for text in sys.argv[3:])
     print(json.dumps(measured(load_config("demo", settings), int(sys.argv[2]))))

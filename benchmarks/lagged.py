@@ -1,5 +1,5 @@
-"""Trains by the real learner, engine, rewards and environments in one process, in which every token is a fixed number of
-steps old when it is trained.
+"""Trains by the real learner, engine, rewards and environments in one process, in which every token is a fixed number
+of steps old when it is trained.
 
 Generation and training take turns, so the result depends on config and seed alone, not on the speed of the machine:
 batch k is sampled by version k - 1 - lag (the first lag + 1 batches by version 0), and trained at version k - 1.
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 TICK_S = 0.001
 """Pause while rewards and environments of other processes are waited for."""
+TOLERANCE = 1e-6
+"""Rewards of a group that differ by less are equal."""
 DEADLINE_S = 300.0
 """Deadline for the groups of one batch."""
 
@@ -34,6 +36,7 @@ class Sampler:
         from asyncrl.environments.pool import EnvironmentPool
         from asyncrl.generator.engine import make_engine
         from asyncrl.generator.group_runner import GroupRunner
+        from asyncrl.learner.algorithm import check_algorithm, is_group_relative
         from asyncrl.rewards.workers import RewardPool
 
         self.config = config
@@ -50,6 +53,7 @@ class Sampler:
         self._runner = GroupRunner(config, self.engine, rewards=rewards, environments=environments)
         self._prompts = PromptCursor(config, limit_tokens=self.engine.window_tokens - config.generator.max_new_tokens)
         self._ticket = 0
+        self._refunds = is_group_relative(check_algorithm(config)[0])
 
     def close(self) -> None:
         self._stack.close()
@@ -61,6 +65,7 @@ class Sampler:
         from asyncrl.types import Lease
 
         wanted, running, deadline_s = self.config.replay.groups_per_step, 0, time.monotonic() + DEADLINE_S
+        penalty = self.config.algorithm.truncated_penalty
         groups: list[Group] = []
         rewards: list[float] = []
         while len(groups) < wanted:
@@ -75,8 +80,8 @@ class Sampler:
                 if problem := next(filter(None, scored.errors), None):
                     raise RuntimeError(f"a completion has no reward: {problem}")
                 rewards += scored.rewards
-                if max(scored.rewards) - min(scored.rewards) > 1e-6:
-                    groups.append(make_group(group, scored, generator=0))
+                if not self._refunds or max(scored.rewards) - min(scored.rewards) > TOLERANCE:
+                    groups.append(make_group(group, scored, generator=0, truncated_penalty=penalty))
             if time.monotonic() > deadline_s:
                 raise TimeoutError(f"{running} groups were not scored within {DEADLINE_S:g} s")
         return sorted(groups, key=lambda group: group.ticket), fmean(rewards)
@@ -89,17 +94,19 @@ class Sampler:
 
 
 def train_lagged(config: Config, ranks: Ranks, endpoints: Endpoints, *, lag: int) -> Iterator[dict[str, float]]:
-    """Trains `config.steps` steps with tokens that are `lag` versions old, or with `replay.max_staleness: auto` as old
-    as it allows. Yields the metrics of each step, with `reward/mean`, the mean reward of the version that it trains."""
+    """Trains `config.steps` steps with tokens that are `lag` versions old, or less where `algorithm.max_divergence`
+    lowers the limit. Yields the metrics of each step, with the mean reward of the version that it trains."""
     from asyncrl.learner.algorithm import make_algorithm
     from asyncrl.learner.collate import collate
+    from asyncrl.learner.critic.value_function import Critic
     from asyncrl.learner.trainer import Trainer
     from asyncrl.replay.staleness_control import StalenessController
 
-    trainer = Trainer(config, ranks, make_algorithm(config))
+    algorithm = make_algorithm(config)
+    trainer = Trainer(config, ranks, algorithm, Critic(config, ranks) if algorithm.needs_critic else None)
     sampler = Sampler(config, endpoints)
     controller = StalenessController.of(config)
-    limit = lag if controller is None else controller.low
+    limit = lag
     try:
         sampler.engine.swap(0, list(trainer.policy.sent_slices()))
         sampled = [sampler.sample() for _ in range(limit + 1)]

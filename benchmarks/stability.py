@@ -6,7 +6,8 @@ goes on where it stopped, and so that a candidate can be added.
 
     python -m benchmarks.stability                                    # all cells, about two hours on two cores
     python -m benchmarks.stability --tasks guess --candidates ppo_clip --staleness 2 --seeds 1
-    python -m benchmarks.stability --show                             # the table of the finished cells
+    python -m benchmarks.stability --presets                          # the presets at their own limits
+    python -m benchmarks.stability --show                             # the tables of the finished cells
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import product
-from multiprocessing import get_context
 from pathlib import Path
+from queue import SimpleQueue
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
@@ -38,15 +40,17 @@ SMOOTHED_STEPS = 5
 """Steps that the reward at the end, and the best reward, are means of."""
 COLLAPSED = 0.7
 """A run has collapsed if its reward at the end is below this fraction of its own best."""
-CELLS_PER_PROCESS = 20
+CELLS_PER_PROCESS = 12
 """DeepSpeed keeps memory of the models that a process has trained."""
+CELL_S = 600.0
+"""Deadline of a training."""
 
 FOUR = "learner.minibatches=4"
 TASKS: dict[str, list[str]] = {
-    "demo": ["demo", "rewards=exact", "steps=60", "learner.warmup_steps=10", "learner.lr_schedule=constant"],
+    "demo": ["demo", "steps=60", "learner.warmup_steps=10", "learner.lr_schedule=constant"],
     "guess": ["guess", "steps=45"],
     "long tail": [
-        "demo", "rewards=exact", "steps=45", "model.path=demo/spaces-model", "recipe=null", "generator.max_new_tokens=53",
+        "demo", "steps=45", "model.path=demo/spaces-model", "generator.max_new_tokens=53",
         "replay.groups_per_step=16", "learner.warmup_steps=5", "learner.lr_schedule=constant",
     ],
 }  # fmt: skip
@@ -69,12 +73,17 @@ CANDIDATES: dict[str, list[str]] = {
         "algorithm.loss=decoupled_ppo", "algorithm.correction={level: geometric, mode: mask, low: 0.8, high: 1.25}",
     ],
     "decoupled_ppo, mask_delta 0.1": ["algorithm.loss=decoupled_ppo", "algorithm.correction={mask_delta: 0.1}"],
-    "decoupled_ppo, ess_scaled_lr": ["algorithm.loss=decoupled_ppo", "learner.ess_scaled_lr=true"],
-    "decoupled_ppo, auto": ["algorithm.loss=decoupled_ppo", "replay.max_staleness=auto"],
+    "decoupled_ppo, max_divergence 0.02": ["algorithm.loss=decoupled_ppo", "algorithm.max_divergence=0.02"],
+    "ppo_clip, max_divergence 0.02": ["algorithm.loss=ppo_clip", "algorithm.max_divergence=0.02"],
     "decoupled_ppo, 4 updates": ["algorithm.loss=decoupled_ppo", FOUR],
     "ppo_clip, 4 updates": ["algorithm.loss=ppo_clip", FOUR],
 }  # fmt: skip
 """Overrides of each candidate."""
+PRESETS = (
+    "demo", "guess", "calculator", "grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "cispo", "gspo", "ppo_gae",
+)  # fmt: skip
+"""The presets for a laptop, each a task of its name that is trained at its own limit."""
+AS_SHIPPED = "as shipped"
 ON_POLICY = {False: "decoupled_ppo", True: "decoupled_ppo, 4 updates"}
 """The candidates that are trained at staleness 0, by whether a step has four updates. The others have the same gradient
 there, since all ratios of a first update are 1."""
@@ -105,10 +114,6 @@ class Result(Cell):
     ess: float
     """Smallest effective sample size of a step."""
     seconds: float
-    rewards: list[float]
-    divergences: list[float]
-    sizes: list[float]
-    """Effective sample size of each step."""
 
     @property
     def collapsed(self) -> bool:
@@ -119,33 +124,40 @@ def train(cell: Cell) -> Result:
     """Trains a cell in this process."""
     import torch
 
-    from asyncrl.config import load_config, parse_override
+    from asyncrl.config import AUTO, load_config
+    from asyncrl.data.parquet import count_sources
+    from asyncrl.rewards.auto import choose_rewards
     from benchmarks.lagged import train_lagged
 
     torch.set_num_threads(1)
-    preset, *overrides = TASKS[cell.task]
-    overrides += ["generator.engine=transformers", "replay.max_staleness=16", f"seed={cell.seed}"]
-    auto = f"replay.auto_options={{low: {min(1, cell.staleness)}, high: {cell.staleness}}}"
-    config = load_config(preset, dict(map(parse_override, [*overrides, *CANDIDATES[cell.candidate], auto])))
+    preset, *overrides = TASKS.get(cell.task, [cell.task])
+    overrides += [f"replay.max_staleness={cell.staleness}", "generator.engine=transformers", f"seed={cell.seed}"]
+    config = load_config(preset, [*overrides, *CANDIDATES.get(cell.candidate, [])])
+    if config.rewards == AUTO:
+        rewards = choose_rewards(config, count_sources(config, ["train"]))
+        config = config.model_copy(update={"rewards": rewards})
     began_s = time.monotonic()
     steps = list(train_lagged(config, *_group_of_one(), lag=cell.staleness))
-    rewards, divergences, sizes = (
-        [round(step[name], 5) for step in steps] for name in ("reward/mean", "correction/behavior_kl", "correction/ess")
-    )
+    rewards = [step["reward/mean"] for step in steps]
     smooth = [fmean(rewards[at : at + SMOOTHED_STEPS]) for at in range(len(rewards) - SMOOTHED_STEPS + 1)]
-    return Result(
-        **asdict(cell), end=smooth[-1], best=max(smooth), area=fmean(rewards), divergence=max(divergences),
-        ess=min(sizes), seconds=time.monotonic() - began_s, rewards=rewards, divergences=divergences, sizes=sizes,
-    )  # fmt: skip
+    figures = {
+        "end": smooth[-1],
+        "best": max(smooth),
+        "area": fmean(rewards),
+        "divergence": max(step["correction/behavior_kl"] for step in steps),
+        "ess": min(step["correction/ess"] for step in steps),
+        "seconds": time.monotonic() - began_s,
+    }
+    return Result(**asdict(cell), **{name: float(f"{figure:.4g}") for name, figure in figures.items()})
 
 
 _OPEN = ExitStack()
-"""What stays open until the process ends."""
+"""Keeps the process group: DeepSpeed can be used with one in the life of a process."""
 
 
 @cache
 def _group_of_one() -> tuple[Ranks, Endpoints]:
-    """The process group of this process alone: DeepSpeed can be used with one in the life of a process."""
+    """The process group of this process alone."""
     from asyncrl.launch.resources.network import find_port
     from asyncrl.learner.distributed import process_group
     from asyncrl.wire.endpoints import Endpoints
@@ -161,59 +173,74 @@ def cells(tasks: Sequence[str], candidates: Sequence[str], staleness: Sequence[i
             yield Cell(task, candidate, lag, seed)
 
 
+def presets(seeds: int) -> Iterator[Cell]:
+    """Yields the cells of the presets at their own limits."""
+    from asyncrl.config import load_config
+
+    for seed, name in product(range(seeds), PRESETS):
+        yield Cell(name, AS_SHIPPED, load_config(name).replay.max_staleness, seed)
+
+
 def read(file: Path) -> list[Result]:
     """Returns the results in the file."""
     return [Result(**json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def run(wanted: Sequence[Cell], file: Path, workers: int) -> None:
-    """Trains the cells, and appends each result to the file."""
+    """Trains the cells in processes of their own, which append each result to the file."""
     prepare({cell.task for cell in wanted})
-    cores = get_context("spawn").SimpleQueue()
-    for core in sorted(os.sched_getaffinity(0))[-workers:] * (1 + len(wanted) // CELLS_PER_PROCESS):
+    cores = SimpleQueue[int]()
+    for core in sorted(os.sched_getaffinity(0))[-workers:]:
         cores.put(core)
-    with (
-        ProcessPoolExecutor(
-            workers, get_context("spawn"), initializer=_pin, initargs=(cores,), max_tasks_per_child=CELLS_PER_PROCESS
-        ) as pool,
-        file.open("a") as lines,
-    ):
-        trainings = [pool.submit(train, cell) for cell in wanted]
-        for number, training in enumerate(as_completed(trainings), start=1):
-            result = training.result()
+
+    def train_apart(part: Sequence[Cell]) -> None:
+        core = cores.get()
+        argument = json.dumps([asdict(cell) for cell in part])
+        command = [sys.executable, "-m", "benchmarks.stability", "--results", str(file), "--core", str(core), argument]
+        subprocess.run(command, check=True, timeout=CELL_S * len(part))
+        cores.put(core)
+
+    parts = [wanted[at : at + CELLS_PER_PROCESS] for at in range(0, len(wanted), CELLS_PER_PROCESS)]
+    with ThreadPoolExecutor(workers) as threads:
+        for done, _ in enumerate(threads.map(train_apart, parts), start=1):
+            print(f"{min(done * CELLS_PER_PROCESS, len(wanted))} of {len(wanted)}", flush=True)
+
+
+def train_here(cells: Sequence[Cell], file: Path, core: int) -> None:
+    """Trains the cells on a core, and appends each result to the file."""
+    os.sched_setaffinity(0, {core})
+    for cell in cells:
+        result = train(cell)
+        with file.open("a") as lines:
             lines.write(json.dumps(asdict(result)) + "\n")
-            lines.flush()
-            print(
-                f"{number}/{len(wanted)} {result.task}, {result.candidate}, staleness {result.staleness}, seed "
-                f"{result.seed}: {result.end:.2f} at the end, {result.area:.2f} on average, divergence "
-                f"{result.divergence:.3f}, ESS {result.ess:.2f}, {result.seconds:.0f} s",
-                flush=True,
-            )  # fmt: skip
-
-
-def _pin(cores: object) -> None:
-    os.sched_setaffinity(0, {cores.get()})  # type: ignore[attr-defined]
+        print(
+            f"{result.task}, {result.candidate}, staleness {result.staleness}, seed {result.seed}: {result.end:.2f} at "
+            f"the end, {result.area:.2f} on average, divergence {result.divergence:.3f}, ESS {result.ess:.2f}, "
+            f"{result.seconds:.0f} s",
+            flush=True,
+        )
+    os._exit(0)  # the process group stays open until then
 
 
 def prepare(tasks: set[str]) -> None:
     """Makes the models and data of the tasks that do not exist."""
-    from asyncrl.config import load_config, parse_override
+    from rich.console import Console
+
+    from asyncrl.config import load_config
+    from asyncrl.launch.preflight import run_recipes
     from benchmarks.no_signal import LONG_MODEL, make_long_model
 
     for task in sorted(tasks):
-        preset, *overrides = TASKS[task]
-        config = load_config(preset, dict(map(parse_override, overrides)))
-        if not Path(config.data.train_files[0]).exists() or not (Path(config.model.path) / "config.json").exists():
-            make(task)
-
-
-def make(task: str) -> None:
-    raise SystemExit(f"TODO {task}")
+        run_recipes(load_config(TASKS.get(task, [task])[0]), Console())
+        if task == "long tail" and not LONG_MODEL.exists():
+            make_long_model()
 
 
 def table(results: Sequence[Result], *, task: str) -> Iterator[str]:
-    """Yields the lines of a Markdown table: a row for each candidate, a column for each staleness."""
-    own = [result for result in results if result.task == task]
+    """Yields the lines of a Markdown table: a row for each candidate, a column for each staleness. A field has the
+    median reward at the end and, in brackets, that of the area against staleness 0 with the same seed; the largest
+    divergence; the smallest effective sample size; and the number of runs that collapsed, if any did."""
+    own = [result for result in results if result.task == task and result.candidate != AS_SHIPPED]
     staleness = sorted({result.staleness for result in own})
     yield f"| {task} | " + " | ".join(f"staleness {lag}" for lag in staleness) + " |"
     yield "|---" * (len(staleness) + 1) + "|"
@@ -227,14 +254,23 @@ def table(results: Sequence[Result], *, task: str) -> Iterator[str]:
             yield f"| {candidate} | " + " | ".join(fields) + " |"
 
 
+def table_of_presets(results: Sequence[Result]) -> Iterator[str]:
+    """Yields the lines of a Markdown table with the presets at their own limits, and fields as in `table`."""
+    yield "| preset | staleness | |\n|---|---|---|"
+    for name in PRESETS:
+        if runs := [result for result in results if (result.task, result.candidate) == (name, AS_SHIPPED)]:
+            yield f"| `{name}` | {runs[0].staleness} | {_describe(runs, {})} |"
+
+
 def _describe(runs: Sequence[Result], on_policy: dict[tuple[str, int], Result]) -> str:
     four = "4 updates" in runs[0].candidate
-    ratios = [r.area / base.area for r in runs if (base := on_policy.get((ON_POLICY[four], r.seed)))]
-    area = f", {median(ratios):.2f}" if ratios else ""
-    collapsed = sum(r.collapsed for r in runs)
-    ending = f"{median(r.end for r in runs):.2f}{area}"
-    worst = f"{max(r.divergence for r in runs):.3f}, {min(r.ess for r in runs):.2f}"
-    return f"{ending}; {worst}" + (f"; **{collapsed}/{len(runs)}**" if collapsed else "")
+    ratios = [run.area / base.area for run in runs if (base := on_policy.get((ON_POLICY[four], run.seed)))]
+    area = f" ({median(ratios):.2f})" if ratios else ""
+    collapsed = sum(run.collapsed for run in runs)
+    return (
+        f"{median(run.end for run in runs):.2f}{area}, {max(run.divergence for run in runs):.2g}, "
+        f"{min(run.ess for run in runs):.2f}" + (f", **{collapsed} of {len(runs)}**" if collapsed else "")
+    )
 
 
 def main() -> None:
@@ -243,22 +279,27 @@ def main() -> None:
     parser.add_argument("--candidates", nargs="*", default=list(CANDIDATES), choices=list(CANDIDATES))
     parser.add_argument("--staleness", type=int, nargs="*", default=list(STALENESS))
     parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--presets", action="store_true", help="the presets at their own limits")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="one core each")
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--core", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("cells", nargs="?", help=argparse.SUPPRESS)
     parser.add_argument("--show", action="store_true", help="print the tables of the finished cells only")
     options = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    if not options.show:
-        done = {(r.task, r.candidate, r.staleness, r.seed) for r in read(options.results)}
-        wanted = cells(options.tasks, options.candidates, options.staleness, options.seeds)
-        run(
-            [c for c in wanted if (c.task, c.candidate, c.staleness, c.seed) not in done],
-            options.results,
-            options.workers,
-        )
+    if options.cells:
+        train_here([Cell(**cell) for cell in json.loads(options.cells)], options.results, options.core)
     results = read(options.results)
+    if not options.show:
+        done = {(result.task, result.candidate, result.staleness, result.seed) for result in results}
+        wanted = cells(options.tasks, options.candidates, options.staleness, options.seeds)
+        wanted = presets(options.seeds) if options.presets else wanted
+        left = [cell for cell in wanted if (cell.task, cell.candidate, cell.staleness, cell.seed) not in done]
+        run(left, options.results, options.workers)
+        results = read(options.results)
     for task in options.tasks:
         print("\n".join(table(results, task=task)), end="\n\n")
+    print("\n".join(table_of_presets(results)))
 
 
 if __name__ == "__main__":

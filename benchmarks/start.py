@@ -14,9 +14,9 @@ from benchmarks.frame import CannotRun, Limit, Round, Row, one_thread, output_of
 RUN = "bench-start"
 TIMEOUT_S = 240.0
 LOAD = """
-from asyncrl.generator.vllm_backend.setup import ENVIRONMENT
+from asyncrl.generator.vllm_backend.setup import CONDITIONS, DEFAULTS
 import os, sys
-os.environ.update(ENVIRONMENT)
+os.environ.update(DEFAULTS | CONDITIONS)
 from vllm import LLM
 LLM(model=sys.argv[1], dtype="float32", enforce_eager=True, kv_cache_memory_bytes=1 << 28, disable_log_stats=True)
 """

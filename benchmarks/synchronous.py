@@ -155,9 +155,9 @@ def trajectory(output: RequestOutput) -> Any:
 
 def main() -> None:
     from asyncrl.config import load_config, parse_override
-    from asyncrl.generator.vllm_backend.setup import ENVIRONMENT
+    from asyncrl.generator.vllm_backend.setup import CONDITIONS, DEFAULTS
 
-    os.environ.update(ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "DS_ACCELERATOR": "cpu"})
+    os.environ.update(DEFAULTS | CONDITIONS | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "DS_ACCELERATOR": "cpu"})
     from asyncrl.launch.resources.network import find_port
     from asyncrl.learner.distributed import process_group
     from asyncrl.wire.endpoints import Endpoints

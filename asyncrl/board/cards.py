@@ -44,6 +44,8 @@ class Card:
     """Mean of the first and of the last steps."""
     tokens_per_s: float | None = None
     goodput: float | None = None
+    alarms: int = 0
+    """Alarms of a collapse that last."""
     updated_s: float = 0.0
     """Unix time of the last change."""
     curve: list[float] = field(default_factory=list[float])
@@ -106,6 +108,7 @@ def make_card(path: Path, *, running: bool) -> Card:
         reward=measured if first is None or latest is None else (first, latest),
         tokens_per_s=summary.get("tokens_per_s", last.get("throughput/trained_tokens_per_s")),
         goodput=summary.get("goodput", goodput_of(last)).get("total"),
+        alarms=int(last.get("collapse/alarms", 0)),
         updated_s=updated_s,
         curve=[float(f"{reward:.4g}") for reward in rewards],
     )

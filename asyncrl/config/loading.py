@@ -57,14 +57,14 @@ MOVED = {
     "learner.adam_betas": "learner.optimizer_options: {betas: VALUE}",
     "learner.weight_decay": "learner.optimizer_options: {weight_decay: VALUE}",
     "model.recipe": "recipe: demo",
-    "replay.auto_bounds": "replay.auto_options: {low: ..., high: ...}",
-    "replay.auto_ess": "replay.auto_options: {ess: VALUE}",
 }
 """Keys of earlier versions that have another form; VALUE stands for the value that was given."""
 REMOVED = {
     "algorithm.kl_horizon": "kl_reward_coef always adapts over 10000 trajectories; leave it out",
     "generator.top_p": "training samples from the full distribution, since importance ratios of a cut one are biased; "
     "leave it out (evaluation has eval.sampling)",
+    "learner.ess_scaled_lr": "algorithm.max_divergence lowers the learning rate of stale batches; leave it out",
+    "replay.auto_options": "the limit follows algorithm.max_divergence; set that and replay.max_staleness",
     "launch.restart_window_s": "restarts always count for 600 s; leave it out",
     "replay.lease_timeout_s": "a lease that is not renewed for launch.heartbeat_timeout_s is handed out again; "
     "leave it out",

@@ -65,26 +65,6 @@ class Selection(MappingValue):
     selection, up to a common factor."""
 
 
-class AutoOptions(MappingValue):
-    """The options of `replay.max_staleness: auto`."""
-
-    low: int = 1
-    """Lowest limit, and the first one."""
-    high: int = 8
-    """Highest limit, and the hard bound."""
-    ess: float = Field(default=0.9, gt=0.0, lt=1.0)
-    """The limit falls while the effective sample size of the tokens of any staleness is below this."""
-
-    @model_validator(mode="after")
-    def _check_order(self) -> Self:
-        if not 0 <= self.low < self.high:
-            raise ValueError(
-                f"low = {self.low} with high = {self.high}: must be a limit of at least 0 and a higher one; for a "
-                "fixed limit set max_staleness to it"
-            )
-        return self
-
-
 class Sampling(MappingValue):
     """The sampling of evaluation completions, as in `vllm.SamplingParams`."""
 

@@ -12,7 +12,7 @@ from pydantic import Discriminator, Field, JsonValue, Tag, field_validator, mode
 
 from asyncrl.config.addresses import parse_host, split_address
 from asyncrl.config.base import Options, Section
-from asyncrl.config.mappings import AutoOptions, Columns, CustomData, Selection
+from asyncrl.config.mappings import Columns, CustomData, Selection
 from asyncrl.config.passthrough import check_template_options
 from asyncrl.config.paths import LocalPath
 
@@ -122,11 +122,9 @@ class ReplayConfig(Section):
 
     groups_per_step: int = Field(default=32, ge=1)
     """Groups in the batch of one optimizer step."""
-    max_staleness: Annotated[int, Field(ge=0)] | Literal["auto"] = 2
+    max_staleness: int = Field(default=2, ge=0)
     """Hard bound, in learner steps, between the version that sampled a token and the one that trains on it.
-    0 is synchronous training; auto adapts the limit as `auto_options` says."""
-    auto_options: AutoOptions = AutoOptions()
-    """Bounds and target of `max_staleness: auto`."""
+    0 is synchronous training."""
     min_staleness: int = Field(default=0, ge=0)
     """Complete batches that the queue holds before one is trained. With `max_staleness` of them all tokens are that
     old, to study corrections at a known staleness."""
@@ -151,23 +149,12 @@ class ReplayConfig(Section):
         """True if groups without signal stay in their step without being computed."""
         return self.zero_variance == "drop"
 
-    @property
-    def staleness_limit(self) -> int:
-        """The hard bound."""
-        return self.auto_options.high if self.max_staleness == "auto" else self.max_staleness
-
-    @property
-    def first_limit(self) -> int:
-        """The limit at the start of the run."""
-        return self.auto_options.low if self.max_staleness == "auto" else self.max_staleness
-
     @model_validator(mode="after")
     def _check_min_staleness(self) -> Self:
-        if self.min_staleness > self.first_limit:
+        if self.min_staleness > self.max_staleness:
             raise ValueError(
                 f"min_staleness = {self.min_staleness}: no more than replay.max_staleness = {self.max_staleness} "
-                "batches are ever generated ahead, so that the learner would wait forever; use at most that, and "
-                "none with auto"
+                "batches are ever generated ahead, so that the learner would wait forever; use at most that"
             )
         return self
 

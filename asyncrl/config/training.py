@@ -25,7 +25,7 @@ class AlgorithmConfig(Section):
     """An advantage estimator of `asyncrl list`, or your own as `module:function` or `file.py:function`."""
     advantage_options: Options = Field(default={})
     """Options of the advantage estimator, as `asyncrl list` shows them."""
-    loss: str = "decoupled_ppo"
+    loss: str = "ppo_clip"
     """A policy loss of `asyncrl list`, or your own as `module:function` or `file.py:function`."""
     loss_options: Options = Field(default={})
     """Options of the loss, as `asyncrl list` shows them."""
@@ -34,6 +34,10 @@ class AlgorithmConfig(Section):
     proximal: Literal["recompute", "loglinear"] = "recompute"
     """The proximal policy: the learner's weights before the step, or an interpolation by token age that needs no
     forward pass (arXiv:2512.06547)."""
+    max_divergence: float | None = Field(default=None, gt=0.0)
+    """Bound, in nats a token, of the divergence of trained tokens from the policies that sampled them, such as 0.02:
+    the learning rate falls where it would move the policy further, and where it would fall below half, the limit of
+    staleness that groups are admitted by falls to 1. By default there is none."""
     whiten: bool = False
     """Standardize the advantages over all action tokens of the step."""
     truncated: Truncated = "keep"
@@ -95,9 +99,6 @@ class LearnerConfig(Section):
     """Learning rate after the warm-up; linear and cosine end at 0 with the last step."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps in which the learning rate rises to `lr`."""
-    ess_scaled_lr: bool = False
-    """Multiply the learning rate of every update by the root of the effective sample size of its importance weights,
-    so that stale batches have smaller updates (arXiv:2602.17616)."""
     optimizer: Literal["adamw", "adafactor", "muon"] = "adamw"
     """Optimizer of policy and critic. muon is Muon for the matrices of the layers and AdamW for the other parameters.
     muon and adafactor need complete matrices: float32 and `zero_stage: 0`."""
@@ -111,9 +112,9 @@ class LearnerConfig(Section):
     max_skipped_updates: int = Field(default=5, ge=0)
     """An update whose loss or gradient is not finite is skipped; more consecutive ones than this end the run."""
     on_collapse: Literal["warn", "stop", "rollback"] = "warn"
-    """When the policy diverges from the one that sampled its tokens, or its reward falls for long: report it (warn),
-    end the run (stop), or continue from the last checkpoint before with half of `lr`, at most twice (rollback). Without
-    such a checkpoint, as with `checkpoint.every_steps: null`, it continues from the initial model."""
+    """When an alarm of a collapse lasts (docs/staleness.md) and the reward is below 0.9 of its best: the alarm alone
+    (warn), end the run (stop), or continue from the last checkpoint before the alarm's first step with half of `lr`, at
+    most twice (rollback); without one, as with `checkpoint.every_steps: null`, from the initial model."""
     zero_stage: Literal[0, 1, 2, 3] = 0
     """DeepSpeed ZeRO stage. Sharded over learner ranks: 0 nothing, 1 optimizer, 2 also gradients, 3 also weights."""
     offload: Literal["none", "optimizer", "all"] = "none"

@@ -85,7 +85,7 @@ class SharedCard(OwnCard):
                 "`sleep` and `wake` (asyncrl/generator/engine.py); use launch.colocate=off"
             )
         self._engine, self._cards = engine, cards
-        self._batches = max(1, config.replay.staleness_limit)
+        self._batches = max(1, config.replay.max_staleness)
         # Without the base, adapters would have nothing to change.
         self._level = 1 if config.learner.lora.rank else 2
         self._timeout_s = config.launch.progress_timeout_s

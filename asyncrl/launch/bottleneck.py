@@ -14,7 +14,7 @@ from asyncrl.errors import observing
 from asyncrl.launch.resources.placement import Placement
 from asyncrl.plan.levers import goodput_sentence, link_sentence, thread_sentence, timeout_sentence
 from asyncrl.plan.measured import RecentRun
-from asyncrl.plan.verdict import verdict_of
+from asyncrl.plan.verdict import after_collapse, verdict_of
 from asyncrl.types import goodput_of
 
 EVERY_S = 60.0
@@ -74,7 +74,8 @@ class BottleneckMonitor:
             return verdict["bottleneck"]
         if status["step"] and time.monotonic() >= self._next_s:
             idle = status["generator_idle"], status["learner_idle"], status["generator_environments"]
-            self._background.start(partial(self._judge, *idle, goodput_of(status["metrics"]), status["links"]))
+            more = goodput_of(status["metrics"]), status["links"], status["collapse"]
+            self._background.start(partial(self._judge, *idle, *more))
         return ""
 
     def summary(self, summary: dict[str, Any]) -> dict[str, Any]:
@@ -85,7 +86,8 @@ class BottleneckMonitor:
         fractions = idle["generator"], idle["learner"], idle["environments"]
         self._background.join(LAST_S)
         self._background.poll()
-        self._background.start(partial(self._judge, *fractions, summary.get("goodput", {}), summary.get("links", {})))
+        more = (summary.get(name, {}) for name in ("goodput", "links", "collapse"))
+        self._background.start(partial(self._judge, *fractions, *more))
         self._background.join(LAST_S)
         return self._background.poll() or {"bottleneck": "not known; see logs/launcher.jsonl"}
 
@@ -96,14 +98,16 @@ class BottleneckMonitor:
         environments: float,
         goodput: dict[str, float],
         links: dict[str, dict[str, float]],
+        collapse: dict[str, Any],
     ) -> dict[str, Any]:
         verdict = verdict_of(
             self._run,
             generator_idle=generator_idle,
             learner_idle=learner_idle,
-            max_staleness=self._config.replay.staleness_limit,
+            max_staleness=self._config.replay.max_staleness,
             environments=environments,
         )
+        verdict = after_collapse(verdict, collapse)
         sentences = [
             goodput_sentence(
                 goodput,
@@ -116,7 +120,7 @@ class BottleneckMonitor:
             thread_sentence(self._run.engine_cpu_fraction(), self._config) if self._has_gpus else "",
             link_sentence(links, self._config),
         ]
-        more = " ".join(filter(None, sentences))
+        more = " ".join(filter(None, sentences)) if verdict.bound != "collapse" else ""
         return {
             "bottleneck": f"{verdict.sentence}. {more}" if more else verdict.sentence,
             "simulated_gains": {change.text: change.gain for change in verdict.changes},

@@ -12,6 +12,7 @@ from typing import IO, Any, cast
 
 import structlog
 from rich.console import Console
+from rich.markup import escape
 
 from asyncrl.types import GOODPUT_FACTORS
 
@@ -141,7 +142,7 @@ def _lines(summary: dict[str, Any]) -> list[str]:
         f"ledger     {ledger['leased']} groups = {ledger['trained']} trained + "
         + (f"{refunded} + " if refunded else "")
         + f"{ledger['in_flight']} in flight",
-        f"bottleneck {summary['bottleneck']}",
+        *_verdict(summary["bottleneck"], summary.get("collapse", {})),
     ]
     if evaluations := summary.get("eval"):
         first, last = evaluations[0], evaluations[-1]
@@ -164,6 +165,13 @@ def _lines(summary: dict[str, Any]) -> list[str]:
     if summary["filtered_rows"]:
         lines.append(f"filtered   {summary['filtered_rows']} rows left out by data.custom.filter")
     return lines
+
+
+def _verdict(bottleneck: str, collapse: dict[str, Any]) -> list[str]:
+    lines: list[str] = []
+    if collapse:
+        lines = [f"[{'bold red' if collapse['active'] else 'yellow'}]collapse   {escape(collapse['sentence'])}[/]"]
+    return lines if bottleneck == collapse.get("sentence") else [*lines, f"bottleneck {bottleneck}"]
 
 
 def _goodput(goodput: dict[str, float] | None) -> list[str]:

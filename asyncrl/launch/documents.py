@@ -20,7 +20,7 @@ from asyncrl.observe.report import write_report
 from asyncrl.observe.trackers import tracker_summary
 from asyncrl.plan.measured import MAX_GROUPS
 from asyncrl.plan.tail import TraceTail, read_metrics_tail
-from asyncrl.plan.verdict import guess
+from asyncrl.plan.verdict import after_collapse, guess
 from asyncrl.replay.client import LauncherClient
 from asyncrl.util.files import check_writable, read_json
 from asyncrl.util.redaction import describe, redact
@@ -79,7 +79,7 @@ class RunSummary:
                 max_staleness=told["staleness"]["limit"],
                 environments=idle["environments"],
             )
-            told["bottleneck"] = verdict.sentence
+            told["bottleneck"] = after_collapse(verdict, told.get("collapse", {})).sentence
         self._told = told
         return told
 

@@ -30,9 +30,7 @@ QUEUE_STATE = "queue.msgpack"
 def collapse_onset(summary: dict[str, Any]) -> int:
     """The first step of the collapse that stopped the run; 0 if none did."""
     collapse = summary.get("collapse", {})
-    if not collapse.get("stopped"):
-        return 0
-    return min(alarm["since_step"] for alarm in collapse["alarms"] if alarm["ended_step"] is None)
+    return collapse["step"] if collapse.get("stopped") else 0
 
 
 def is_due(config: Config, summary: dict[str, Any]) -> bool:
@@ -112,7 +110,8 @@ def _new_record(run_dir: Path, saved: Config, summary: dict[str, Any]) -> dict[s
         to_step, kept_tokens = ledger.steps, ledger.trained.tokens
     return {
         "collapsed_at_step": onset,
-        "raised_step": max(alarm["raised_step"] for alarm in collapse["alarms"]),
+        "raised_step": collapse["raised_step"],
+        "stopped_at_step": summary["steps"],
         "to_step": to_step,
         "lr_before": saved.learner.lr,
         "lr_after": saved.learner.lr / 2,

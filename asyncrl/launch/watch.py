@@ -124,7 +124,7 @@ class Run:
     def _watch(self) -> None:
         """Returns when all learners have exited with code 0. Raises RunError otherwise."""
         config = self.config
-        view = LiveView(self.console, run=config.run, steps=config.steps, max_staleness=config.replay.staleness_limit)
+        view = LiveView(self.console, run=config.run, steps=config.steps, max_staleness=config.replay.max_staleness)
         next_status_s = 0.0
         with view:
             view.phase("starting ...")

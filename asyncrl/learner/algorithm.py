@@ -16,6 +16,7 @@ from asyncrl.algorithms.corrections import Level, importance_weights
 from asyncrl.algorithms.kl import Estimator
 from asyncrl.algorithms.losses import BOUNDS, LOSSES, PolicyTerms, aggregate
 from asyncrl.config import Config, CriticConfig, Options, check_options
+from asyncrl.config.mappings import Correction
 from asyncrl.errors import ConfigError
 from asyncrl.util.user_code import resolve_function
 
@@ -170,6 +171,7 @@ def check_algorithm(config: Config) -> tuple[Callable[..., Any], Callable[..., T
     _check_terms("algorithm.advantage", settings.advantage, advantage, ADVANTAGE_TERMS)
     _check_terms("algorithm.loss", settings.loss, loss, TERMS)
     _check_roles(config, _positional(advantage))
+    _check_correction(config, loss)
     if config.replay.drops and not is_group_relative(advantage):
         raise ConfigError(
             f"replay.zero_variance = 'drop': groups with equal rewards have a training signal with algorithm.advantage "
@@ -190,6 +192,23 @@ def _check_terms(key: str, name: str, function: Callable[..., Any], known: list[
                 f"{key} = {name!r}: its parameter {term} is not one of {', '.join(known)}; "
                 "rename it, or make it a keyword-only option"
             )
+
+
+def _check_correction(config: Config, loss: Callable[..., Tensor]) -> None:
+    """Raises ConfigError for settings of the importance weights or of the proximal policy that nothing uses."""
+    settings = config.algorithm
+    weights, defaults = settings.correction.weight_options(), Correction().weight_options()
+    other = next((name for name, value in weights.items() if value != defaults[name]), None)
+    if other is not None and CORRECTION not in inspect.signature(loss).parameters and not settings.kl_loss_coef:
+        raise ConfigError(
+            f"algorithm.correction.{other} = {weights[other]!r}: algorithm.loss = {settings.loss!r} has no importance "
+            "weights apart from its own ratio; leave it out, or use algorithm.loss=decoupled_ppo"
+        )
+    if settings.proximal != "recompute" and "proximal_logprobs" not in _positional(loss):
+        raise ConfigError(
+            f"algorithm.proximal = {settings.proximal!r}: algorithm.loss = {settings.loss!r} takes no proximal policy; "
+            "leave it out, or use algorithm.loss=decoupled_ppo"
+        )
 
 
 def _check_roles(config: Config, asked: list[str]) -> None:

@@ -61,7 +61,7 @@ def check_staleness(groups: Sequence[Group], *, version: int, max_staleness: int
 def collate(groups: Sequence[Group], config: Config, *, version: int) -> Batch:
     """The batch of a step that is trained at `version`, with the run's settings. Raises InvariantError as
     `check_staleness` and `make_batch` do."""
-    check_staleness(groups, version=version, max_staleness=config.replay.staleness_limit)
+    check_staleness(groups, version=version, max_staleness=config.replay.max_staleness)
     return make_batch(
         groups,
         tokens_per_microbatch=config.learner.tokens_per_microbatch,

@@ -297,6 +297,8 @@ class Learner:
         committed = self.batches.commit(step, metrics, saving=saving, checkpoints=kept)
         self.checkpoint_due = self.checkpoint_due or committed.checkpoint_wanted
         self.stopping, self.collapsed = committed.stopping, committed.collapsed
+        if self.checkpoints is not None:
+            self.checkpoints.alarmed = committed.metrics.get("collapse/alarms", 0.0) > 0
         if "reward/mean" in committed.metrics:
             self.rewards.append(committed.metrics["reward/mean"])
         self._rate(committed.metrics)

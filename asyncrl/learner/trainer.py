@@ -38,6 +38,7 @@ from asyncrl.learner.checkpoint.files import Files, bytes_file, model_files, ste
 from asyncrl.learner.checkpoint.zero_state import random_state, restore_random_state, restore_state, seed_random_state
 from asyncrl.learner.critic.value_function import Critic, ValueFunction
 from asyncrl.learner.distributed import Ranks
+from asyncrl.learner.divergence_bound import DivergenceBound
 from asyncrl.learner.metrics.batch import batch_metrics
 from asyncrl.learner.metrics.flops import ModelFlops
 from asyncrl.learner.metrics.phases import PhaseTimer
@@ -91,6 +92,7 @@ class Trainer:
         if settings.kl_target is not None:
             self.kl_control = AdaptiveKL(settings.kl_reward_coef, settings.kl_target)
         self._updates = config.learner.epochs * config.learner.minibatches
+        self.divergence_bound = DivergenceBound.of(config)
 
     def train(self, batch: Batch, *, step: int) -> dict[str, float]:
         """Trains version `step` - 1 of the policy on this rank's batch, which results in version `step`. Returns the
@@ -130,8 +132,9 @@ class Trainer:
                         self.algorithm, self.config, micro, own, current, spread, counts=counts, version=step - 1
                     )
                 metrics.add(micro, losses, current, spread, own.advantages)
-                if self.mismatch_check is not None and number == 0:  # later updates start from other weights
-                    self.mismatch_check.add(micro, current, version=step - 1)
+                for observer in (self.mismatch_check, self.divergence_bound):
+                    if observer is not None and number == 0:  # later updates start from other weights
+                        observer.add(micro, current, version=step - 1)
                 if not warmup:
                     finite.append(current.isfinite() & losses.gradient.isfinite())
                     with phase("backward"):
@@ -141,7 +144,7 @@ class Trainer:
                     norm = self.policy.gradient_norm()
                 if skip_if_not_finite(self.policy, minibatch, finite, norm, step, settings, "learner.lr", culprits):
                     continue
-                lr = self._learning_rate(step, metrics)
+                lr = self._learning_rate(step)
                 self.before_update()
                 with phase("optimizer"):
                     self.policy.step(lr=lr, max_grad_norm=settings.max_grad_norm, grad_norm=norm)
@@ -150,6 +153,11 @@ class Trainer:
         self._conclude_mismatch_check(step)
         skipped = 0 if warmup else len(planned) - len(updates)
         metrics = self._describe(total, updates, skipped, minibatches, estimates, counted=len(planned) - skipped)
+        if self.divergence_bound is not None:
+            self.divergence_bound.end_step(sum(update.lr for update in updates))
+            if updates:
+                scheduled = learning_rate(step, settings, steps=self.config.steps)
+                metrics["learner/lr_fraction"] = metrics["learner/lr"] / scheduled
         metrics["learner/flops"] = self._count_flops(batch, scores, warmup=warmup)
         return metrics | batch_metrics(batch, estimates.advantages, self.data_ranks)
 
@@ -167,7 +175,9 @@ class Trainer:
         files = model_files(self.policy, "policy")
         files[f"random/rank-{rank}.safetensors"] = tensors_file(random_state())
         if rank == 0:
-            files["trainer.json"] = bytes_file(json.dumps({"kl_reward_coef": self.kl_control.coef}).encode())
+            bound = None if self.divergence_bound is None else self.divergence_bound.state()
+            state = {"kl_reward_coef": self.kl_control.coef, "divergence_bound": bound}
+            files["trainer.json"] = bytes_file(json.dumps(state).encode())
         return files | (self.critic.snapshot(folder) if self.critic is not None else {})
 
     def restore(self, folder: Path) -> None:
@@ -175,8 +185,11 @@ class Trainer:
         restore_state(self.policy, folder / "policy")
         if self.critic is not None:
             self.critic.restore(folder)
+        state = json.loads((folder / "trainer.json").read_text())
         if isinstance(self.kl_control, AdaptiveKL):
-            self.kl_control.coef = json.loads((folder / "trainer.json").read_text())["kl_reward_coef"]
+            self.kl_control.coef = state["kl_reward_coef"]
+        if self.divergence_bound is not None and state["divergence_bound"] is not None:
+            self.divergence_bound.restore(state["divergence_bound"])
         states = folder / "random" / f"rank-{self.ranks.rank}.safetensors"
         if states.exists():
             restore_random_state(load_file(states))
@@ -227,12 +240,10 @@ class Trainer:
         own = self._flops.step(batch, passes=passes)
         return float(self.data_ranks.sum(torch.tensor([own], dtype=torch.float64)))
 
-    def _learning_rate(self, step: int, metrics: StepMetrics) -> float:
-        """Returns the scheduled rate, scaled by the square root of the effective sample size with
-        `learner.ess_scaled_lr`."""
-        settings = self.config.learner
-        scale = metrics.ess(self.data_ranks) ** 0.5 if settings.ess_scaled_lr else 1.0
-        return scale * learning_rate(step, settings, steps=self.config.steps)
+    def _learning_rate(self, step: int) -> float:
+        """Returns the scheduled rate, or what `algorithm.max_divergence` leaves of it."""
+        rate = learning_rate(step, self.config.learner, steps=self.config.steps)
+        return rate if self.divergence_bound is None else self.divergence_bound.rate(rate, self.data_ranks)
 
     def _find_culprits(self, batch: Batch, scores: Scores) -> str:
         """Returns a text naming the trajectories of all ranks whose own log-probs or values are not finite. Through the

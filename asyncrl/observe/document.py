@@ -42,7 +42,7 @@ MAX_CHARACTERS = 4000
 """Longer texts of samples are cut in the middle."""
 SHOWN_ELSEWHERE = (
     "bottleneck", "ledger", "bias", "simulated_gains", "eval", "staleness", "time", "status", "error", "prompts",
-    UNANSWERED,
+    "collapse", UNANSWERED,
 )  # fmt: skip
 """Fields of the summary with their own section on the page."""
 SAMPLE_FIELDS = (
@@ -88,6 +88,7 @@ def run_document(
         "status": summary.get("status", ""),
         "verdict": summary.get("bottleneck", summary.get("error", "")),
         "error": summary.get("error", ""),
+        "collapse": summary.get("collapse", {}).get("sentence", ""),
         "warnings": [text for text in (curves.fault, summary.get(UNANSWERED)) if text],
         "tiles": _tiles(curves, summary),
         "histogram": summary.get("staleness", {}).get("histogram", []),

@@ -34,6 +34,7 @@ class LiveView:
         self._last_line_s = 0.0
         self._last_step = -1
         self._verdict = ""
+        self._raised_step = 0
         self._history = History(rewards)
         self._samples: list[ShownSample] = []
         self._samples_s = -math.inf
@@ -67,8 +68,8 @@ class LiveView:
             self._console.print(text, highlight=False)
 
     def judge(self, sentence: str) -> None:
-        """Shows the bottleneck sentence, until the next one."""
-        if self._live is None and sentence != self._verdict:
+        """Shows the bottleneck sentence, until the next one; not while an alarm of a collapse lasts, which is shown."""
+        if self._live is None and sentence != self._verdict and not self._raised_step:
             self._console.print(sentence, highlight=False, soft_wrap=True)
         self._verdict = sentence
 
@@ -90,6 +91,11 @@ class LiveView:
             self._history.add(status["step"], status["reward"])
             self._live.update(self._panel(status, restarts))
             return
+        collapse = status["collapse"]
+        raised_step = max(alarm["raised_step"] for alarm in collapse["alarms"]) if collapse.get("active") else 0
+        if raised_step > self._raised_step:
+            self._console.print(collapse["sentence"], style="bold red", highlight=False, markup=False, soft_wrap=True)
+        self._raised_step = raised_step
         now_s = time.monotonic()
         step_ended = status["step"] != self._last_step
         due = now_s - self._last_line_s >= PLAIN_EVERY_S and (step_ended or status["eval"]["running"])

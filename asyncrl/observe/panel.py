@@ -124,14 +124,16 @@ def render_panel(
 ) -> Panel:
     """The panel of a status of `LauncherClient.status`, no higher than the terminal."""
     width = console.size.width - 4
+    alarm = status["collapse"]["sentence"] if status["collapse"].get("active") else ""
     room = width - QUESTION_CHARACTERS - 2
     answers: list[tuple[str, list[Line]]] = [
         ("Is it learning?", _learning(status, history, room)),
         ("How fast?", _speed(status, history, room)),
-        ("What holds it back?", _waiting(status, verdict)),
+        ("What holds it back?", _waiting(status, "" if alarm else verdict)),
         ("How off-policy?", [Line(staleness + _split(status["metrics"]))]),
     ]
-    warnings: Section = [Text(f"! {note}", style="bold yellow") for note in notes]
+    warnings: Section = [Text(f"! {alarm}", style="bold red")] if alarm else []
+    warnings += [Text(f"! {note}", style="bold yellow") for note in notes]
     brief: list[Section] = [[progress, _table(answers, with_minor=False)], warnings]
     full: list[Section] = [[progress, _table(answers, with_minor=True)], warnings]
     written, generators = _samples(samples, width), _generators(status["generators"])

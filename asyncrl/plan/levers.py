@@ -82,7 +82,7 @@ def link_sentence(links: Mapping[str, Mapping[str, float]], config: Config) -> s
     )
     if steps <= 1:
         return ""
-    link, limit = links[generator], config.replay.staleness_limit
+    link, limit = links[generator], config.replay.max_staleness
     megabits = 8e-6 * link["bytes_per_s"]
     what = (
         f"Generator {generator} gets a version in {link['version_s']:.3g} s = {steps:.2g} steps ({megabits:.3g} Mb/s)"
@@ -104,7 +104,7 @@ def link_sentence(links: Mapping[str, Mapping[str, float]], config: Config) -> s
 
 def _engine(config: Config) -> str:
     replay, places = config.replay, config.generator.max_running_groups
-    admitted = -(-(replay.staleness_limit + 1) * replay.groups_per_step // config.launch.generators)
+    admitted = -(-(replay.max_staleness + 1) * replay.groups_per_step // config.launch.generators)
     if admitted < places:
         return (
             f"an engine has room for {places} groups and gets {admitted}; raise replay.max_staleness or "
@@ -125,7 +125,7 @@ def _admitted(config: Config, learner_idle: float, environments: float) -> str:
         )
     if learner_idle < BUSY:
         return "generators wait for the learner, which is busy; add learners, or take fewer generators"
-    limit = config.replay.staleness_limit
+    limit = config.replay.max_staleness
     return f"generators lack leases while the learner waits too; raise replay.max_staleness above {limit}"
 
 

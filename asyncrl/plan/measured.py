@@ -51,6 +51,8 @@ class Measured:
     """Trained action tokens by staleness, in learner steps."""
     goodput: dict[str, float]
     """As `asyncrl.types.goodput_of`; empty if the run has not measured it."""
+    collapse: str
+    """What happened, if an alarm of a collapse lasts; else empty."""
 
 
 def read_run(path: Path, *, generators_per_device: int | None = None, turns: float = TURNS) -> Measured:
@@ -190,6 +192,7 @@ def _measure(
         learner_idle=waited_s / last["time/elapsed_s"],
         staleness=summary.get("staleness", {}).get("histogram", []),
         goodput=goodput_of(last),
+        collapse=summary.get("collapse", {"sentence": "collapses"})["sentence"] if last.get("collapse/alarms") else "",
     )
 
 
@@ -219,7 +222,7 @@ def _setup(config: Config, steps: int, generators_per_device: int) -> Setup:
     return Setup(
         generators=config.launch.generators,
         learners=config.launch.learners,
-        max_staleness=config.replay.staleness_limit,
+        max_staleness=config.replay.max_staleness,
         groups_per_step=config.replay.groups_per_step,
         group_size=config.generator.group_size,
         max_running_groups=config.generator.max_running_groups,

@@ -69,6 +69,8 @@ def show_simulation(
             raise ConfigError(f"--{given[0].replace('_', '-')}: is read from the run of --from; leave one of them out")
         measured = read_run(run, turns=turns)
         workload, before = measured.workload, measured.setup
+        if measured.collapse:
+            console.print(f"{run} {measured.collapse}", style="yellow", highlight=False, markup=False, soft_wrap=True)
     else:
         measured = None
         workload, before = made_up(numbers, changes)
@@ -204,9 +206,18 @@ def _print_queue(console: Console, found: Prediction, lengths: Lengths, routing_
 
 
 def show_plan(console: Console, run: Path, *, devices: int, max_staleness: int) -> list[Candidate]:
-    """Prints the best splits of the devices for the job of a run. Raises ConfigError for invalid options and DataError
-    for a run that cannot be read."""
+    """Prints the best splits of the devices for the job of a run; of one that collapsed only with lower limits. Raises
+    ConfigError for invalid options and DataError for a run that cannot be read."""
     measured = read_run(run)
+    if measured.collapse:
+        limit = measured.setup.max_staleness
+        max_staleness = min(max_staleness, limit - 1)
+        why = f"only limits below {limit} are tried" if limit else "no limit is below 0: change that first"
+        console.print(
+            f"{run} {measured.collapse}\n{why}", style="yellow", highlight=False, markup=False, soft_wrap=True
+        )
+        if not limit:
+            return []
     found = search(measured.workload, measured.setup, devices=devices, max_staleness=max_staleness)
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
     for title in TITLES:

@@ -4,9 +4,9 @@ limit."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import structlog
 
@@ -155,7 +155,7 @@ def remedy_of(workload: Workload, setup: Setup, tokens_per_s: float) -> Remedy |
 
 log = structlog.get_logger()
 
-Bound = Literal["generator", "learner", "staleness", "environment", "balanced"]
+Bound = Literal["generator", "learner", "staleness", "environment", "balanced", "collapse"]
 
 MIN_GAIN = 0.03
 """Minimum gain for a recommendation."""
@@ -238,6 +238,15 @@ def verdict_of(
             environments=environments,
         )
     return judge(workload, setup, generator_idle=generator_idle, learner_idle=learner_idle, environments=environments)
+
+
+def after_collapse(verdict: Verdict, collapse: Mapping[str, Any]) -> Verdict:
+    """Returns the verdict on a run with this `collapse` in its status or summary: while an alarm lasts, its sentence in
+    place of the bottleneck's, without the changes that make tokens older."""
+    if not collapse.get("active"):
+        return verdict
+    changes = [change for change in verdict.changes if change.bound not in ("staleness", "environment")]
+    return Verdict("collapse", collapse["sentence"], changes)
 
 
 def guess(*, generator_idle: float, learner_idle: float, max_staleness: int, environments: float = 0.0) -> Verdict:

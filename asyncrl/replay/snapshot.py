@@ -89,7 +89,7 @@ def rules_of(config: Config, num_eval_prompts: int) -> dict[str, int]:
     """Returns the settings that must not change between saving and restoring the queue's state, by config key."""
     return {
         "replay.groups_per_step": config.replay.groups_per_step,
-        "replay.max_staleness": config.replay.staleness_limit,
+        "replay.max_staleness": config.replay.max_staleness,
         "generator.group_size": config.generator.group_size,
         "eval.samples": config.eval.samples,
         "number of evaluation prompts": num_eval_prompts,

@@ -58,8 +58,7 @@ class QueueState:
         self.selection = RowSelection(config=config, rows=PassRates(prompts.num_rows))
         self.ledger = Ledger(
             groups_per_step=config.replay.groups_per_step,
-            max_staleness=config.replay.staleness_limit,
-            admission_limit=config.replay.first_limit,
+            max_staleness=config.replay.max_staleness,
             in_order=config.replay.order == "ticket",
         )
         self.staleness_controller = StalenessController.of(config)
@@ -304,8 +303,7 @@ class QueueState:
         self.reported.wake(now_s if same_launch else None)
         if not same_launch:
             self.stop_reason, self.generators_wanted = "", self.config.launch.generators
-            raised = any(alarm.raised_step == self.ledger.steps for alarm in self.measure.collapse.alarms)
-            if raised and self.config.learner.on_collapse != "warn":
+            if self.config.learner.on_collapse != "warn" and self.measure.collapse.stop_step == self.ledger.steps:
                 self._stop({"reason": COLLAPSE})
 
 

@@ -195,8 +195,7 @@ class Store:
         own = step_metrics(self.state, step, at_s)
         collapse = self.state.measure.collapse_after(step, metrics | own)
         own["collapse/alarms"] = float(len(collapse.active))
-        raised = len(collapse.alarms) > len(self.state.measure.collapse.alarms)
-        if raised:
+        if collapse.raised(step):
             log.warning("collapse", step=step, reason=collapse.summary(self.config)["sentence"])
         body = {
             "step": step,
@@ -207,7 +206,7 @@ class Store:
             # Recorded, since these settings may change when the run is resumed.
             "learners": self.config.launch.learners,
             "evaluates": self.config.evaluates(step),
-            "stops": raised and self.config.learner.on_collapse != "warn",
+            "stops": self.config.learner.on_collapse != "warn" and collapse.stop_step == step,
         }
         self.record("commit", body)
         self._history = None

@@ -104,6 +104,11 @@ def test_the_list_has_every_run_with_its_state(board: Client, runs: Path) -> Non
     assert {card["name"]: card["status"] for card in board.get("runs")["runs"]}["two"] == "unfinished"
 
 
+def test_a_run_with_an_alarm_is_seen_in_the_list(board: Client, runs: Path) -> None:
+    append_metrics(runs / "two", [row | {"collapse/alarms": 2.0} for row in rows_of(1, first=41)])
+    assert {card["name"]: card["alarms"] for card in board.get("runs")["runs"]} == {"one": 0, "two": 2}
+
+
 def test_a_card_is_made_again_only_when_its_run_has_changed(
     board: Client, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,9 +205,12 @@ def test_a_live_run_has_what_its_queue_tells(tmp_path: Path, monkeypatch: pytest
     document = documents.document_of(run)
     assert document["ledger"][0] == ["generated", 3, 9, 9] and document["status"] == "running"
     assert {tile["title"] for tile in document["tiles"]} >= {"What holds it back?", "How off-policy?"}
+    collapse = {"active": True, "sentence": "diverges since step 12", "alarms": []}
+    Queue.summaries = [told | {"collapse": collapse}]
+    assert summary.read()["bottleneck"] == "diverges since step 12"
     (run / "summary.json").write_text('{"status": "stopped"}')
     assert summary.read() == {"status": "stopped"}, "its end is written before its lock is released"
-    assert Queue.closed == 2
+    assert Queue.closed == 3
 
 
 def test_complete_samples_of_steps_and_evaluations(board: Client, runs: Path) -> None:

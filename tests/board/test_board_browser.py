@@ -125,6 +125,19 @@ def test_a_report_is_the_same_page_without_a_server(browser: Browser, tmp_path: 
     browser.wait_for("document.querySelector('canvas[role=img]').width > 300")
 
 
+def test_a_collapse_is_at_the_top_of_the_page_and_in_the_list(browser: Browser, tmp_path: Path) -> None:
+    collapse = {"sentence": f"collapsed at step 12 {HOSTILE}", "active": True, "alarms": []}
+    run = made_run(tmp_path / "runs" / "one", status="finished", collapse=collapse, bottleneck=collapse["sentence"])
+    append_metrics(run, [row | {"collapse/alarms": 1.0} for row in rows_of(1, first=41)])
+    with serving(tmp_path / "runs") as board:
+        browser.open(board.address)
+        browser.wait_for("document.querySelector('table.runs .status.failed')?.textContent === 'collapse'")
+        browser.click("table.runs a")
+        browser.wait_for("document.querySelector('.warning.alarm')")
+        assert browser.run("return document.querySelector('.warning.alarm').textContent") == collapse["sentence"]
+        assert browser.run("return document.querySelector('.verdict')") is None, "not twice"
+
+
 def timed(browser: Browser, script: str, condition: str) -> float:
     """Seconds from a script to a condition."""
     begun_s = time.monotonic()

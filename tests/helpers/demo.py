@@ -12,16 +12,31 @@ import pytest
 
 
 def make_demo(folder: Path, cache: pytest.Cache) -> Path:
-    """`folder` with `demo/` in it, as the project's own commands make it. The model is kept in pytest's cache, by the
-    code that it was made with; of several processes one makes it."""
-    from asyncrl.data import arithmetic, tiny_model
+    """`folder` with `demo/` in it, as the project's own commands make it."""
+    from asyncrl.data import arithmetic
 
     arithmetic.make_arithmetic(folder / "demo" / "arithmetic.parquet")
-    code = inspect.getsource(tiny_model) + inspect.getsource(arithmetic)
+    _copy_model(folder / "demo" / "model", cache, demo="demo")
+    return folder
+
+
+def make_guess(folder: Path, cache: pytest.Cache) -> None:
+    """The rows and the model of `--config guess` in `folder`."""
+    from asyncrl.data.demo_episodes import make_demo_rows
+
+    make_demo_rows("guess", folder / "demo" / "guess.parquet")
+    _copy_model(folder / "demo" / "guess-model", cache, demo="guess")
+
+
+def _copy_model(path: Path, cache: pytest.Cache, *, demo: str) -> None:
+    """Copies the model of a demo from pytest's cache, where it is kept by the code that it was made with; of several
+    processes one makes it."""
+    from asyncrl.data import arithmetic, demo_episodes, tiny_model
+
+    code = "".join(map(inspect.getsource, (tiny_model, arithmetic, demo_episodes))) + demo
     kept = cache.mkdir("tiny-model") / hashlib.sha256(code.encode()).hexdigest()[:16]
     with kept.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not kept.is_dir():
-            tiny_model.make_tiny_model(kept)
-    shutil.copytree(kept, folder / "demo" / "model")
-    return folder
+            tiny_model.make_tiny_model(kept, demo=demo)
+    shutil.copytree(kept, path)

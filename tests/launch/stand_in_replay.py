@@ -58,6 +58,7 @@ def status(done: bool) -> dict[str, object]:
         "generator_idle": 0.0,
         "generator_environments": 0.0,
         "links": {},
+        "collapse": {},
         "learner_idle": 0.0,
     }
 

@@ -27,6 +27,7 @@ STATUS: dict[str, Any] = {
     "generator_environments": 0.0,
     "metrics": {},
     "links": {},
+    "collapse": {},
 }
 STEPS = 30
 
@@ -119,3 +120,24 @@ def test_the_caller_does_not_wait_for_the_simulation(tmp_path: Path, monkeypatch
     assert verdict(monitor) == "balanced"
     assert monitor.update(STATUS) == "", "the next one is due in a minute"
     assert threads == ["bottleneck"]
+
+
+def test_a_collapse_is_told_instead_and_no_change_makes_tokens_older(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monitor = monitor_of(make_run(Path("runs/r"), steps=STEPS))
+    summary = {
+        "idle": {"generator": 0.2, "environments": 0.0, "learner": 0.01},
+        "goodput": {"total": 0.36, "engine": 0.9, "admitted": 0.2, "signal": 0.4, "trained": 1.0},
+    }
+    collapse = {"active": True, "sentence": "collapsed at step 12: so."}
+    sound, found = monitor.summary(summary), monitor.summary(summary | {"collapse": collapse})
+    assert found["bottleneck"] == "collapsed at step 12: so."
+    gains = sound["simulated_gains"]
+    assert (
+        found["simulated_gains"] == {name: gain for name, gain in gains.items() if "max_staleness" not in name} != gains
+    )
+    assert monitor.summary(summary | {"collapse": collapse | {"active": False}}) == sound
+    monkeypatch.setitem(STATUS, "collapse", collapse)
+    assert verdict(monitor) == "collapsed at step 12: so."

@@ -75,15 +75,26 @@ def test_a_signal_that_was_ignored_stays_ignored() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
+SUMMARY = {
+    "status": "finished", "attempts": 1, "wall_s": 5.0, "reward_first": 0.1, "reward_last": 0.2, "steps": 3,
+    "tokens_per_s": 9.0, "tokens_trained": 45, "staleness": {"mean": 0.0, "max": 0, "limit": 2},
+    "weight_sync": {"count": 3, "stall_ms_mean": 1.0, "stall_ms_max": 2.0}, "bottleneck": "", "restarts": {},
+    "ledger": {"leased": 3, "trained": 3, "refunded": {}, "in_flight": 0}, "bias": [], "skipped_rows": 0,
+    "filtered_rows": 0,
+}  # fmt: skip
+
+
 def test_the_end_of_a_run_names_completions_without_a_reward() -> None:
-    summary = {
-        "status": "finished", "attempts": 1, "wall_s": 5.0, "reward_first": 0.1, "reward_last": 0.2, "steps": 3,
-        "tokens_per_s": 9.0, "tokens_trained": 45, "staleness": {"mean": 0.0, "max": 0, "limit": 2},
-        "weight_sync": {"count": 3, "stall_ms_mean": 1.0, "stall_ms_max": 2.0}, "bottleneck": "", "restarts": {},
-        "ledger": {"leased": 3, "trained": 3, "refunded": {}, "in_flight": 0}, "bias": [], "skipped_rows": 0,
-        "filtered_rows": 0,
-    }  # fmt: skip
     for failed, line in ((0, ""), (1372, "failed     1,372 completions have no reward")):
         text = io.StringIO()
-        show_end(Console(file=text, width=200), summary | {"rewards_failed": failed})
+        show_end(Console(file=text, width=200), SUMMARY | {"rewards_failed": failed})
         assert line in text.getvalue() and ("no reward" in text.getvalue()) == bool(failed)
+
+
+@pytest.mark.parametrize(("is_active", "bottleneck"), [(True, "collapsed at step 12 [x]"), (False, "learner-bound")])
+def test_the_end_of_a_run_tells_of_a_collapse_before_the_bottleneck(is_active: bool, bottleneck: str) -> None:
+    text, sentence = io.StringIO(), "collapsed at step 12 [x]"
+    collapse = {"active": is_active, "sentence": sentence}
+    show_end(Console(file=text, width=200), SUMMARY | {"collapse": collapse, "bottleneck": bottleneck})
+    assert ("bottleneck " in text.getvalue()) != is_active, "not twice"
+    assert f"\ncollapse   {sentence}\n" in text.getvalue().partition("bottleneck")[0]

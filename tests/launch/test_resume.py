@@ -121,7 +121,7 @@ def test_settings_of_algorithm_and_data_must_not_change() -> None:
     text = str(caught.value)
     assert "learner.optimizer_options.weight_decay: it was 0.01, now 1.0" in text
     assert "seed: it was 0, now 4" in text
-    assert "algorithm.loss: it was 'decoupled_ppo', now 'cispo'" in text
+    assert "algorithm.loss: it was 'ppo_clip', now 'cispo'" in text
     assert "start another run with --run NAME" in text
     assert "resume: " not in text
     free = {"launch__generators": 5, "steps": 9, "learner__tokens_per_microbatch": 99, "checkpoint__every_steps": 7}

@@ -48,7 +48,7 @@ def collapsed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any],
     states = dict[int, bytes]()
     for step in range(1, RAISED + 1):
         for lease in ask_queue(queue, 0, step - 1, 100)[0]:
-            queue.finish(*pack_group(make_group(lease, step - 1)))
+            queue.finish(*pack_group(make_group(lease, step - 1, rewards=(-1.0, 1.0))))  # never above 0: it gets worse
         assert queue.take(0, step)[0] == "shard"
         committed = queue.commit(step, {"learner/wait_s": 0.1} | (DIVERGED if step >= ONSET else {}))
         assert committed.collapsed == (step == RAISED)
@@ -124,7 +124,8 @@ def test_a_run_goes_back_to_the_checkpoint_before_the_onset(
     assert not (RUN / "summary.json").exists()
     (record,) = read_rollbacks(RUN)
     assert record == {
-        "collapsed_at_step": ONSET, "raised_step": RAISED, "to_step": 4, "lr_before": LR, "lr_after": LR / 2,
+        "collapsed_at_step": ONSET, "raised_step": RAISED, "stopped_at_step": RAISED, "to_step": 4,
+        "lr_before": LR, "lr_after": LR / 2,
         "trained_tokens": (RAISED - 4) * summary["ledger"]["tokens"]["trained"] // RAISED, "aside": "rollback-1",
         "sentence": summary["collapse"]["sentence"],
     }  # fmt: skip

@@ -24,7 +24,7 @@ STATUS: dict[str, Any] = {
     "generator_idle": 0.1, "generator_environments": 0.0, "learner_idle": 0.02, "links": {},
     "leased": 4, "finished": 5, "trained": 6, "refunded": {},
     "metrics": {}, "generators": {}, "eval": {"prompts_done": 0, "last": None, "running": []},
-    "generators_wanted": 0, "catching_up": None,
+    "generators_wanted": 0, "catching_up": None, "collapse": {},
 }  # fmt: skip
 
 

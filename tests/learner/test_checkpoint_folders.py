@@ -23,9 +23,8 @@ from asyncrl.learner.checkpoint.files import (
     newest_checkpoint,
     sum_of,
 )
-from asyncrl.learner.checkpoint.manager import Checkpoints
+from asyncrl.learner.checkpoint.manager import ALARM_STEPS, Checkpoints
 from asyncrl.learner.distributed import Ranks
-from asyncrl.replay.metrics.collapse import ALARM_STEPS
 
 Make = Callable[..., Checkpoints]
 
@@ -96,7 +95,7 @@ def test_the_newest_and_the_best_are_kept(make: Make, tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-000007"]
 
 
-@pytest.mark.parametrize(("every", "keep_last"), [(1, 1), (5, 1), (5, 3), (13, 1), (30, 2)])
+@pytest.mark.parametrize(("every", "keep_last"), [(1, 1), (5, 1), (5, 3), (13, 1), (20, 2)])
 def test_one_from_before_a_collapse_is_kept_for_a_rollback(make: Make, every: int, keep_last: int) -> None:
     checkpoints = make(keep_last=keep_last, keep_best=False, on_collapse="rollback")
     for step in range(every, 4 * ALARM_STEPS + 4 * every, every):
@@ -105,6 +104,15 @@ def test_one_from_before_a_collapse_is_kept_for_a_rollback(make: Make, every: in
         assert len(kept) <= keep_last + 2
         onset = step - ALARM_STEPS + 1  # of an alarm that is raised in this step
         assert kept[0] < onset or onset <= 2 * every, f"step {step}: {kept}"
+    checkpoints.alarmed = True
+    end = step + 4 * every
+    for later in range(step + every, end + 1, every):
+        save(checkpoints, later)
+        assert kept[0] in finished_steps(checkpoints.folder), "it stays while the alarm lasts"
+    checkpoints.alarmed = False
+    for later in range(end + every, end + 4 * ALARM_STEPS, every):
+        save(checkpoints, later)
+    assert kept[0] not in finished_steps(checkpoints.folder)
 
 
 def test_an_evaluation_ranks_above_training_rewards(make: Make, tmp_path: Path) -> None:

@@ -26,14 +26,15 @@ CASES: dict[str, dict[str, Any]] = {
         "learner": {"epochs": 2},
     },
     "critic alone": {"algorithm": {"advantage": "gae"}, "critic": {"warmup_steps": 9, "clip": None}},
-    "loglinear": {"algorithm": {"proximal": "loglinear"}, "learner": {"minibatches": 2}},
+    "loglinear": {"algorithm": {"loss": "decoupled_ppo", "proximal": "loglinear"}, "learner": {"minibatches": 2}},
     "masks": {
         "algorithm": {
+            "loss": "decoupled_ppo",
             "correction": {"level": "geometric", "mode": "mask", "low": 0.5, "high": 2.0, "mask_delta": 0.1},
             "aggregation": "seq-mean-token-mean",
         }
     },
-    "rates by sample size": {"learner": {"ess_scaled_lr": True}},
+    "bounded divergence": {"algorithm": {"max_divergence": 0.1}},
 }  # fmt: skip
 
 

@@ -60,7 +60,7 @@ def test_linear_and_cosine_fall_to_zero_after_the_last_step() -> None:
 
 def test_defaults_are_fine() -> None:
     advantage, loss = check_algorithm(make())
-    assert advantage.__name__ == "grpo" and loss is decoupled_ppo
+    assert advantage.__name__ == "grpo" and loss is ppo_clip
 
 
 @pytest.mark.parametrize(
@@ -76,10 +76,10 @@ def test_defaults_are_fine() -> None:
         ),
         (
             {"loss_options": {"clip_hihg": 0.3}},
-            "algorithm.loss_options.clip_hihg = 0.3: decoupled_ppo has no such option; did you mean clip_high?",
+            "algorithm.loss_options.clip_hihg = 0.3: ppo_clip has no such option; did you mean clip_high?",
         ),
         (
-            {"loss_options": {"correction": None}},
+            {"loss": "decoupled_ppo", "loss_options": {"correction": None}},
             "algorithm.loss_options.correction = None: decoupled_ppo has no such option; there are clip_low, clip_high",
         ),
         (
@@ -109,6 +109,14 @@ def test_wrong_settings_are_refused(settings: dict[str, Any], text: str) -> None
         (
             {"critic": {"ranks": 1}},
             "critic.ranks = 1: algorithm.advantage = 'grpo' has no critic; leave the critic section out, or use gae",
+        ),
+        (
+            {"correction": {"mode": "mask"}},
+            "algorithm.correction.mode = 'mask': algorithm.loss = 'ppo_clip' has no importance weights apart from its",
+        ),
+        (
+            {"loss": "cispo", "proximal": "loglinear"},
+            "algorithm.proximal = 'loglinear': algorithm.loss = 'cispo' takes no proximal policy; leave it out",
         ),
         (
             {"reference": "ref"},
@@ -149,7 +157,7 @@ def test_losses_get_the_policies_they_name_and_their_options() -> None:
         loss(given), ppo_clip(given.logprobs, given.behavior_logprobs, given.advantages, clip_high=0.1)
     )
     correction = {"level": "geometric", "mode": "mask", "low": 0.5, "high": None}
-    algorithm = make_algorithm(make(correction=correction, loss_options={"dual_clip": None}))
+    algorithm = make_algorithm(make(loss="decoupled_ppo", correction=correction, loss_options={"dual_clip": None}))
     arguments = [given.logprobs, given.proximal_logprobs, given.behavior_logprobs, given.advantages, given.seq]
     expected = decoupled_ppo(*arguments, correction=correction, dual_clip=None)
     torch.testing.assert_close(algorithm.loss(given), expected)

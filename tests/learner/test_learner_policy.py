@@ -123,7 +123,7 @@ def test_logprobs_are_those_of_the_sampling_temperature(
 
 
 def test_metrics_mean_what_they_say(one_rank: Ranks, tiny_model: Path) -> None:
-    config = make_config(tiny_model)
+    config = make_config(tiny_model, algorithm={"loss": "decoupled_ppo"})
     trainer = make_trainer(config, one_rank)
     policy = trainer.policy
     groups = make_groups(4, version=3)
@@ -209,7 +209,7 @@ def test_the_divergence_of_an_engine_that_matches_is_not_lost_in_rounding(one_ra
 
 def test_masked_tokens_are_distinguished_from_clipped_ones(one_rank: Ranks, tiny_model: Path) -> None:
     correction = {"level": "token", "mode": "mask", "high": 1.0}
-    config = make_config(tiny_model, algorithm={"correction": correction})
+    config = make_config(tiny_model, algorithm={"loss": "decoupled_ppo", "correction": correction})
     trainer = make_trainer(config, one_rank)
     batch = pack_groups(config, make_groups(4, version=3))
     of_sequence = grpo(batch.rewards, batch.group).float()

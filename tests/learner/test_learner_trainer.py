@@ -54,16 +54,6 @@ def plain_gae(
     return advantages, [a + v for a, v in zip(advantages, values, strict=True)]
 
 
-def test_stale_batches_take_smaller_steps_when_asked(one_rank: Ranks, tiny_model: Path) -> None:
-    rates: list[float] = []
-    for scaled in (False, True):
-        config = make_config(tiny_model, learner={"ess_scaled_lr": scaled})
-        metrics = make_trainer(config, one_rank).train(pack_groups(config, make_groups(3)), step=3)
-        rates.append(metrics["learner/lr"])
-    assert 0.0 < metrics["correction/ess"] < 0.99
-    assert rates[1] == pytest.approx(rates[0] * metrics["correction/ess"] ** 0.5)
-
-
 def test_gae_of_packed_rows_with_divergence_in_the_reward(one_rank: Ranks, tiny_model: Path) -> None:
     config = make_config(tiny_model, algorithm=GAE)
     trainer = make_trainer(config, one_rank)
@@ -318,8 +308,8 @@ def test_the_divergence_in_the_loss_is_weighed_as_stale_tokens_are(
     correction: dict[str, Any], tiny_model: Path
 ) -> None:
     """The gradient is -d of each token, times the importance weight."""
-    config = make_config(tiny_model, algorithm={"kl_loss_coef": 0.3, "correction": correction})
-    without = make_config(tiny_model, algorithm={"correction": correction})
+    config = make_config(tiny_model, algorithm={"loss": "decoupled_ppo", "kl_loss_coef": 0.3, "correction": correction})
+    without = make_config(tiny_model, algorithm={"loss": "decoupled_ppo", "correction": correction})
     (micro,) = make_batch(make_groups(2), tokens_per_microbatch=1000).micro_batches
     count = len(micro.targets)
     logprobs, reference = micro.behavior_logprobs + 0.4 * torch.randn(2, count, generator=torch.manual_seed(3))
@@ -452,9 +442,10 @@ def test_every_advantage_trains(advantage: str, one_rank: Ranks, tiny_model: Pat
 
 @pytest.mark.parametrize("settings", [{"proximal": "loglinear"}, {"correction": {"mask_delta": 0.1}}])
 def test_options_of_the_correction_train(settings: dict[str, Any], one_rank: Ranks, tiny_model: Path) -> None:
-    config = make_config(tiny_model, algorithm=settings, learner={"minibatches": 2})
+    loss = {"loss": "decoupled_ppo"}
+    config = make_config(tiny_model, algorithm=loss | settings, learner={"minibatches": 2})
     metrics = make_trainer(config, one_rank).train(pack_groups(config, groups_of(config)), step=1)
     assert metrics["learner/grad_norm"] > 0
-    plain = make_config(tiny_model, learner={"minibatches": 2})
+    plain = make_config(tiny_model, algorithm=loss, learner={"minibatches": 2})
     without = make_trainer(plain, one_rank).train(pack_groups(plain, groups_of(plain)), step=1)
     assert metrics["learner/clip_fraction"] > without["learner/clip_fraction"] + 0.05

@@ -123,7 +123,7 @@ def test_the_trajectory_is_named(one_rank: Ranks, tiny_model: Path) -> None:
 
 
 def test_only_the_update_with_the_trajectory_is_skipped(one_rank: Ranks, tiny_model: Path) -> None:
-    config = make_config(tiny_model, learner={"minibatches": 2, "ess_scaled_lr": True})
+    config = make_config(tiny_model, learner={"minibatches": 2}, algorithm={"max_divergence": 0.1})
     trainer = make_trainer(config, one_rank)
     batch = batch_of(trainer, 1)
     batch.minibatches[0][0].behavior_logprobs[0] = float("inf")

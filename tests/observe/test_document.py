@@ -191,6 +191,17 @@ def test_tables_of_staleness_ledger_gains_and_configuration(tmp_path: Path) -> N
     assert document["config"] == "replay:\n  max_staleness: 4\n"
 
 
+def test_a_collapse_is_told_with_its_curves(tmp_path: Path) -> None:
+    names = ("correction/behavior_kl", "correction/ess", "collapse/alarms")
+    write_rows(tmp_path, [{"step": step, "learner/tokens": 9.0} | dict.fromkeys(names, step / 4) for step in (1, 2)])
+    collapse = {"sentence": "collapsed at step 12", "active": True, "alarms": [{"signal": "reward"}]}
+    document = run_document(tmp_path, {"collapse": collapse, "bottleneck": "collapsed at step 12"})
+    assert document["collapse"] == document["verdict"] == "collapsed at step 12"
+    assert document["summary"] == [], "it has its own place"
+    assert {name: line(document, name)[1] for name in names} == {name: [0.25, 0.5] for name in names}
+    assert run_document(tmp_path, {})["collapse"] == ""
+
+
 def test_a_damaged_line_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.25}\nnonsense\n')
     (warning,) = run_document(tmp_path, {})["warnings"]

@@ -27,7 +27,7 @@ STATUS = {
               "waiting_episodes": 0},
     },
     "eval": {"prompts_done": 0, "last": None, "running": []},
-    "generators_wanted": 1, "catching_up": None,
+    "generators_wanted": 1, "catching_up": None, "collapse": {},
 }  # fmt: skip
 
 
@@ -123,6 +123,28 @@ def test_plain_view_tells_a_verdict_once() -> None:
         for sentence in ("balanced", "balanced", "learner-bound"):
             view.judge(sentence)
     assert out.getvalue() == "balanced\nlearner-bound\n"
+
+
+COLLAPSE = {
+    "active": True, "sentence": "collapsed at step 12: the policy [x] was far. The updates are too large: lower it",
+    "alarms": [{"raised_step": 14}],
+}  # fmt: skip
+
+
+def test_plain_view_tells_of_a_collapse_at_once_and_once_for_each_alarm() -> None:
+    out = io.StringIO()
+    again = COLLAPSE | {"sentence": "with another one", "alarms": [{"raised_step": 14}, {"raised_step": 20}]}
+    with LiveView(Console(file=out, width=200), run="r", steps=300, max_staleness=4) as view:
+        view.update(STATUS | {"step": 12})
+        view.judge("generator-bound")
+        for step, collapse in ((14, COLLAPSE), (15, COLLAPSE | {"sentence": "worse"}), (20, again), (21, again)):
+            view.update(STATUS | {"step": step, "collapse": collapse})
+            view.judge(collapse["sentence"])
+        view.update(STATUS | {"step": 40, "collapse": again | {"active": False}})
+        view.judge("learner-bound")
+    assert [line for line in out.getvalue().splitlines() if not line.startswith("step")] == [
+        "generator-bound", COLLAPSE["sentence"], "with another one", "learner-bound",
+    ]  # fmt: skip
 
 
 def test_no_file_of_a_run_has_a_secret(tmp_path: Path) -> None:

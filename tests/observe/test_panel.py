@@ -10,7 +10,7 @@ from rich.console import Console
 
 from asyncrl.observe.live import LiveView
 from asyncrl.observe.panel import MAX_HISTORY, History, ShownSample, bar, sparkline, spread
-from tests.observe.test_observe import LAGS, STATUS
+from tests.observe.test_observe import COLLAPSE, LAGS, STATUS
 
 METRICS = {
     "learner/entropy": 0.7, "learner/grad_norm": 0.3, "completion/tokens": 12.25, "staleness/in_flight": 0.25,
@@ -97,6 +97,15 @@ def test_what_goes_wrong_is_told_on_every_terminal() -> None:
     for height in (20, 50):
         lines = panel(80, height, restarts=4, generators_wanted=3)
         assert any("! 1 of 3 generators, restarts 4" in line for line in lines)
+
+
+def test_a_collapse_takes_the_place_of_the_verdict_on_every_terminal() -> None:
+    for height in (20, 50):
+        text = " ".join(line.strip("│ ") for line in panel(80, height, collapse=COLLAPSE))
+        assert "! collapsed at step 12: the policy [x] was far. The updates are too large" in text
+        assert "generator-bound" not in text
+    recovered = "\n".join(panel(80, 24, collapse=COLLAPSE | {"active": False}))
+    assert "collapsed" not in recovered and "generator-bound" in recovered
 
 
 def test_a_panel_without_steps_or_metrics_is_drawn() -> None:

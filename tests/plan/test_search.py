@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -119,6 +120,42 @@ def test_simulation_of_a_run_next_to_its_measurements(tmp_path: Path) -> None:
     assert found.setup.generators == 3
     assert "measured" not in out.getvalue()
     assert "tokens by staleness" in out.getvalue()
+
+
+def collapsed_run(folder: Path, limit: int) -> Path:
+    """Returns a run that ended with an alarm at this limit."""
+    run = make_run(folder, collapse={"sentence": "collapsed at step 12: so. Lower it", "active": True})
+    config = run / "config.yaml"
+    config.write_text(config.read_text().replace("max_staleness: 1", f"max_staleness: {limit}"))
+    rows = [json.loads(line) | {"collapse/alarms": 1.0} for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return run
+
+
+def test_a_plan_from_a_run_that_collapsed_has_lower_limits_only(tmp_path: Path) -> None:
+    console, out = printed()
+    run = collapsed_run(tmp_path / "r", 2)
+    found = show_plan(console, run, devices=4, max_staleness=4)
+    assert {candidate.prediction.setup.max_staleness for candidate in found} == {0, 1}
+    assert f"{run} collapsed at step 12: so. Lower it\nonly limits below 2 are tried\n" in out.getvalue()
+    (run / "summary.json").unlink()
+    console, out = printed()
+    assert len(show_plan(console, run, devices=4, max_staleness=0)) == len(found) // 2
+    assert f"{run} collapses\nonly limits below 2" in out.getvalue(), "a run in progress"
+    console, out = printed()
+    assert show_plan(console, collapsed_run(tmp_path / "zero", 0), devices=4, max_staleness=4) == []
+    assert "collapsed at step 12: so. Lower it\nno limit is below 0: change that first\n" in out.getvalue()
+    assert "asyncrl launch" not in out.getvalue()
+
+
+def test_the_simulation_of_a_run_that_collapsed_warns(tmp_path: Path) -> None:
+    console, out = printed()
+    run = collapsed_run(tmp_path / "r", 2)
+    show_simulation(console, run, {}, {"max_staleness": 3})
+    assert (
+        out.getvalue().startswith(f"{run} collapsed at step 12: so. Lower it\n")
+        and "trained tokens/s" in out.getvalue()
+    )
 
 
 def test_the_cost_of_sharing_a_device_can_be_set(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import stat
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from rich.console import Console
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.plan.sweep.cells import Sweep, parse_limits, run_cells, status_of
 from asyncrl.plan.sweep.report import print_results, write_sweep_report
-from asyncrl.plan.sweep.results import read_cell, read_results, recommend, smoothed
+from asyncrl.plan.sweep.results import Cell, read_cell, read_results, recommend, smoothed
 from tests.helpers.replay import small_config
 from tests.plan.made_runs import make_run
 
@@ -183,3 +184,53 @@ def test_one_seed_says_that_it_is_unsure() -> None:
 
 def test_smoothing_is_a_mean_of_the_latest() -> None:
     assert smoothed([1, 2, 3, 4, 5, 6, 7]) == [1, 1.5, 2, 2.5, 3, 4, 5]
+
+
+def collapse(cell: Cell, **changes: Any) -> None:
+    """Makes a finished cell one that collapsed."""
+    file = cell.run_dir / "summary.json"
+    told = {"collapsed": True, "active": True, "stopped": False, "sentence": f"{cell.name} collapsed. Lower it"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"collapse": told | changes}))
+
+
+def test_a_limit_at_which_a_run_collapsed_is_not_recommended(sweep: Sweep, tmp_path: Path) -> None:
+    run_cells(sweep, quiet(), MadeRuns())
+    collapse(sweep.cells[1])
+    results = read_results(sweep.cells)
+    assert (results.recommendation.max_staleness, results.recommendation.best_fraction) == (0, {0: 1.0})
+    assert [(limit.collapsed, limit.seeds, limit.pareto) for limit in results.limits] == [(0, 2, True), (1, 2, False)]
+    out = io.StringIO()
+    print_results(results, Console(file=out, width=200))
+    assert "collapsed" in out.getvalue() and "1 of 2" in out.getvalue() and "use max_staleness 0: " in out.getvalue()
+    write_sweep_report(results, tmp_path / "sweep.html", name="try")
+    assert "max_staleness 2, 1 of 2 collapsed" in (tmp_path / "sweep.html").read_text()
+    for cell in sweep.cells[:3]:
+        collapse(cell)
+    lost = read_results(sweep.cells)
+    assert lost.recommendation.max_staleness is None
+    out = io.StringIO()
+    print_results(lost, Console(file=out, width=200))
+    assert "use none of these limits: with each a run collapsed" in out.getvalue()
+    assert "with max_staleness 0 so: try-s0-seed0 collapsed. Lower it" in out.getvalue()
+
+
+def test_a_cell_that_its_collapse_ended_has_results_and_is_not_trained_again(sweep: Sweep) -> None:
+    class Collapses(MadeRuns):
+        def __call__(self, arguments: Sequence[str], log: Path) -> int:
+            super().__call__(arguments, log)
+            cell = next(cell for cell in sweep.cells if cell.name == self.names[-1])
+            if cell.max_staleness:
+                file = cell.run_dir / "metrics.jsonl"
+                file.write_text("".join(file.read_text().splitlines(keepends=True)[:6]))
+                collapse(cell, collapsed=False, stopped=True)
+                return 1
+            return 0
+
+    out = io.StringIO()
+    assert run_cells(sweep, Console(file=out, width=200), Collapses()) == ([], False)
+    assert "2 of 4  max_staleness 2, seed 0: collapsed after 0 s" in out.getvalue()
+    again = MadeRuns()
+    assert run_cells(sweep, quiet(), again) == ([], False) and again.names == []
+    results = read_results(sweep.cells)
+    assert [limit.collapsed for limit in results.limits] == [0, 2] and results.recommendation.max_staleness == 0
+    assert results.seconds == min(cell.seconds[-1] for cell in results.cells if len(cell.steps) == 12)

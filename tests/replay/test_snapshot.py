@@ -57,9 +57,7 @@ def example(kind: Any, numbers: Iterator[int]) -> Any:
 
 
 def make_state() -> QueueState:
-    config = small_config(
-        replay__max_staleness="auto", replay__auto_options={"low": 0, "high": 3}, data__eval="eval.parquet"
-    )
+    config = small_config(replay__max_staleness=3, algorithm__max_divergence=0.1, data__eval="eval.parquet")
     return QueueState(config, EndlessPrompts(), None, [EndlessPrompts().prompt(0)])
 
 

@@ -1,90 +1,73 @@
-"""The limit that moves with the effective sample size."""
+"""The limit that falls while the bound on divergence holds the learning rate down."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 
 from asyncrl.errors import ConfigError
 from asyncrl.replay.ledger import Ledger
-from asyncrl.replay.staleness_control import ControllerState, StalenessController
+from asyncrl.replay.staleness_control import FRACTION, ControllerState, StalenessController
 from asyncrl.util.durable import of_plain, restore, to_plain
 from tests.helpers.replay import small_config
 
 
-def controller(low: int, high: int) -> StalenessController:
-    return StalenessController(low=low, high=high, target=0.9)
-
-
-def metrics(limit: int, sizes: dict[str, float]) -> dict[str, float]:
-    told = {"staleness/max": float(limit)}
-    for bucket, size in sizes.items():
-        told |= {f"staleness/{bucket}/ess": size, f"staleness/{bucket}/tokens_fraction": 0.2}
-    return told
-
-
-def run(control: StalenessController, limit: int, steps: int, worth: int) -> list[int]:
-    """Returns the limit of each step, in which tokens older than `worth` have a small sample size."""
+def run(
+    control: StalenessController, limit: int, steps: int, fraction: Callable[[int], float], *, reached: bool = True
+) -> list[int]:
+    """Returns the limit of each step; `fraction` is that of the learning rate at a limit."""
     seen: list[int] = []
     for _ in range(steps):
-        sizes = {
-            bucket: 0.95 if staleness <= worth else 0.5
-            for staleness, bucket in enumerate(("0", "1", "2", "3-4"))
-            if staleness <= limit
-        }
-        limit = control.next(limit, metrics(limit, sizes))
+        limit = control.next(limit, {FRACTION: fraction(limit), "staleness/max": float(limit if reached else 0)})
         seen.append(limit)
     return seen
 
 
-def test_it_rises_to_what_is_worth_training_and_stays_near() -> None:
-    seen = run(controller(1, 8), 1, 60, worth=2)
-    assert seen[0] == 1
-    assert set(seen[20:]) == {2, 3}, "it tries a higher limit now and then"
+def share(distance: float) -> Callable[[int], float]:
+    """The fraction of the learning rate if `distance` steps at the full rate are within the bound."""
+    return lambda limit: min(1.0, distance / limit)
 
 
-def test_it_keeps_its_bounds() -> None:
-    assert max(run(controller(0, 3), 0, 60, worth=100)) == 3
-    assert min(run(controller(1, 8), 3, 60, worth=-1)) == 1
+def test_it_falls_until_half_of_the_learning_rate_is_left_and_stays() -> None:
+    assert run(StalenessController(low=1, high=8), 8, 120, share(2.0))[-30:] == [4] * 30
+    assert run(StalenessController(low=1, high=8), 8, 120, share(0.1))[-1] == 1
+    assert run(StalenessController(low=3, high=8), 8, 120, share(0.1))[-1] == 3
+    assert set(run(StalenessController(low=1, high=8), 8, 120, share(100.0))) == {8}
+
+
+def test_it_rises_again_only_if_tokens_are_as_old_as_it_allows() -> None:
+    assert run(StalenessController(low=1, high=4), 1, 80, share(100.0))[-1] == 4
+    assert set(run(StalenessController(low=1, high=4), 1, 80, share(100.0), reached=False)) == {1}
 
 
 def test_it_waits_until_a_change_can_be_seen() -> None:
-    seen = run(controller(0, 8), 4, 12, worth=-1)
+    seen = run(StalenessController(low=1, high=8), 4, 40, share(0.1))
     changes = [index for index, (one, other) in enumerate(zip([4, *seen], seen, strict=False)) if one != other]
-    assert changes[0] >= 4
-    assert changes[1] - changes[0] >= 4
+    assert changes[0] >= 9 and changes[1] - changes[0] >= 7
 
 
-def test_a_limit_that_does_not_bind_stays() -> None:
-    control = controller(0, 8)
-    assert {control.next(2, metrics(1, {"0": 1.0, "1": 0.99})) for _ in range(30)} == {2}
-
-
-def test_few_tokens_say_nothing() -> None:
-    control, told = controller(0, 8), metrics(2, {"0": 1.0, "2": 0.1})
-    told["staleness/2/tokens_fraction"] = 0.001
-    assert min(control.next(2, told) for _ in range(30)) == 2
+def test_steps_without_a_rate_say_nothing() -> None:
+    control = StalenessController(low=1, high=8)
+    assert {control.next(4, {"staleness/max": 4.0}) for _ in range(40)} == {4}
 
 
 def test_it_goes_on_from_its_state() -> None:
-    first, second = controller(0, 8), controller(0, 8)
-    run(first, 4, 3, worth=-1)
+    first, second = (StalenessController(low=1, high=8) for _ in range(2))
+    run(first, 4, 7, share(0.1))
     restore(second, of_plain(ControllerState, to_plain(ControllerState, first)))
-    assert run(first, 4, 9, worth=-1) == run(second, 4, 9, worth=-1)
+    assert run(first, 4, 19, share(0.1)) == run(second, 4, 19, share(0.1))
 
 
 def test_config() -> None:
-    config = small_config(replay__max_staleness="auto", replay__auto_options={"low": 0, "high": 5})
-    assert (config.replay.first_limit, config.replay.staleness_limit) == (0, 5)
+    config = small_config(replay__max_staleness=5, algorithm__max_divergence=0.1)
     control = StalenessController.of(config)
-    assert control is not None
-    assert (control.low, control.high) == (0, 5)
-    assert StalenessController.of(small_config()) is None
-    with pytest.raises(
-        ConfigError, match=r"auto_options.low = 4 with high = 4: must be a limit of at least 0 and a higher one"
-    ):
-        small_config(replay__max_staleness="auto", replay__auto_options={"low": 4, "high": 4})
-    with pytest.raises(ConfigError, match="max_staleness"):
-        small_config(replay__max_staleness="often")
+    assert control is not None and (control.low, control.high) == (1, 5)
+    assert StalenessController.of(small_config(replay__max_staleness=5)) is None
+    forced = small_config(replay__max_staleness=5, replay__min_staleness=5, algorithm__max_divergence=0.1)
+    assert StalenessController.of(forced) is None, "the learner would wait forever"
+    with pytest.raises(ConfigError, match=r"max_staleness = 'auto'"):
+        small_config(replay__max_staleness="auto")
 
 
 def test_a_lower_limit_admits_less_at_once_and_keeps_the_bound() -> None:

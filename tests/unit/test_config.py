@@ -328,7 +328,6 @@ def test_a_mapping_keeps_the_defaults_of_the_names_that_it_leaves_out() -> None:
         "learner.optimizer_options.betas": [0.9, 0.99],
         "eval.sampling": {"temperature": 0.6},
         "eval.sampling.top_k": 20,
-        "replay.auto_options.high": 4,
         "algorithm.correction": {"mode": "mask"},
         "generator.engine_options": {"max_model_len": 4096},
     }
@@ -337,7 +336,6 @@ def test_a_mapping_keeps_the_defaults_of_the_names_that_it_leaves_out() -> None:
     options = config.learner.optimizer_options
     assert (options.betas, options.weight_decay, options.eps) == ((0.9, 0.99), 0.01, 1e-8)
     assert (config.eval.sampling.temperature, config.eval.sampling.top_p, config.eval.sampling.top_k) == (0.6, 1.0, 20)
-    assert (config.replay.auto_options.low, config.replay.auto_options.high) == (1, 4)
     assert (config.algorithm.correction.mode, config.algorithm.correction.high) == ("mask", 2.0)
     assert config.generator.engine_settings == {"max_model_len": 4096}
     assert Config.model_validate(yaml.safe_load(config.to_yaml())) == config

@@ -126,7 +126,7 @@ def top(run_dir: Path, console: Console) -> None:
         console,
         run=run_dir.name,
         steps=config.steps,
-        max_staleness=config.replay.staleness_limit,
+        max_staleness=config.replay.max_staleness,
         rewards=curves.line(REWARD)[1],
     )
     samples = ShownSamples(run_dir, config)

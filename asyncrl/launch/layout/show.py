@@ -116,7 +116,7 @@ def _queue(config: Config) -> Iterator[str]:
     model, replay = config.model, config.replay
     routers = replayed_routers(config.algorithm.routing_replay, model.path, trust_remote_code=model.trust_remote_code)
     routing = 0 if routers is None else routers.token_bytes
-    trajectories = (replay.staleness_limit + 1) * replay.groups_per_step * config.generator.group_size
+    trajectories = (replay.max_staleness + 1) * replay.groups_per_step * config.generator.group_size
     held = trajectories * longest_tokens(config) * (FRAME_BYTES + routing)
     yield (
         f"\nreplay queue: at most {held / GIB:.1f} GiB of groups, with trajectories of the greatest length; "

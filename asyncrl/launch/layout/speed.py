@@ -20,7 +20,7 @@ def generated_per_s(config: Config, shape: Shape, gpu: Gpu, generation: Generati
     model, job = _model(shape), _job(config)
     of_engine = generation.groups * config.generator.group_size
     batch = config.replay.groups_per_step * config.generator.group_size
-    admitted = max(1, config.replay.staleness_limit) * batch / generation.engines
+    admitted = max(1, config.replay.max_staleness) * batch / generation.engines
     sequences = min(of_engine, fitting_sequences, admitted)
     parallel = generation.tensor_parallel
     return generation.engines * parallel * generation_rate(model, gpu, job, tp=parallel, sequences=sequences)

@@ -30,10 +30,12 @@ from asyncrl.learner.checkpoint.files import (
     write_manifest,
 )
 from asyncrl.learner.distributed import Ranks
-from asyncrl.replay.metrics.collapse import ALARM_STEPS
+from asyncrl.replay.metrics.collapse import LASTS_STEPS
 from asyncrl.util.files import sync_folder
 
 log = structlog.get_logger()
+
+ALARM_STEPS = max(LASTS_STEPS.values())
 
 
 class Checkpoints:
@@ -45,6 +47,10 @@ class Checkpoints:
         self.ranks = ranks
         self._settings = config.checkpoint
         self._may_roll_back = config.learner.on_collapse == "rollback"
+        self.alarmed = False
+        """True while an alarm of a collapse lasts."""
+        self._safe_step = 0
+        """A collapse that is found from now on has begun after this step; 0 if it is not known."""
         self._timeout_s = config.launch.progress_timeout_s
         self._names = (*(f"learner-{rank}" for rank in range(ranks.count)), *others)
         self._writer = PartWriter(f"learner-{ranks.rank}")
@@ -193,9 +199,10 @@ class Checkpoints:
         if self._settings.keep_best and self._finished:
             kept.add(max(self._finished, key=self._rank_of))
         if self._may_roll_back and self._finished:
-            # One from before any collapse that is not reported yet, and the one that takes its place.
-            limit = self._finished[-1] - ALARM_STEPS - 2
-            old = [step for step in self._finished if step <= limit]
+            # One from before the alarm, or before any that is not raised yet, and the one that takes its place.
+            if not self.alarmed:
+                self._safe_step = self._finished[-1] - ALARM_STEPS - 2
+            old = [step for step in self._finished if step <= self._safe_step]
             kept.update(old[-1:], self._finished[len(old) : len(old) + 1])
         return kept
 

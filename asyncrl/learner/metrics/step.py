@@ -152,11 +152,6 @@ class StepMetrics:
             self.sums[name] = self.sums[name] + value if name in self.sums else value
         self.staleness.add(staleness, log_ratios, advantages, clipped=cut & ~losses.masked, masked=cut & losses.masked)
 
-    def ess(self, ranks: Ranks) -> float:
-        """Effective sample size of the importance weights of all tokens or sequences so far, over all ranks."""
-        moments = torch.stack([self.sums[f"ess_{name}"] for name in ("total", "squares", "count")])
-        return float(ess_from_moments(ranks.sum(moments)))
-
     def join(self, other: StepMetrics) -> None:
         """Adds what another one has counted."""
         for name, value in other.sums.items():

@@ -81,7 +81,8 @@ class ListView {
     const number = (title, text) => element("td", { class: "number", "data-title": title }, text);
     const row = element("tr", {}, element("td", {}, box),
       element("th", {}, element("a", { href: addressOf([card.name]) }, card.name)),
-      element("td", {}, element("span", { class: `status ${card.status}` }, card.status)),
+      element("td", {}, element("span", { class: `status ${card.status}` }, card.status),
+        card.alarms ? element("span", { class: "status failed" }, "collapse") : null),
       number("step", card.step === null ? "–" : `${readable(card.step)}${card.steps ? ` / ${readable(card.steps)}` : ""}`),
       number("reward", card.reward ? card.reward.map((value) => value.toFixed(3)).join(" → ") : "–"),
       element("td", {}, card.curve.length > 1 ? sparkline(card.curve) : null),

@@ -73,7 +73,7 @@ class RunPage {
     this.runs = runs;
     const run = runs[this.shown = Math.min(this.shown, runs.length - 1)];
     if (runs.length > 1 && this.tiles.nextSibling !== this.chartBox) this.tiles.after(this.chartBox);  // compared are curves
-    fill(this.head, runs.map(({ name, status, verdict, error, warnings, progress }) => ({ name, status, verdict, error, warnings, progress })),
+    fill(this.head, runs.map(({ name, status, verdict, error, collapse, warnings, progress }) => ({ name, status, verdict, error, collapse, warnings, progress })),
       (heads) => heads.map((head, number) => this.headingOf(head, heads.length > 1 ? PALETTE[number % PALETTE.length] : null)));
     this.updateTiles();
     this.updateCharts();
@@ -89,11 +89,12 @@ class RunPage {
   }
 
   /** Name, state and verdict of a run; with a color, where there are several. */
-  headingOf({ name, status, verdict, error, warnings, progress }, color) {
+  headingOf({ name, status, verdict, error, collapse, warnings, progress }, color) {
     return element("div", { class: color && "one-of-many" },
       element("div", { class: "title" }, element("h1", {}, color ? element("i", { style: `background:${color}` }) : null, name), element("span", { class: `status ${status}` }, status || "unknown"),
         progress ? element("span", { class: "note" }, progress) : null),
-      verdict ? element("p", { class: "verdict" }, verdict) : null,
+      collapse ? element("p", { class: "warning alarm" }, collapse) : null,
+      verdict && verdict !== collapse ? element("p", { class: "verdict" }, verdict) : null,
       error && error !== verdict ? element("p", { class: "warning" }, error) : null,
       (warnings ?? []).map((warning) => element("p", { class: "warning" }, warning)));
   }

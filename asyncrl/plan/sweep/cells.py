@@ -20,7 +20,7 @@ from rich.console import Console
 from asyncrl.config import Config, load_config, parse_override
 from asyncrl.errors import ConfigError
 from asyncrl.plan.sweep.report import print_results, write_sweep_report
-from asyncrl.plan.sweep.results import Cell, read_results, status_of
+from asyncrl.plan.sweep.results import Cell, has_ended, read_results, status_of
 from asyncrl.util.processes import PYTHON, end_with_parent
 
 Run = Callable[[Sequence[str], Path], int]
@@ -81,13 +81,13 @@ class Sweep:
 def sweep(name: str, config: str, overrides: Sequence[str], limits: str, seeds: int, console: Console) -> int:
     """Runs the unfinished cells of the sweep, reports on all finished ones, and returns the exit code.
 
-    The code is 0 if all cells have finished, 1 if some failed, and 130 if interrupted. Raises ConfigError before any
-    cell starts.
+    The code is 0 if all cells have finished or collapsed, 1 if some failed, and 130 if interrupted. Raises ConfigError
+    before any cell starts.
     """
     settings = dict(parse_override(text) for text in overrides)
     one = Sweep(name, config, settings, tuple(overrides), parse_limits(limits), seeds)
     failed, interrupted = run_cells(one, console, launch_in_process)
-    if any(status_of(cell) == "finished" for cell in one.cells):
+    if any(map(has_ended, one.cells)):
         results = read_results(one.cells)
         results.write(one.folder / "sweep.json")
         write_sweep_report(results, one.folder / "sweep.html", name=name)
@@ -132,17 +132,18 @@ def run_cells(sweep: Sweep, console: Console, run: Run) -> tuple[list[Cell], boo
     cells = sweep.cells
     for number, cell in enumerate(cells, start=1):
         title = f"{number} of {len(cells)}  max_staleness {cell.max_staleness}, seed {cell.seed}"
-        if status_of(cell) == "finished":
-            console.print(f"{title}: finished before", highlight=False)
+        if has_ended(cell):
+            console.print(f"{title}: {status_of(cell)} before", highlight=False)
             continue
         console.print(f"{title}: {cell.run_dir} ...", highlight=False)
         started_s = time.monotonic()
         code = run(sweep.arguments(cell), sweep.folder / f"{cell.name}.log")
         if code == 130:
             return failed, True
-        if code:
+        how = status_of(cell)
+        if code and how != "collapsed":
             failed.append(cell)
-        how = "finished" if not code else f"failed with exit code {code}, see {sweep.folder / cell.name}.log"
+            how = f"failed with exit code {code}, see {sweep.folder / cell.name}.log"
         console.print(f"{title}: {how} after {time.monotonic() - started_s:.0f} s", highlight=False, soft_wrap=True)
     return failed, False
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from asyncrl.observe.page import render_page
-from asyncrl.plan.sweep.results import SweepResults
+from asyncrl.plan.sweep.results import LimitResult, SweepResults
 
 COLORS = ("#3b6fd4", "#2a9d5c", "#e0b93a", "#e08a3a", "#d1533f", "#9c3a6b", "#5b5b66", "#38a3b8")
 POINTS = 200
@@ -24,7 +24,8 @@ def print_results(results: SweepResults, console: Console) -> None:
     titles = (
         "max\nstaleness", "tokens/s", "goodput", "last reward", in_time, "best\nin", "ESS", "mean\nstaleness", "pareto",
     )  # fmt: skip
-    for title in titles:
+    has_collapsed = any(limit.collapsed for limit in results.limits)
+    for title in (*titles, "collapsed") if has_collapsed else titles:
         table.add_column(title, justify="right")
     for limit in results.limits:
         table.add_row(
@@ -33,10 +34,11 @@ def print_results(results: SweepResults, console: Console) -> None:
             "-" if np.isnan(limit.goodput) else f"{limit.goodput:.0%}",
             f"{limit.reward:.3f}{_error(limit.reward_error, '.3f')}",
             f"{limit.reward_in_time:.3f}{_error(limit.reward_in_time_error, '.3f')}",
-            f"{results.recommendation.best_fraction[limit.max_staleness]:.0%}",
+            f"{results.recommendation.best_fraction.get(limit.max_staleness, 0.0):.0%}",
             f"{limit.ess:.3f}",
             f"{limit.staleness_mean:.2f}",
             "yes" if limit.pareto else "",
+            *([f"{limit.collapsed} of {limit.seeds}"] if has_collapsed else []),
         )
     console.print(table)
     console.print(f"use {results.recommendation.sentence}", style="bold", highlight=False, soft_wrap=True)
@@ -67,18 +69,20 @@ def sweep_figure(results: SweepResults) -> Any:
     )  # fmt: skip
     figure = make_subplots(rows=3, cols=2, subplot_titles=titles, vertical_spacing=0.1)
     for number, limit in enumerate(results.limits):
-        _add_curves(figure, results, limit.max_staleness, COLORS[number % len(COLORS)])
+        _add_curves(figure, results, limit, COLORS[number % len(COLORS)])
     _add_bars(figure, results)
     _add_front(figure, results)
     figure.update_layout(height=1000, template="plotly_white", margin={"t": 40, "l": 50, "r": 20, "b": 40})
     return figure
 
 
-def _add_curves(figure: Any, results: SweepResults, limit: int, color: str) -> None:
+def _add_curves(figure: Any, results: SweepResults, limit: LimitResult, color: str) -> None:
     """Adds the reward curves of a limit: the mean over seeds, and a band from the lowest to the highest value."""
     import plotly.graph_objects as go
 
-    cells = [cell for cell in results.cells if cell.max_staleness == limit]
+    cells = [cell for cell in results.cells if cell.max_staleness == limit.max_staleness]
+    name = f"max_staleness {limit.max_staleness}"
+    name += f", {limit.collapsed} of {limit.seeds} collapsed" if limit.collapsed else ""
     last = min(len(cell.steps) for cell in cells)
     end_s = min(cell.seconds[-1] for cell in cells)
     times = np.linspace(0.0, end_s, POINTS)
@@ -90,14 +94,13 @@ def _add_curves(figure: Any, results: SweepResults, limit: int, color: str) -> N
         figure.add_trace(
             go.Scatter(
                 **band, fill="toself", fillcolor=color, opacity=0.15, line={"width": 0}, hoverinfo="skip",
-                showlegend=False, legendgroup=str(limit),
+                showlegend=False, legendgroup=name,
             ),
             row=1, col=column,
         )  # fmt: skip
         figure.add_trace(
             go.Scatter(
-                x=x, y=curves.mean(0), line={"color": color}, name=f"max_staleness {limit}", legendgroup=str(limit),
-                showlegend=column == 1,
+                x=x, y=curves.mean(0), line={"color": color}, name=name, legendgroup=name, showlegend=column == 1,
             ),
             row=1, col=column,
         )  # fmt: skip

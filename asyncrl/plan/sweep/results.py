@@ -51,6 +51,8 @@ class CellResult:
     """Seconds from the first lease to the end of each step."""
     rewards: list[float]
     """Smoothed reward of each step."""
+    collapse: str
+    """What happened, if its reward fell or `learner.on_collapse` ended it; else empty."""
 
     def reward_at(self, seconds: float) -> float:
         """Returns the smoothed reward after `seconds`."""
@@ -73,15 +75,18 @@ class LimitResult:
     goodput: float
     ess: float
     staleness_mean: float
+    collapsed: int
+    """Runs that collapsed."""
     pareto: bool
-    """True if no other limit has both more tokens/s and more reward."""
+    """True if none collapsed, and no other such limit has both more tokens/s and more reward."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
     """The recommended limit, and the confidence in it."""
 
-    max_staleness: int
+    max_staleness: int | None
+    """None if a run collapsed at every limit."""
     sentence: str
     best_fraction: dict[int, float]
     """Fraction of the bootstrap samples in which a limit has the highest reward in equal time, by limit."""
@@ -103,15 +108,25 @@ class SweepResults:
 
 
 def status_of(cell: Cell) -> str:
-    """Returns the status in the cell's summary; "missing" if the cell has no summary."""
+    """Returns the status in the cell's summary, or "collapsed" if `learner.on_collapse` ended it; "missing" if the cell
+    has no summary."""
     file = cell.run_dir / "summary.json"
-    return read_json(file)["status"] if file.is_file() else "missing"
+    if not file.is_file():
+        return "missing"
+    summary = read_json(file)
+    return "collapsed" if summary.get("collapse", {}).get("stopped") else summary["status"]
+
+
+def has_ended(cell: Cell) -> bool:
+    """Returns True if the cell has results, and is not trained again."""
+    return status_of(cell) in ("finished", "collapsed")
 
 
 def read_cell(cell: Cell) -> CellResult:
-    """Reads the results of a finished run."""
+    """Reads the results of a run that has ended."""
     summary: dict[str, Any] = read_json(cell.run_dir / "summary.json")
     rows = [row for row in read_metrics(cell.run_dir / "metrics.jsonl") if "reward/mean" in row and OF_STEP in row]
+    collapse: dict[str, Any] = summary.get("collapse", {})
     ess = [row["correction/ess"] for row in rows[len(rows) // 2 :] if "correction/ess" in row]
     return CellResult(
         max_staleness=cell.max_staleness,
@@ -124,6 +139,7 @@ def read_cell(cell: Cell) -> CellResult:
         steps=[int(row["step"]) for row in rows],
         seconds=[row["time/elapsed_s"] for row in rows],
         rewards=smoothed([row["reward/mean"] for row in rows]),
+        collapse=collapse["sentence"] if collapse.get("collapsed") or collapse.get("stopped") else "",
     )
 
 
@@ -136,16 +152,23 @@ def smoothed(values: Sequence[float]) -> list[float]:
 
 
 def read_results(cells: Sequence[Cell], *, seed: int = 0) -> SweepResults:
-    """Returns the results of the finished cells. Raises DataError if no cell has finished."""
-    found = [read_cell(cell) for cell in cells if status_of(cell) == "finished"]
+    """Returns the results of the cells that have ended. Raises DataError if none has."""
+    found = [read_cell(cell) for cell in cells if has_ended(cell)]
     if not found:
         raise DataError("no cell of the sweep has finished; see its logs")
-    seconds = min(cell.seconds[-1] for cell in found)
+    seconds = min(cell.seconds[-1] for cell in [cell for cell in found if not cell.collapse] or found)
     limits = sorted({cell.max_staleness for cell in found})
     by_limit = {limit: [cell for cell in found if cell.max_staleness == limit] for limit in limits}
     results = [_limit_result(by_limit[limit], seconds) for limit in limits]
     results = [_with_pareto(result, results) for result in results]
-    in_time = {limit: np.array([cell.reward_at(seconds) for cell in own]) for limit, own in by_limit.items()}
+    sound = {limit: own for limit, own in by_limit.items() if not any(cell.collapse for cell in own)}
+    in_time = {limit: np.array([cell.reward_at(seconds) for cell in own]) for limit, own in sound.items()}
+    if not in_time:
+        first = next(cell for cell in by_limit[limits[0]] if cell.collapse)
+        sentence = (
+            f"none of these limits: with each a run collapsed, with max_staleness {limits[0]} so: {first.collapse}"
+        )
+        return SweepResults(seconds, results, Recommendation(None, sentence, {}), found)
     return SweepResults(seconds, results, recommend(in_time, seconds, seed=seed), found)
 
 
@@ -188,12 +211,15 @@ def _limit_result(cells: list[CellResult], seconds: float) -> LimitResult:
     rate, reward = mean_and_error([c.tokens_per_s for c in cells]), mean_and_error([c.reward for c in cells])
     in_time = mean_and_error([cell.reward_at(seconds) for cell in cells])
     means = (float(np.mean([getattr(c, name) for c in cells])) for name in ("goodput", "ess", "staleness_mean"))
-    return LimitResult(cells[0].max_staleness, len(cells), *rate, *reward, *in_time, *means, pareto=False)
+    collapsed = sum(bool(cell.collapse) for cell in cells)
+    return LimitResult(
+        cells[0].max_staleness, len(cells), *rate, *reward, *in_time, *means, collapsed=collapsed, pareto=False
+    )
 
 
 def _with_pareto(own: LimitResult, results: list[LimitResult]) -> LimitResult:
-    beaten = any(
-        other.tokens_per_s >= own.tokens_per_s and other.reward >= own.reward
+    beaten = own.collapsed or any(
+        not other.collapsed and other.tokens_per_s >= own.tokens_per_s and other.reward >= own.reward
         and (other.tokens_per_s, other.reward) != (own.tokens_per_s, own.reward)
         for other in results
     )  # fmt: skip

@@ -1,18 +1,25 @@
 """Detects that a training collapses: from the metrics of its steps alone, so that a replay from the journal repeats it.
 
-    divergence    the policy has left the one that sampled its tokens        > DIVERGENCE nats a token
-    ess           few tokens carry all the weight                            < ESS of the tokens
+    divergence    the policy has left the one that sampled its tokens        > DIVERGENCE nats a token and update
+    ess           few tokens carry all the weight                            < ESS of the tokens by update
     entropy       the policy becomes random, or repeats itself while it      outside the range of the first steps
                   gets worse
     reward        the policy has become worse                                < REWARD of its best
 
-An alarm is raised when a signal has lasted for its number of steps, and ends when it has been away for CALM_STEPS.
+An alarm is raised when a signal has lasted for its number of steps, and ends when it has been away for CALM_STEPS. A
+step that does not tell a signal, as one without tokens, neither makes nor ends one.
+
+With several updates a step the metrics are of all of them: they include how far the first ones have moved the policy,
+within the bounds of the loss. So the limits are wider by the number of updates.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from copy import deepcopy
+from statistics import fmean
+from typing import Any, Literal, NamedTuple
 
 from msgspec import field, structs
 
@@ -23,7 +30,6 @@ Signal = Literal["divergence", "ess", "entropy", "reward"]
 
 LASTS_STEPS: dict[Signal, int] = {"divergence": 3, "ess": 3, "entropy": 3, "reward": 10}
 """Steps in a row after which a signal is an alarm."""
-ALARM_STEPS = max(LASTS_STEPS.values())
 CALM_STEPS = 10
 DIVERGENCE, ESS, REWARD = 0.1, 0.3, 0.7
 ENTROPY_STEPS = 10
@@ -33,8 +39,21 @@ ENTROPY_RISE, ENTROPY_NATS, ENTROPY_FALL, WORSE = 2.0, 0.5, 0.05, 0.9
 the reward is below WORSE of its best: a policy that solves its task has a low entropy, too."""
 SMOOTHED_STEPS = 5
 """Steps that a reward is the mean of."""
+NOISE = 6.0
+"""Standard errors by which a smoothed reward falls at least: the best of many steps is above their mean by chance."""
+MAX_VALUE = 1e100
+"""A metric beyond, or one that is no number, counts as missing: its square is a number, too."""
 MISMATCH = 0.5
 """Share of the divergence that the tokens of staleness 0 have, from which on the engine's numerics are the cause."""
+
+
+class Reading(NamedTuple):
+    """What a step tells of a signal."""
+
+    signal: Signal
+    value: float
+    limit: float
+    is_seen: bool
 
 
 class Alarm(Durable):
@@ -44,6 +63,8 @@ class Alarm(Durable):
     since_step: int
     """First step of the signal."""
     raised_step: int
+    last_step: int
+    """Latest step of the signal."""
     value: float
     """Its most extreme value so far."""
     limit: float
@@ -52,102 +73,136 @@ class Alarm(Durable):
     mismatch: float
     """Divergence of the engine's log-probs from the learner's for tokens of staleness 0 in this step, in nats."""
     ended_step: int | None = None
-    """Last step of the signal; None while it lasts."""
+    """`last_step` once the alarm has ended; None while it lasts."""
 
 
 class CollapseWatch(Durable):
     """The signals of a run so far."""
 
     alarms: list[Alarm] = field(default_factory=list[Alarm])
-    """In the order of their first steps."""
-    lasting: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
-    """Values of each signal in the latest steps in a row that have it."""
-    calm_steps: dict[str, int] = field(default_factory=dict[str, int])
-    """Steps since each active alarm's signal was last seen."""
+    """The first and the latest of each signal, in the order of their first steps."""
+    lasting: dict[str, list[tuple[int, float]]] = field(default_factory=dict[str, list[tuple[int, float]]])
+    """The latest steps in a row that have a signal which is no alarm yet, and its values."""
     entropies: list[float] = field(default_factory=list[float])
     """Of the first ENTROPY_STEPS steps."""
     rewards: list[float] = field(default_factory=list[float])
     """Of the latest SMOOTHED_STEPS steps."""
-    best_reward: float | None = None
+    num_rewards: int = 0
+    noise: float = 0.0
+    """Variance of a step's reward, from the differences of adjacent steps, which a trend leaves as they are."""
+    best_reward: float = -math.inf
     """Largest smoothed reward."""
     lowest_reward: float = 0.0
-    """Smallest smoothed reward."""
+    """Smallest smoothed reward, at most 0."""
+    stop_step: int | None = None
+    """First step in which an alarm lasted while the reward was worse: that of `learner.on_collapse`. None before, and
+    after all alarms have ended. An alarm alone is no reason to stop: some runs learn at a large divergence."""
 
     @property
     def active(self) -> list[Alarm]:
         """The alarms whose signals last."""
         return [alarm for alarm in self.alarms if alarm.ended_step is None]
 
-    def after_step(self, step: int, metrics: Mapping[str, float], *, by_token: bool) -> CollapseWatch:
-        """Returns the watch after a step with these metrics. `by_token`: the metric `correction/ess` is that of tokens,
-        not of sequences, which is naturally small."""
-        watch = CollapseWatch(
-            [structs.replace(alarm) for alarm in self.alarms],
-            {name: list(values) for name, values in self.lasting.items()},
-            dict(self.calm_steps), list(self.entropies), list(self.rewards), self.best_reward, self.lowest_reward,
-        )  # fmt: skip
-        for signal, (value, limit, is_seen) in watch._signals(metrics, by_token=by_token).items():
-            watch._note(signal, step, metrics, value, limit, is_seen=is_seen)
+    @property
+    def latest(self) -> list[Alarm]:
+        """The active alarms, and those that lasted when the first of them began; all alarms if none is active."""
+        since_step = min((alarm.since_step for alarm in self.active), default=0)
+        return [alarm for alarm in self.alarms if alarm.last_step >= since_step]
+
+    @property
+    def is_worse(self) -> bool:
+        """True if the reward is below WORSE of its best, or was never above 0."""
+        if len(self.rewards) < SMOOTHED_STEPS:
+            return False
+        smoothed = fmean(self.rewards)
+        return smoothed < self._below_best(WORSE) or smoothed == self.best_reward == 0.0
+
+    def raised(self, step: int) -> bool:
+        """Returns True if an alarm was raised in this step."""
+        return any(alarm.raised_step == step for alarm in self.alarms)
+
+    def after_step(self, step: int, metrics: Mapping[str, float], config: Config) -> CollapseWatch:
+        """Returns the watch after a step with these metrics."""
+        watch = deepcopy(self)
+        known = {name: value for name, value in metrics.items() if abs(value) < MAX_VALUE}
+        for reading in watch._read(known, config):
+            watch._note(reading, step, known)
         watch.alarms.sort(key=lambda alarm: (alarm.since_step, alarm.raised_step))
+        if not watch.active:
+            watch.stop_step = None
+        elif watch.stop_step is None and watch.is_worse:
+            watch.stop_step = step
         return watch
 
-    def _signals(self, metrics: Mapping[str, float], *, by_token: bool) -> dict[Signal, tuple[float, float, bool]]:
-        """Returns value, limit and whether it is beyond, of the signals that this step can tell."""
-        found: dict[Signal, tuple[float, float, bool]] = {}
+    def _read(self, metrics: Mapping[str, float], config: Config) -> list[Reading]:
+        """Returns what the step tells."""
+        found: list[Reading] = []
+        updates = config.learner.epochs * config.learner.minibatches
         if (kl := metrics.get("correction/behavior_kl")) is not None:
-            found["divergence"] = kl, DIVERGENCE, kl > DIVERGENCE
-        if by_token and (ess := metrics.get("correction/ess")) is not None:
-            found["ess"] = ess, ESS, ess < ESS
-        worse = False
-        if "learner/tokens" in metrics and (reward := metrics.get("reward/mean")) is not None:
-            self.rewards = [*self.rewards, reward][-SMOOTHED_STEPS:]
+            found.append(Reading("divergence", kl, DIVERGENCE * updates, kl > DIVERGENCE * updates))
+        # The effective sample size of sequences is small by nature.
+        if config.algorithm.correction.level == "token" and (ess := metrics.get("correction/ess")) is not None:
+            found.append(Reading("ess", ess, ESS / updates, ess < ESS / updates))
+        if (reward := metrics.get("reward/mean")) is not None:
+            self._add_reward(reward)
             if len(self.rewards) == SMOOTHED_STEPS:
-                smoothed = sum(self.rewards) / SMOOTHED_STEPS
-                best = self.best_reward = smoothed if self.best_reward is None else max(self.best_reward, smoothed)
+                smoothed = fmean(self.rewards)
+                self.best_reward = max(self.best_reward, smoothed)
                 self.lowest_reward = min(self.lowest_reward, smoothed)
-                # A reward that may be negative has no natural zero; its lowest value takes that place.
-                scale = best - min(self.lowest_reward, 0.0)
-                limit = best - (1 - REWARD) * scale
-                found["reward"] = smoothed, limit, smoothed < limit
-                worse = smoothed < best - (1 - WORSE) * scale
+                limit = self._below_best(REWARD)
+                found.append(Reading("reward", smoothed, limit, smoothed < limit))
         if (entropy := metrics.get("learner/entropy")) is not None:
             if len(self.entropies) < ENTROPY_STEPS:
                 self.entropies.append(entropy)
-            norm = sum(self.entropies) / len(self.entropies)
+            norm = fmean(self.entropies)
             high, low = ENTROPY_RISE * norm + ENTROPY_NATS, ENTROPY_FALL * norm
-            limit = low if entropy < low else high
-            found["entropy"] = entropy, limit, entropy > high or (entropy < low and worse)
+            is_seen = entropy > high or (entropy < low and self.is_worse)
+            found.append(Reading("entropy", entropy, low if entropy < low else high, is_seen))
         return found
 
-    def _note(
-        self, signal: Signal, step: int, metrics: Mapping[str, float], value: float, limit: float, *, is_seen: bool
-    ) -> None:
+    def _add_reward(self, reward: float) -> None:
+        if self.rewards:
+            self.num_rewards += 1
+            self.noise += ((reward - self.rewards[-1]) ** 2 / 2 - self.noise) / self.num_rewards
+        self.rewards = [*self.rewards, reward][-SMOOTHED_STEPS:]
+
+    def _below_best(self, fraction: float) -> float:
+        """Returns the reward that is this fraction of the best one, or lower where that is within the noise. A reward
+        that may be negative has no natural zero: its lowest value takes that place."""
+        scale = max(abs(self.best_reward), self.best_reward - self.lowest_reward)
+        return self.best_reward - max((1 - fraction) * scale, NOISE * math.sqrt(self.noise / SMOOTHED_STEPS))
+
+    def _note(self, reading: Reading, step: int, metrics: Mapping[str, float]) -> None:
+        signal, value, limit, is_seen = reading
         active = next((alarm for alarm in self.active if alarm.signal == signal), None)
-        extreme = min if signal in ("ess", "reward") or value < limit else max
         if not is_seen:
             self.lasting.pop(signal, None)
-            if active is not None:
-                calm_steps = self.calm_steps[signal] = self.calm_steps.get(signal, 0) + 1
-                if calm_steps == CALM_STEPS:
-                    active.ended_step = step - CALM_STEPS
+            if active is not None and step - active.last_step >= CALM_STEPS:
+                active.ended_step = active.last_step
             return
-        self.calm_steps[signal] = 0
+        extreme = max if value > limit else min
         if active is not None:
-            active.value = extreme(active.value, value)
+            active.value, active.last_step = extreme(active.value, value), step
             return
-        values = self.lasting[signal] = [*self.lasting.get(signal, []), value]
-        if len(values) == LASTS_STEPS[signal]:
-            staleness, mismatch = metrics.get("staleness/mean", 0.0), metrics.get("correction/mismatch_kl", 0.0)
-            self.alarms.append(Alarm(signal, step - len(values) + 1, step, extreme(values), limit, staleness, mismatch))
+        seen = self.lasting.setdefault(signal, [])
+        seen.append((step, value))
+        if len(seen) < LASTS_STEPS[signal]:
+            return
+        del self.lasting[signal]
+        for former in [alarm for alarm in self.alarms if alarm.signal == signal][1:]:
+            self.alarms.remove(former)
+        most = extreme(value for _, value in seen)
+        staleness, mismatch = metrics.get("staleness/mean", 0.0), metrics.get("correction/mismatch_kl", 0.0)
+        self.alarms.append(Alarm(signal, seen[0][0], step, step, most, limit, staleness, mismatch))
 
     def summary(self, config: Config) -> dict[str, Any]:
-        """The alarms of a run, with a sentence that says what happened, in its order, and what to change. Empty without
-        an alarm."""
+        """Returns the alarms of a run, with a sentence that says what happened, in its order, and what to change. Empty
+        without an alarm."""
         if not self.alarms:
             return {}
         return {
-            "step": self.alarms[0].since_step,
-            "raised_step": min(alarm.raised_step for alarm in self.alarms),
+            "step": self.latest[0].since_step,
+            "raised_step": min(alarm.raised_step for alarm in self.latest),
             "collapsed": any(alarm.signal == "reward" for alarm in self.active),
             "active": bool(self.active),
             "alarms": [structs.asdict(alarm) for alarm in self.alarms],
@@ -156,22 +211,19 @@ class CollapseWatch(Durable):
 
 
 def _sentence(watch: CollapseWatch, config: Config) -> str:
-    alarms, active = watch.alarms, watch.active
-    first = alarms[0]
+    first, active = watch.latest[0], watch.active
     if any(alarm.signal == "reward" for alarm in active):
         what = f"collapsed at step {first.since_step}"
     elif active:
         what = f"diverges since step {first.since_step}"
     else:
         what = f"diverged at step {first.since_step}, and recovered"
-    events = ", then ".join(map(_event, alarms))
-    return f"{what}: {events}. {_cause(first)}: {_remedy(first, config)}"
+    events = ", then ".join(map(_event, watch.latest))
+    return f"{what}: {events}. {_advice(first, config)}"
 
 
 def _event(alarm: Alarm) -> str:
-    where = f"from step {alarm.since_step} on"
-    if alarm.ended_step is not None:
-        where = f"from step {alarm.since_step} to {alarm.ended_step}"
+    where = f"from step {alarm.since_step} " + ("on" if alarm.ended_step is None else f"to {alarm.ended_step}")
     match alarm.signal:
         case "divergence":
             return f"the policy was up to {alarm.value:.2g} nats a token from the one that sampled its tokens {where}"
@@ -180,22 +232,22 @@ def _event(alarm: Alarm) -> str:
         case "entropy":
             return f"the entropy left its range ({alarm.value:.2g} nats, limit {alarm.limit:.2g}) {where}"
         case "reward":
-            return f"the reward fell below {alarm.limit:.3g}, {REWARD:.0%} of its best, to {alarm.value:.3g} {where}"
+            return f"the reward was below {alarm.limit:.3g}, down to {alarm.value:.3g}, {where}"
 
 
-def _cause(alarm: Alarm) -> str:
-    if alarm.signal == "divergence" and alarm.mismatch > MISMATCH * alarm.value:
-        return "The engine's log-probs differ from the learner's at the same version"
-    if alarm.staleness >= 0.5:
-        return f"The policy moves too far in the {alarm.staleness:.2g} steps after which a token is trained"
-    return "The updates are too large"
-
-
-def _remedy(alarm: Alarm, config: Config) -> str:
-    if alarm.signal == "divergence" and alarm.mismatch > MISMATCH * alarm.value:
-        return "use the same model.dtype and kernels on both sides, and see correction/mismatch_kl"
+def _advice(alarm: Alarm, config: Config) -> str:
+    """Returns the cause of a run's first alarm, and what to change."""
     rate = f"lower learner.lr ({config.learner.lr:g} -> {config.learner.lr / 2:g})"
-    limit = config.replay.staleness_limit
+    if alarm.signal == "divergence" and alarm.mismatch > MISMATCH * alarm.value:
+        cause = "The engine's log-probs differ from the learner's at the same version"
+        return f"{cause}: use the same model.dtype and kernels on both sides, and see correction/mismatch_kl"
+    if alarm.signal == "reward":
+        return f"The policy did not diverge before: see what it writes (`asyncrl samples`) and its data, or {rate}"
+    limit, algorithm = config.replay.max_staleness, config.algorithm
     if alarm.staleness < 0.5 or not limit:
-        return rate
-    return f"{rate}, or replay.max_staleness ({limit} -> {limit // 2})"
+        return f"The updates are too large: {rate}"
+    changes = ["use algorithm.loss=ppo_clip, which bounds that"] if algorithm.loss == "decoupled_ppo" else []
+    changes += ["set algorithm.max_divergence=0.02"] if algorithm.max_divergence is None else []
+    changes += [rate, f"lower replay.max_staleness ({limit} -> {limit // 2})"]
+    cause = f"The policy moves too far in the {alarm.staleness:.2g} steps after which a token is trained"
+    return f"{cause}: {', or '.join(changes)}"

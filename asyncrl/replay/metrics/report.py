@@ -71,7 +71,7 @@ def run_summary(run: RunMetrics, ledger: Ledger) -> dict[str, Any]:
         "tokens_per_s": run.tokens_per_s(ledger),
         "skipped_updates": run.skipped_updates,
         "staleness": {
-            "limit": run.config.replay.staleness_limit,
+            "limit": run.config.replay.max_staleness,
             "max": len(run.histogram) - 1 if run.histogram else 0,
             "mean": mean_staleness(run.histogram),
             **run.breakdown.staleness,

@@ -180,8 +180,8 @@ class RunMetrics(RunSums, kw_only=True):
         self.collapse = self.collapse_after(step, metrics)
 
     def collapse_after(self, step: int, metrics: dict[str, float]) -> CollapseWatch:
-        """The watch after a step with these metrics, which are all of the step. Changes nothing."""
-        return self.collapse.after_step(step, metrics, by_token=self.config.algorithm.correction.level == "token")
+        """Returns the watch after a step with these metrics, which are all of the step. Changes nothing."""
+        return self.collapse.after_step(step, metrics, self.config)
 
     @property
     def generator_idle(self) -> float:
