@@ -7,14 +7,14 @@ lr_1 ... lr_n the policy has diverged from the one before them by about
 
 Every step measures `speed`, from the log-probs of its stale tokens, which it computes anyway, and the rates of the
 steps since they were sampled. The next step may use an equal share of the distance that the bound allows over the
-staleness of the tokens, and no more than the steps before it have left. It depends on the learner's inputs alone, so that
-a step that is trained again is the same. `replay/staleness_control.py` is the other lever.
+staleness of the tokens, and no more than the steps before it have left. All follows from the learner's inputs: a step
+that is trained again is the same. The other lever is `replay/staleness_control.py`.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,12 +31,14 @@ SLOWER = 0.3
 
 
 class DivergenceBound:
-    """The learning rates of the latest steps, and the speed that they had."""
+    """The learning rates of the latest steps, and the speed that they had. Without a bound, or where all tokens are of
+    the current version, rates are the scheduled ones."""
 
-    def __init__(self, limit: float, *, max_staleness: int, updates: int) -> None:
-        """`limit` in nats a token; `updates` of a step."""
-        self._distance = limit**0.5
-        self._window, self._updates = max_staleness, updates
+    def __init__(self, config: Config, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._limit = config.algorithm.max_divergence if config.replay.max_staleness else None
+        self._window = config.replay.max_staleness
+        self._updates = config.learner.epochs * config.learner.minibatches
         self.rates: list[float] = []
         """The sum of the rates of the updates of each of the latest steps, at most `max_staleness`; the newest last."""
         self.speed: float | None = None
@@ -45,54 +47,50 @@ class DivergenceBound:
         self._allowed: float | None = None
         """Of the updates of the step in progress; None before the first."""
 
-    @classmethod
-    def of(cls, config: Config) -> Self | None:
-        """Returns the bound of the config; None without one, or where all tokens are of the current version."""
-        limit, max_staleness = config.algorithm.max_divergence, config.replay.max_staleness
-        if limit is None or not max_staleness:
-            return None
-        updates = config.learner.epochs * config.learner.minibatches
-        return cls(limit, max_staleness=max_staleness, updates=updates)
-
     @torch.no_grad()
     def add(self, micro: MicroBatch, logprobs: Tensor, *, version: int) -> None:
         """Counts the action tokens [N] of a micro-batch of a step's first update, which trains `version`."""
         log_ratios, staleness = logprobs - micro.behavior_logprobs, version - micro.versions
         stale = (staleness > 0) & log_ratios.isfinite()  # an update with others is skipped
-        if not stale.any():
+        if self._limit is None or not stale.any():
             return
         log_ratios, staleness = log_ratios[stale], staleness[stale].clamp(max=len(self.rates))
         since = torch.tensor([0.0, *reversed(self.rates)], dtype=torch.float64, device=staleness.device).cumsum(0)
         self._sums = self._sums + torch.stack([mismatch_kl(log_ratios).sum(), since[staleness].square().sum()]).cpu()
         self._oldest = max(self._oldest, int(staleness.max()))
 
-    def rate(self, scheduled: float, ranks: Ranks) -> float:
+    def rate(self, scheduled: float) -> float:
         """Returns the rate of an update: the scheduled one, or what the bound leaves of it, which is decided in the
         first update of a step, after its micro-batches were counted. All ranks call it."""
+        if self._limit is None:
+            return scheduled
         if self._allowed is None:
-            kl, path = ranks.sum(self._sums).tolist()
-            window = max(1, int(ranks.max(torch.tensor([self._oldest]))))
+            kl, path = self._ranks.sum(self._sums).tolist()
+            window = max(1, int(self._ranks.max(torch.tensor([self._oldest]))))
             if path > 0:
                 speed = (kl / path) ** 0.5
                 before = speed if self.speed is None else self.speed
                 self.speed = max(speed, (1 - SLOWER) * before + SLOWER * speed)
-            self._allowed = self._allow(scheduled, window)
+            self._allowed = self._allow(self._limit, scheduled, window)
         return min(scheduled, self._allowed)
 
-    def _allow(self, scheduled: float, window: int) -> float:
+    def _allow(self, limit: float, scheduled: float, window: int) -> float:
         """Returns the largest rate of each update of the step, for tokens that are trained `window` steps late."""
         if self.speed is None:  # no token was stale yet
             return max(FIRST * scheduled, 2 * self.rates[-1] / self._updates) if self.rates else FIRST * scheduled
         if not self.speed:
             return math.inf
-        distance = self._distance / self.speed
+        distance = limit**0.5 / self.speed
         spent = sum(self.rates[len(self.rates) - window + 1 :] if window > 1 else [])
         return max(0.0, min(distance / window, distance - spent)) / self._updates
 
-    def end_step(self, rate: float) -> None:
-        """Records the sum of the rates of a step's updates."""
-        self.rates = [*self.rates, rate][-self._window :]
+    def end_step(self, rates: list[float], scheduled: float) -> dict[str, float]:
+        """Records the rates of a step's updates. Returns its metrics, if there is a bound."""
+        if self._limit is None:
+            return {}
+        self.rates = [*self.rates, sum(rates)][-self._window :]
         self._sums, self._oldest, self._allowed = torch.zeros(2, dtype=torch.float64), 0, None
+        return {"learner/lr_fraction": sum(rates) / (len(rates) * scheduled)} if rates else {}
 
     def state(self) -> dict[str, Any]:
         """Returns what a checkpoint keeps."""

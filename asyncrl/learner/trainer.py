@@ -92,7 +92,7 @@ class Trainer:
         if settings.kl_target is not None:
             self.kl_control = AdaptiveKL(settings.kl_reward_coef, settings.kl_target)
         self._updates = config.learner.epochs * config.learner.minibatches
-        self.divergence_bound = DivergenceBound.of(config)
+        self.divergence_bound = DivergenceBound(config, ranks.of_data)
 
     def train(self, batch: Batch, *, step: int) -> dict[str, float]:
         """Trains version `step` - 1 of the policy on this rank's batch, which results in version `step`. Returns the
@@ -119,6 +119,7 @@ class Trainer:
         total = self._new_metrics(step)
         updates: list[Update] = []
         parts = {"epochs": settings.epochs, "minibatches": settings.minibatches}
+        scheduled = learning_rate(step, settings, steps=self.config.steps)
         planned = plan_updates(batch, minibatches, self.data_ranks, step, self.config, **parts)
         for number, minibatch in enumerate(planned):
             metrics = self._new_metrics(step)
@@ -132,9 +133,10 @@ class Trainer:
                         self.algorithm, self.config, micro, own, current, spread, counts=counts, version=step - 1
                     )
                 metrics.add(micro, losses, current, spread, own.advantages)
-                for observer in (self.mismatch_check, self.divergence_bound):
-                    if observer is not None and number == 0:  # later updates start from other weights
-                        observer.add(micro, current, version=step - 1)
+                if number == 0:  # later updates start from other weights
+                    self.divergence_bound.add(micro, current, version=step - 1)
+                    if self.mismatch_check is not None:
+                        self.mismatch_check.add(micro, current, version=step - 1)
                 if not warmup:
                     finite.append(current.isfinite() & losses.gradient.isfinite())
                     with phase("backward"):
@@ -144,20 +146,17 @@ class Trainer:
                     norm = self.policy.gradient_norm()
                 if skip_if_not_finite(self.policy, minibatch, finite, norm, step, settings, "learner.lr", culprits):
                     continue
-                lr = self._learning_rate(step)
+                lr = self.divergence_bound.rate(scheduled)
                 self.before_update()
                 with phase("optimizer"):
                     self.policy.step(lr=lr, max_grad_norm=settings.max_grad_norm, grad_norm=norm)
                 updates.append(Update(norm, lr))
             total.join(metrics)
-        self._conclude_mismatch_check(step)
+        if self.mismatch_check is not None and self.mismatch_check.conclude(step):
+            self.mismatch_check = None
         skipped = 0 if warmup else len(planned) - len(updates)
         metrics = self._describe(total, updates, skipped, minibatches, estimates, counted=len(planned) - skipped)
-        if self.divergence_bound is not None:
-            self.divergence_bound.end_step(sum(update.lr for update in updates))
-            if updates:
-                scheduled = learning_rate(step, settings, steps=self.config.steps)
-                metrics["learner/lr_fraction"] = metrics["learner/lr"] / scheduled
+        metrics |= self.divergence_bound.end_step([update.lr for update in updates], scheduled)
         metrics["learner/flops"] = self._count_flops(batch, scores, warmup=warmup)
         return metrics | batch_metrics(batch, estimates.advantages, self.data_ranks)
 
@@ -175,8 +174,7 @@ class Trainer:
         files = model_files(self.policy, "policy")
         files[f"random/rank-{rank}.safetensors"] = tensors_file(random_state())
         if rank == 0:
-            bound = None if self.divergence_bound is None else self.divergence_bound.state()
-            state = {"kl_reward_coef": self.kl_control.coef, "divergence_bound": bound}
+            state = {"kl_reward_coef": self.kl_control.coef, "divergence_bound": self.divergence_bound.state()}
             files["trainer.json"] = bytes_file(json.dumps(state).encode())
         return files | (self.critic.snapshot(folder) if self.critic is not None else {})
 
@@ -188,8 +186,7 @@ class Trainer:
         state = json.loads((folder / "trainer.json").read_text())
         if isinstance(self.kl_control, AdaptiveKL):
             self.kl_control.coef = state["kl_reward_coef"]
-        if self.divergence_bound is not None and state["divergence_bound"] is not None:
-            self.divergence_bound.restore(state["divergence_bound"])
+        self.divergence_bound.restore(state["divergence_bound"])
         states = folder / "random" / f"rank-{self.ranks.rank}.safetensors"
         if states.exists():
             restore_random_state(load_file(states))
@@ -240,11 +237,6 @@ class Trainer:
         own = self._flops.step(batch, passes=passes)
         return float(self.data_ranks.sum(torch.tensor([own], dtype=torch.float64)))
 
-    def _learning_rate(self, step: int) -> float:
-        """Returns the scheduled rate, or what `algorithm.max_divergence` leaves of it."""
-        rate = learning_rate(step, self.config.learner, steps=self.config.steps)
-        return rate if self.divergence_bound is None else self.divergence_bound.rate(rate, self.data_ranks)
-
     def _find_culprits(self, batch: Batch, scores: Scores) -> str:
         """Returns a text naming the trajectories of all ranks whose own log-probs or values are not finite. Through the
         advantages they also make the losses of other trajectories non-finite."""
@@ -252,10 +244,6 @@ class Trainer:
         finite = torch.stack([column.isfinite() for column in given if column is not None]).all(dim=0)
         names = [name for micro in batch.micro_batches for name in broken_names(micro, finite[micro.span])]
         return name_together(names, self.data_ranks)
-
-    def _conclude_mismatch_check(self, step: int) -> None:
-        if self.mismatch_check is not None and self.mismatch_check.conclude(step):
-            self.mismatch_check = None
 
     def _describe(
         self,

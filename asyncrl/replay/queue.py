@@ -48,7 +48,6 @@ from asyncrl.replay.metrics.report import run_status, run_summary
 from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.prompts.selection import warn_if_useless
 from asyncrl.replay.sessions import Sessions
-from asyncrl.replay.state import COLLAPSE
 from asyncrl.replay.store import Store
 from asyncrl.replay.tickets import FinishedGroup, PromptSource
 from asyncrl.types import NO_VERSION, Lease, Prompt
@@ -269,10 +268,7 @@ class ReplayQueue:
 
     def summary(self) -> dict[str, Any]:
         """The queue's part of the run's summary."""
-        told = run_summary(self.measure, self.ledger)
-        if "collapse" in told:
-            told["collapse"]["stopped"] = self.state.stop_reason == COLLAPSE
-        return told | {
+        return run_summary(self.measure, self.ledger, stop_reason=self.state.stop_reason) | {
             "duplicates": self.state.reported.duplicates,
             "skipped_rows": self.state.prompts.skipped_rows,
             "filtered_rows": self.state.prompts.filtered_rows,

@@ -20,6 +20,7 @@ from asyncrl.replay.journal.records import Record
 from asyncrl.replay.journal.retention import Coverage
 from asyncrl.replay.ledger import Ledger
 from asyncrl.replay.ledger_counts import State
+from asyncrl.replay.metrics.collapse import COLLAPSE
 from asyncrl.replay.metrics.run import RunMetrics
 from asyncrl.replay.metrics.stats import ReportedStats
 from asyncrl.replay.metrics.trace import TraceWriter
@@ -36,8 +37,6 @@ from asyncrl.wire.messages import Evaluated, ReleasedEvaluation
 
 FREE_BYTES = 32 << 20
 """Memory of trained groups that is freed at once."""
-COLLAPSE = "collapse"
-"""The reason of a stop by `learner.on_collapse`."""
 MAX_LATE = 1024
 """Trained and refunded tickets whose outstanding attempts are remembered; the oldest is forgotten first."""
 

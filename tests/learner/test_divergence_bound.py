@@ -21,6 +21,11 @@ STATES, TOKENS, SAMPLES = 16, 12, 1024
 LIMIT = 0.02
 
 
+def make_bound(ranks: Ranks, *, limit: float | None, max_staleness: int, updates: int = 1) -> DivergenceBound:
+    sections = {"algorithm": {"max_divergence": limit}, "replay": {"max_staleness": max_staleness}}
+    return DivergenceBound(make_config(Path(), **sections, learner={"epochs": updates}), ranks)
+
+
 def train_bandits(
     *, rate: float, lag: int, limit: float | None, ranks: Ranks, seed: int, updates: int = 1
 ) -> list[float]:
@@ -30,7 +35,7 @@ def train_bandits(
     logits = torch.randn(STATES, TOKENS).requires_grad_()
     worth = torch.randn(STATES, TOKENS)
     optimizer = torch.optim.AdamW([logits], lr=rate, weight_decay=0.0)
-    bound = None if limit is None else DivergenceBound(limit, max_staleness=lag, updates=updates)
+    bound = make_bound(ranks, limit=limit, max_staleness=lag, updates=updates)
     waiting: list[Any] = []
 
     def sample(version: int) -> None:
@@ -53,14 +58,12 @@ def train_bandits(
             loss.backward()
             if number == 0:
                 divergences.append(float(mismatch_kl(logprobs.detach() - behavior).mean()))
-            if bound is not None:
-                micro = cast(Any, SimpleNamespace(versions=versions, behavior_logprobs=behavior))
-                if number == 0:
-                    bound.add(micro, logprobs.detach(), version=step - 1)
-                optimizer.param_groups[0]["lr"] = bound.rate(rate, ranks)
+            micro = cast(Any, SimpleNamespace(versions=versions, behavior_logprobs=behavior))
+            if number == 0:
+                bound.add(micro, logprobs.detach(), version=step - 1)
+            optimizer.param_groups[0]["lr"] = bound.rate(rate)
             optimizer.step()
-        if bound is not None:
-            bound.end_step(updates * float(optimizer.param_groups[0]["lr"]))
+        bound.end_step([float(optimizer.param_groups[0]["lr"])] * updates, rate)
         sample(step)
     return divergences
 
@@ -99,15 +102,14 @@ def test_a_step_after_a_checkpoint_has_the_same_rate_and_weights(
         assert torch.equal(weight, copy_weights(resumed.policy)[name]), name
 
 
-def test_a_synchronous_run_has_no_bound(tiny_model: Path) -> None:
-    config = make_config(tiny_model, algorithm={"max_divergence": 0.02}, replay={"max_staleness": 0})
-    assert DivergenceBound.of(config) is None
+def test_a_synchronous_run_has_the_scheduled_rates(one_rank: Ranks) -> None:
+    bound = make_bound(one_rank, limit=LIMIT, max_staleness=0)
+    assert bound.rate(1.0) == 1.0 and bound.end_step([1.0], 1.0) == {}
 
 
 def test_the_rate_rises_to_the_scheduled_one_while_all_tokens_are_fresh(one_rank: Ranks) -> None:
-    bound = DivergenceBound(LIMIT, max_staleness=1, updates=2)
-    rates: list[float] = []
+    bound = make_bound(one_rank, limit=LIMIT, max_staleness=1, updates=2)
+    fractions: list[float] = []
     for _ in range(6):
-        rates.append(bound.rate(1.0, one_rank))
-        bound.end_step(2 * rates[-1])
-    assert rates == [FIRST, 2 * FIRST, 4 * FIRST, 8 * FIRST, 1.0, 1.0]
+        fractions.append(bound.end_step([bound.rate(2.0)] * 2, 2.0)["learner/lr_fraction"])
+    assert fractions == [FIRST, 2 * FIRST, 4 * FIRST, 8 * FIRST, 1.0, 1.0]

@@ -54,7 +54,7 @@ def test_the_names_inside_a_mapping_are_shown_with_their_defaults_and_meanings()
     assert code == 0
     lines = re.findall(r"^      (\.[a-z0-9_]+) = ", output, re.MULTILINE)
     assert sorted(lines) == sorted(f".{key.rpartition('.')[2]}" for key in option_keys())
-    assert "\n      .low = 1 (the default; integer): Lowest limit, and the first one.\n" in output
+    assert "\n      .rank = 0 (the default; integer at least 0): Rank of the adapters; 0 trains the" in output
     assert "\n      .top_k = 20 (default 0; integer at least 0): Number of most likely tokens" in output
     assert "\n      .penalize = (not set) (no default; number at least 0): Reward that" in output
     code, output = asyncrl("config", "--diff", "eval.sampling.top_k=20")
@@ -75,7 +75,7 @@ def test_values_are_those_of_the_run() -> None:
 def test_rules_say_type_unit_and_allowed_values() -> None:
     keys = {key.name: key for key in config_keys_of(None, {})}
     assert all(key.meaning and key.rule for key in keys.values())
-    assert keys["replay.max_staleness"].rule == "integer at least 0 or auto"
+    assert keys["replay.max_staleness"].rule == "integer at least 0"
     assert keys["replay.order"].rule == "ready | ticket"
     optimizer = keys["learner.optimizer_options"]
     assert optimizer.rule.startswith("mapping with weight_decay, betas, eps, ") and not optimizer.changed

@@ -26,6 +26,9 @@ from msgspec import field, structs
 from asyncrl.config import Config
 from asyncrl.util.durable import Durable
 
+COLLAPSE = "collapse"
+"""The reason of a stop by `learner.on_collapse`."""
+
 Signal = Literal["divergence", "ess", "entropy", "reward"]
 
 LASTS_STEPS: dict[Signal, int] = {"divergence": 3, "ess": 3, "entropy": 3, "reward": 10}

@@ -6,6 +6,7 @@ from typing import Any
 
 from asyncrl.replay.ledger import Ledger
 from asyncrl.replay.ledger_counts import State
+from asyncrl.replay.metrics.collapse import COLLAPSE
 from asyncrl.replay.metrics.resources import peaks_bytes, times
 from asyncrl.replay.metrics.run import RATE_WINDOW_S, RunMetrics
 from asyncrl.replay.metrics.stats import bias_alarms, count_rewards
@@ -58,8 +59,9 @@ def run_status(run: RunMetrics, ledger: Ledger, now_s: float) -> dict[str, Any]:
     }
 
 
-def run_summary(run: RunMetrics, ledger: Ledger) -> dict[str, Any]:
+def run_summary(run: RunMetrics, ledger: Ledger, *, stop_reason: str) -> dict[str, Any]:
     """The queue's part of the run's summary."""
+    collapse = run.collapse.summary(run.config)
     return {
         "steps": ledger.steps,
         "policy_version": ledger.steps,
@@ -97,5 +99,5 @@ def run_summary(run: RunMetrics, ledger: Ledger) -> dict[str, Any]:
         "ledger": ledger.summary(),
         "outcomes": {name: outcome.summary() for name, outcome in sorted(run.outcomes.items())},
         "bias": bias_alarms(run.outcomes),
-        **({"collapse": collapse} if (collapse := run.collapse.summary(run.config)) else {}),
+        **({"collapse": collapse | {"stopped": stop_reason == COLLAPSE}} if collapse else {}),
     }
