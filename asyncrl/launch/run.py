@@ -46,9 +46,9 @@ def launch(config: Config, console: Console, *, without_journal: bool = False) -
 
     0: all steps are done. 1: the run failed; the cause is printed and in `summary.json`. 2: the run failed because of a
     setting that only the roles could check. 130: the run was interrupted.
-    A run that collapses goes on here, if `learner.on_collapse` is "rollback". `without_journal` resumes from the newest
-    checkpoint alone. Raises ConfigError before anything starts when the
-    config cannot work, or cannot resume the existing run.
+    A run that collapses continues here if `learner.on_collapse` is "rollback". `without_journal` resumes from the
+    newest checkpoint alone. Raises ConfigError before anything starts when the config cannot work, or cannot resume the
+    existing run.
     """
     console = ignore_broken_pipe(console)
     config = fetch(config, console)

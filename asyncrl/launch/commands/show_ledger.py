@@ -77,7 +77,7 @@ def _recover(run_dir: Path) -> dict[str, Any]:
     prompts = UnknownPrompts()
     state = QueueState(load_config(run_dir / "config.yaml"), prompts, None, [prompts.prompt(-1)] * num_eval_prompts)
     recover(state, journal)
-    return run_summary(state.measure, state.ledger)
+    return run_summary(state.measure, state.ledger, stop_reason=state.stop_reason)
 
 
 def show_ledger(run_dir: Path, console: Console) -> bool:
