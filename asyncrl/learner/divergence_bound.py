@@ -42,22 +42,27 @@ class DivergenceBound:
         self.rates: list[float] = []
         """The sum of the rates of the updates of each of the latest steps, at most `max_staleness`; the newest last."""
         self.speed: float | None = None
-        self._sums = torch.zeros(2, dtype=torch.float64)
-        self._oldest = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self._sums, self._oldest = torch.zeros(2, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+        """Divergence and squared path of the tokens of the step in progress, and the staleness of the oldest."""
         self._allowed: float | None = None
-        """Of the updates of the step in progress; None before the first."""
+        """The rate of each of its updates; None before the first."""
 
     @torch.no_grad()
     def add(self, micro: MicroBatch, logprobs: Tensor, *, version: int) -> None:
         """Counts the action tokens [N] of a micro-batch of a step's first update, which trains `version`."""
-        log_ratios, staleness = logprobs - micro.behavior_logprobs, version - micro.versions
-        stale = (staleness > 0) & log_ratios.isfinite()  # an update with others is skipped
-        if self._limit is None or not stale.any():
+        if self._limit is None or not len(logprobs):
             return
-        log_ratios, staleness = log_ratios[stale], staleness[stale].clamp(max=len(self.rates))
+        log_ratios, staleness = logprobs - micro.behavior_logprobs, version - micro.versions
+        counted = (staleness > 0) & log_ratios.isfinite()  # an update with others is skipped
         since = torch.tensor([0.0, *reversed(self.rates)], dtype=torch.float64, device=staleness.device).cumsum(0)
-        self._sums = self._sums + torch.stack([mismatch_kl(log_ratios).sum(), since[staleness].square().sum()]).cpu()
-        self._oldest = max(self._oldest, int(staleness.max()))
+        path = since[staleness.clamp(0, len(self.rates))]
+        parts = torch.stack([mismatch_kl(log_ratios), path.square(), staleness.double()]).where(counted, 0.0)
+        # Kept on the device: reading them back would wait for a GPU in each micro-batch.
+        self._sums = self._sums.to(parts.device) + parts[:2].sum(dim=1)
+        self._oldest = torch.maximum(self._oldest.to(parts.device), parts[2].max())
 
     def rate(self, scheduled: float) -> float:
         """Returns the rate of an update: the scheduled one, or what the bound leaves of it, which is decided in the
@@ -66,7 +71,7 @@ class DivergenceBound:
             return scheduled
         if self._allowed is None:
             kl, path = self._ranks.sum(self._sums).tolist()
-            window = max(1, int(self._ranks.max(torch.tensor([self._oldest]))))
+            window = max(1, int(self._ranks.max(self._oldest)))
             if path > 0:
                 speed = (kl / path) ** 0.5
                 before = speed if self.speed is None else self.speed
@@ -89,7 +94,7 @@ class DivergenceBound:
         if self._limit is None:
             return {}
         self.rates = [*self.rates, sum(rates)][-self._window :]
-        self._sums, self._oldest, self._allowed = torch.zeros(2, dtype=torch.float64), 0, None
+        self._clear()
         return {"learner/lr_fraction": sum(rates) / (len(rates) * scheduled)} if rates else {}
 
     def state(self) -> dict[str, Any]:
