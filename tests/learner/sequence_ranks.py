@@ -42,7 +42,13 @@ RUNS: dict[str, dict[str, Any]] = {
     "zero3": {"algorithm": ALL_TERMS, "learner": {"zero_stage": 3, "gradient_checkpointing": True}},
     "offload": {"learner": {"zero_stage": 3, "offload": "all"}},
     "critic": {**CRITIC, "learner": {"zero_stage": 3}},
-    "masks": {"algorithm": {"correction": WINDOW_OF_CORRECTION, "aggregation": "seq-mean-token-mean"}},
+    "masks": {
+        "algorithm": {
+            "loss": "decoupled_ppo",
+            "correction": WINDOW_OF_CORRECTION,
+            "aggregation": "seq-mean-token-mean",
+        }
+    },  # fmt: skip
     "unshared": {"algorithm": ALL_TERMS},
     "one-key-head": {"algorithm": ALL_TERMS},
     "minibatches": {"learner": {"minibatches": 2, "epochs": 2, "shuffle": True}},

@@ -134,7 +134,8 @@ def run_dir(
     endpoints = critic_endpoints(port)
     config = make_config(
         tiny_model,
-        **GAE_CONFIG | {"algorithm": {**GAE_CONFIG["algorithm"], "kl_reward_coef": 0.1, "kl_loss_coef": 0.1}},
+        **GAE_CONFIG
+        | {"algorithm": {**GAE_CONFIG["algorithm"], "kl_reward_coef": 0.1, "kl_loss_coef": 0.1, "max_divergence": 1.0}},
         data={"eval": "none.parquet"},
         environment={"name": "guess"},
         eval={"every_steps": 1},
