@@ -48,7 +48,7 @@ RUNS: dict[str, dict[str, Any]] = {
             "correction": WINDOW_OF_CORRECTION,
             "aggregation": "seq-mean-token-mean",
         }
-    },  # fmt: skip
+    },
     "unshared": {"algorithm": ALL_TERMS},
     "one-key-head": {"algorithm": ALL_TERMS},
     "minibatches": {"learner": {"minibatches": 2, "epochs": 2, "shuffle": True}},
