@@ -1,8 +1,8 @@
 """Measures which losses and corrections hold at which staleness: short trainings at a forced staleness, on three tasks.
 
 Every cell (task, candidate, staleness, seed) is a training by the real learner, engine, rewards and environments in one
-process (`lagged.py`), on a core of its own. Finished cells are kept in a file, so that a benchmark that was interrupted
-goes on where it stopped, and so that a candidate can be added.
+process (`lagged.py`), on its own core. Finished cells are kept in a file, so that an interrupted benchmark continues where it
+stopped, and a candidate can be added.
 
     python -m benchmarks.stability                                    # all cells, about two hours on two cores
     python -m benchmarks.stability --tasks guess --candidates ppo_clip --staleness 2 --seeds 1
@@ -39,7 +39,7 @@ SEEDS = 5
 SMOOTHED_STEPS = 5
 """Steps that the reward at the end, and the best reward, are means of."""
 COLLAPSED = 0.7
-"""A run has collapsed if its reward at the end is below this fraction of its own best."""
+"""A run has collapsed if its reward at the end is below this fraction of its best."""
 CELLS_PER_PROCESS = 12
 """DeepSpeed keeps memory of the models that a process has trained."""
 CELL_S = 600.0
@@ -101,7 +101,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Result(Cell):
-    """What became of a training. Rewards are of the versions, on the groups that each has sampled."""
+    """The result of a training. Rewards are of the versions, on the groups that each has sampled."""
 
     end: float
     """Mean reward of the last SMOOTHED_STEPS versions."""
@@ -187,7 +187,7 @@ def read(file: Path) -> list[Result]:
 
 
 def run(wanted: Sequence[Cell], file: Path, workers: int) -> None:
-    """Trains the cells in processes of their own, which append each result to the file."""
+    """Trains the cells in separate processes, which append each result to the file."""
     prepare({cell.task for cell in wanted})
     cores = SimpleQueue[int]()
     for core in sorted(os.sched_getaffinity(0))[-workers:]:

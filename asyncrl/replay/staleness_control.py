@@ -23,7 +23,7 @@ class ControllerState(Durable):
     """The controller's state between two steps."""
 
     fractions: list[float] = field(default_factory=list[float])
-    """Of the steps since the last change, without those that train what was admitted before."""
+    """Fractions of the steps since the last change, except those that train groups admitted before it."""
     waited_steps: int = 0
     """Steps since the last change."""
 

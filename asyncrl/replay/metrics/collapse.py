@@ -39,19 +39,19 @@ ENTROPY_STEPS = 10
 """First steps whose mean entropy is the norm."""
 ENTROPY_RISE, ENTROPY_NATS, ENTROPY_FALL, WORSE = 2.0, 0.5, 0.05, 0.9
 """Entropy is out of range above ENTROPY_RISE times the norm and ENTROPY_NATS more, and below ENTROPY_FALL of it while
-the reward is below WORSE of its best: a policy that solves its task has a low entropy, too."""
+the reward is below WORSE of its best: a policy that solves its task also has a low entropy."""
 SMOOTHED_STEPS = 5
 """Steps that a reward is the mean of."""
 NOISE = 6.0
 """Standard errors by which a smoothed reward falls at least: the best of many steps is above their mean by chance."""
 MAX_VALUE = 1e100
-"""A metric beyond, or one that is no number, counts as missing: its square is a number, too."""
+"""A larger metric, or one that is not a number, counts as missing: squares stay finite."""
 MISMATCH = 0.5
 """Share of the divergence that the tokens of staleness 0 have, from which on the engine's numerics are the cause."""
 
 
 class Reading(NamedTuple):
-    """What a step tells of a signal."""
+    """A step's value of a signal."""
 
     signal: Signal
     value: float
@@ -87,9 +87,9 @@ class CollapseWatch(Durable):
     lasting: dict[str, list[tuple[int, float]]] = field(default_factory=dict[str, list[tuple[int, float]]])
     """The latest steps in a row that have a signal which is no alarm yet, and its values."""
     entropies: list[float] = field(default_factory=list[float])
-    """Of the first ENTROPY_STEPS steps."""
+    """Entropies of the first ENTROPY_STEPS steps."""
     rewards: list[float] = field(default_factory=list[float])
-    """Of the latest SMOOTHED_STEPS steps."""
+    """Rewards of the latest SMOOTHED_STEPS steps."""
     num_rewards: int = 0
     noise: float = 0.0
     """Variance of a step's reward, from the differences of adjacent steps, which a trend leaves as they are."""
@@ -199,8 +199,8 @@ class CollapseWatch(Durable):
         self.alarms.append(Alarm(signal, seen[0][0], step, step, most, limit, staleness, mismatch))
 
     def summary(self, config: Config) -> dict[str, Any]:
-        """Returns the alarms of a run, with a sentence that says what happened, in its order, and what to change. Empty
-        without an alarm."""
+        """Returns the alarms of a run, with a sentence on what happened, in order, and what to change. Empty without an
+        alarm."""
         if not self.alarms:
             return {}
         return {
