@@ -1,7 +1,7 @@
-"""From where a resumed run goes on: from its end, or from a checkpoint, with everything later put aside.
+"""The point at which a resumed run continues: its end, or a checkpoint, with everything later put aside.
 
-A rollback is due when summary.json says that the run stopped since it collapsed. `resume_point` adds its record to
-rollbacks.json and moves what is later aside. It is done when `RunFolder.begin` has written the new learning rate to
+A rollback is due when, by summary.json, the run stopped because it collapsed. `resume_point` adds its record to
+rollbacks.json and moves everything later aside. It is done when `RunFolder.begin` has written the new learning rate to
 config.yaml and removed summary.json. A launcher that is killed in between repeats all of it but the record.
 """
 
@@ -41,12 +41,12 @@ def is_due(config: Config, summary: dict[str, Any]) -> bool:
 
 
 def config_to_resume(config: Config) -> Config:
-    """The config that the run's folder has, to go on with the run."""
+    """Returns the config of the run's folder, with which the run is resumed."""
     return load_config(config.run_dir / "config.yaml", {"resume": "auto" if config.resume == "auto" else "must"})
 
 
 def collapse_error(config: Config, summary: dict[str, Any]) -> str:
-    """Why the run stopped and what to do, if it stopped since it collapsed; "" otherwise."""
+    """Returns why the run stopped and what to do, if it stopped because it collapsed; "" otherwise."""
     if not (onset := collapse_onset(summary)):
         return ""
     from asyncrl.learner.checkpoint.files import CHECKPOINTS, finished_steps, folder_name
@@ -67,8 +67,8 @@ def collapse_error(config: Config, summary: dict[str, Any]) -> str:
 
 
 def resume_point(run_dir: Path, config: Config, console: Console, *, without_journal: bool) -> tuple[Config, str]:
-    """Returns the config with which a resumed run goes on, and the file with the queue's state for an empty journal, ""
-    if there is none. Rolls the run back if that is due. The user's learning rate is used if there is another one."""
+    """Returns the config with which a run is resumed, and the file with the queue's state for an empty journal, "" if
+    there is none. Rolls the run back if that is due. A learning rate of the user replaces the run's."""
     if not (run_dir / "config.yaml").is_file():
         return config, ""
     saved, summary, records = load_config(run_dir / "config.yaml"), read_summary(run_dir), read_rollbacks(run_dir)
@@ -122,9 +122,8 @@ def _new_record(run_dir: Path, saved: Config, summary: dict[str, Any]) -> dict[s
 
 
 def discard_journal(run_dir: Path) -> str:
-    """Puts aside what is later than the newest complete checkpoint, or than the newest from before the collapse that
-    stopped the run. Returns the file with the queue's state in it. Raises ConfigError when there is no such
-    checkpoint."""
+    """Puts aside everything later than the newest complete checkpoint, or than the newest from before the collapse that
+    stopped the run. Returns the file with the queue's state in the checkpoint. Raises ConfigError without one."""
     from asyncrl.learner.checkpoint.files import CHECKPOINTS, newest_checkpoint, read_manifest
 
     onset = collapse_onset(read_summary(run_dir))
@@ -139,8 +138,8 @@ def discard_journal(run_dir: Path) -> str:
 
 
 def put_aside(run_dir: Path, step: int, aside: Path) -> str:
-    """Moves to `aside` what the run has from after its checkpoint of the step, or all of it for step 0: the journal,
-    the metrics, and newer checkpoints; the trace is copied, since the replay queue cuts it. Returns the file with the
+    """Moves to `aside` what is later than the run's checkpoint of the step, or everything for step 0: the journal, the
+    metrics, and newer checkpoints; the trace is copied, since the replay queue cuts it. Returns the file with the
     queue's state in the checkpoint, "" for step 0. When it was interrupted, another call completes it."""
     from asyncrl.learner.checkpoint.files import CHECKPOINTS, finished_steps, folder_name
 

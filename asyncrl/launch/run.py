@@ -71,7 +71,7 @@ def launch(config: Config, console: Console, *, without_journal: bool = False) -
 def _launch(
     config: Config, console: Console, launcher: Launcher, *, reward_model: bool, without_journal: bool
 ) -> tuple[int, bool]:
-    """`launch` on the hosts of the launcher. Returns the exit code and whether the run goes on after a collapse."""
+    """`launch` on the hosts of the launcher. Returns the exit code, and whether a rollback follows."""
     hosts = launcher.hosts()
     placement = place_roles(config, reward_model=reward_model, hosts=hosts)
     check_run_dir(config, placement, hosts)

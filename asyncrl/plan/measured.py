@@ -52,7 +52,7 @@ class Measured:
     goodput: dict[str, float]
     """As `asyncrl.types.goodput_of`; empty if the run has not measured it."""
     collapse: str
-    """What happened, if an alarm of a collapse lasts; else empty."""
+    """The sentence of a collapse whose alarm lasts; else empty."""
 
 
 def read_run(path: Path, *, generators_per_device: int | None = None, turns: float = TURNS) -> Measured:

@@ -52,7 +52,7 @@ class CellResult:
     rewards: list[float]
     """Smoothed reward of each step."""
     collapse: str
-    """What happened, if its reward fell or `learner.on_collapse` ended it; else empty."""
+    """The sentence of a collapse, if the reward fell or `learner.on_collapse` ended the run; else empty."""
 
     def reward_at(self, seconds: float) -> float:
         """Returns the smoothed reward after `seconds`."""
