@@ -1,8 +1,8 @@
 """Measures which losses and corrections hold at which staleness: short trainings at a forced staleness, on three tasks.
 
 Every cell (task, candidate, staleness, seed) is a training by the real learner, engine, rewards and environments in one
-process (`lagged.py`), on its own core. Finished cells are kept in a file, so that an interrupted benchmark continues where it
-stopped, and a candidate can be added.
+process (`lagged.py`), on its own core. Finished cells are kept in a file, so that an interrupted benchmark continues
+where it stopped, and a candidate can be added.
 
     python -m benchmarks.stability                                    # all cells, about two hours on two cores
     python -m benchmarks.stability --tasks guess --candidates ppo_clip --staleness 2 --seeds 1
