@@ -123,7 +123,7 @@ def test_norm_clipping_and_adam(name: str, alone: Record, two_ranks: Path) -> No
 def test_bfloat16_is_near_float32(name: str, alone: Record, two_ranks: Path) -> None:
     tensors, scalars = load(two_ranks, name, 0)
     assert tensors["weight/2/model.embed_tokens.weight"].dtype is torch.bfloat16
-    assert scalars["1/learner/loss"] == pytest.approx(alone[1]["1/learner/loss"], abs=5e-4)
+    assert scalars["1/learner/loss"] == pytest.approx(alone[1]["1/learner/loss"], abs=1e-3)
     assert scalars["1/learner/entropy"] == pytest.approx(alone[1]["1/learner/entropy"], rel=0.01)
     assert scalars["1/learner/grad_norm"] == pytest.approx(alone[1]["1/learner/grad_norm"], rel=0.05)
 
