@@ -214,6 +214,18 @@ def test_a_limit_at_which_a_run_collapsed_is_not_recommended(sweep: Sweep, tmp_p
     assert "with max_staleness 0 so: try-s0-seed0 collapsed. Lower it" in out.getvalue()
 
 
+def test_a_cell_that_was_rolled_back_collapsed_at_its_limit(sweep: Sweep) -> None:
+    run_cells(sweep, quiet(), MadeRuns())
+    file = sweep.cells[1].run_dir / "summary.json"
+    summary = json.loads(file.read_text())
+    recovered = {"collapsed": False, "active": False, "sentence": "diverged and recovered"}
+    file.write_text(json.dumps(summary | {"collapse": recovered}))
+    assert [limit.collapsed for limit in read_results(sweep.cells).limits] == [0, 0], "an alarm that has ended"
+    file.write_text(json.dumps(summary | {"rollbacks": [{"sentence": "diverges since step 3"}]}))
+    results = read_results(sweep.cells)
+    assert [limit.collapsed for limit in results.limits] == [0, 1] and results.recommendation.max_staleness == 0
+
+
 def test_a_cell_that_its_collapse_ended_has_results_and_is_not_trained_again(sweep: Sweep) -> None:
     class Collapses(MadeRuns):
         def __call__(self, arguments: Sequence[str], log: Path) -> int:

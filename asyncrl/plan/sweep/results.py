@@ -52,7 +52,8 @@ class CellResult:
     rewards: list[float]
     """Smoothed reward of each step."""
     collapse: str
-    """The sentence of a collapse, if the reward fell or `learner.on_collapse` ended the run; else empty."""
+    """The sentence of a collapse, if the reward fell or `learner.on_collapse` ended the run or took it back; else
+    empty."""
 
     def reward_at(self, seconds: float) -> float:
         """Returns the smoothed reward after `seconds`."""
@@ -127,6 +128,8 @@ def read_cell(cell: Cell) -> CellResult:
     summary: dict[str, Any] = read_json(cell.run_dir / "summary.json")
     rows = [row for row in read_metrics(cell.run_dir / "metrics.jsonl") if "reward/mean" in row and OF_STEP in row]
     collapse: dict[str, Any] = summary.get("collapse", {})
+    if not (collapse.get("collapsed") or collapse.get("stopped")):
+        collapse = next(iter(summary.get("rollbacks", [])), {})
     ess = [row["correction/ess"] for row in rows[len(rows) // 2 :] if "correction/ess" in row]
     return CellResult(
         max_staleness=cell.max_staleness,
@@ -139,7 +142,7 @@ def read_cell(cell: Cell) -> CellResult:
         steps=[int(row["step"]) for row in rows],
         seconds=[row["time/elapsed_s"] for row in rows],
         rewards=smoothed([row["reward/mean"] for row in rows]),
-        collapse=collapse["sentence"] if collapse.get("collapsed") or collapse.get("stopped") else "",
+        collapse=collapse.get("sentence", ""),
     )
 
 
