@@ -41,7 +41,7 @@ SMOOTHED_STEPS = 5
 COLLAPSED = 0.7
 """A run has collapsed if its reward at the end is below this fraction of its best."""
 CELLS_PER_PROCESS = 12
-"""DeepSpeed keeps memory of the models that a process has trained."""
+"""At most: DeepSpeed keeps memory of the models that a process has trained."""
 CELL_S = 600.0
 """Deadline of a training."""
 
@@ -200,10 +200,11 @@ def run(wanted: Sequence[Cell], file: Path, workers: int) -> None:
         subprocess.run(command, check=True, timeout=CELL_S * len(part))
         cores.put(core)
 
-    parts = [wanted[at : at + CELLS_PER_PROCESS] for at in range(0, len(wanted), CELLS_PER_PROCESS)]
+    size = max(1, min(CELLS_PER_PROCESS, -(-len(wanted) // workers)))
+    parts = [wanted[at : at + size] for at in range(0, len(wanted), size)]
     with ThreadPoolExecutor(workers) as threads:
         for done, _ in enumerate(threads.map(train_apart, parts), start=1):
-            print(f"{min(done * CELLS_PER_PROCESS, len(wanted))} of {len(wanted)}", flush=True)
+            print(f"{min(done * size, len(wanted))} of {len(wanted)}", flush=True)
 
 
 def train_here(cells: Sequence[Cell], file: Path, core: int) -> None:
