@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 TICK_S = 0.001
 """Pause while rewards and environments of other processes are waited for."""
-TOLERANCE = 1e-6
-"""Rewards of a group that differ by less are equal."""
 DEADLINE_S = 300.0
 """Deadline for the groups of one batch."""
 
@@ -62,6 +60,7 @@ class Sampler:
         """Returns the groups of a step that have a training signal, in the order of their tickets, and the mean reward
         of all groups that were sampled for it."""
         from asyncrl.generator.groups import make_group
+        from asyncrl.replay.refunds import SAME_REWARD
         from asyncrl.types import Lease
 
         wanted, running, deadline_s = self.config.replay.groups_per_step, 0, time.monotonic() + DEADLINE_S
@@ -80,7 +79,7 @@ class Sampler:
                 if problem := next(filter(None, scored.errors), None):
                     raise RuntimeError(f"a completion has no reward: {problem}")
                 rewards += scored.rewards
-                if not self._refunds or max(scored.rewards) - min(scored.rewards) > TOLERANCE:
+                if not self._refunds or max(scored.rewards) - min(scored.rewards) > SAME_REWARD:
                     groups.append(make_group(group, scored, generator=0, truncated_penalty=penalty))
             if time.monotonic() > deadline_s:
                 raise TimeoutError(f"{running} groups were not scored within {DEADLINE_S:g} s")

@@ -4,7 +4,7 @@ Every cell (task, candidate, staleness, seed) is a training by the real learner,
 process (`lagged.py`), on its own core. Finished cells are kept in a file, so that an interrupted benchmark continues
 where it stopped, and a candidate can be added.
 
-    python -m benchmarks.stability                                    # all cells, about two hours on two cores
+    python -m benchmarks.stability                                    # all cells, many hours on two cores
     python -m benchmarks.stability --tasks guess --candidates ppo_clip --staleness 2 --seeds 1
     python -m benchmarks.stability --presets                          # the presets at their own limits
     python -m benchmarks.stability --show                             # the tables of the finished cells
@@ -29,6 +29,8 @@ from queue import SimpleQueue
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
+from asyncrl.replay.metrics.collapse import REWARD, SMOOTHED_STEPS
+
 if TYPE_CHECKING:
     from asyncrl.learner.distributed import Ranks
     from asyncrl.wire.endpoints import Endpoints
@@ -36,10 +38,6 @@ if TYPE_CHECKING:
 RESULTS = Path(__file__).parent / "results" / "stability.jsonl"
 STALENESS = (0, 1, 2, 4, 8)
 SEEDS = 5
-SMOOTHED_STEPS = 5
-"""Steps that the reward at the end, and the best reward, are means of."""
-COLLAPSED = 0.7
-"""A run has collapsed if its reward at the end is below this fraction of its best."""
 CELLS_PER_PROCESS = 12
 """At most: DeepSpeed keeps memory of the models that a process has trained."""
 CELL_S = 600.0
@@ -117,7 +115,8 @@ class Result(Cell):
 
     @property
     def collapsed(self) -> bool:
-        return self.end < COLLAPSED * self.best
+        """True if its reward at the end is below the alarm's fraction of its best."""
+        return self.end < REWARD * self.best
 
 
 def train(cell: Cell) -> Result:
@@ -197,8 +196,10 @@ def run(wanted: Sequence[Cell], file: Path, workers: int) -> None:
         core = cores.get()
         argument = json.dumps([asdict(cell) for cell in part])
         command = [sys.executable, "-m", "benchmarks.stability", "--results", str(file), "--core", str(core), argument]
-        subprocess.run(command, check=True, timeout=CELL_S * len(part))
-        cores.put(core)
+        try:
+            subprocess.run(command, check=True, timeout=CELL_S * len(part))
+        finally:
+            cores.put(core)
 
     size = max(1, min(CELLS_PER_PROCESS, -(-len(wanted) // workers)))
     parts = [wanted[at : at + size] for at in range(0, len(wanted), size)]
@@ -264,7 +265,7 @@ def table_of_presets(results: Sequence[Result]) -> Iterator[str]:
 
 
 def _describe(runs: Sequence[Result], on_policy: dict[tuple[str, int], Result]) -> str:
-    four = "4 updates" in runs[0].candidate
+    four = FOUR in CANDIDATES.get(runs[0].candidate, [])
     ratios = [run.area / base.area for run in runs if (base := on_policy.get((ON_POLICY[four], run.seed)))]
     area = f" ({median(ratios):.2f})" if ratios else ""
     collapsed = sum(run.collapsed for run in runs)

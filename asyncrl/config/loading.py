@@ -64,7 +64,10 @@ REMOVED = {
     "generator.top_p": "training samples from the full distribution, since importance ratios of a cut one are biased; "
     "leave it out (evaluation has eval.sampling)",
     "learner.ess_scaled_lr": "algorithm.max_divergence lowers the learning rate of stale batches; leave it out",
-    "replay.auto_options": "the limit follows algorithm.max_divergence; set that and replay.max_staleness",
+    **dict.fromkeys(
+        ("replay.auto_bounds", "replay.auto_ess", "replay.auto_options"),
+        "the limit follows algorithm.max_divergence; set that and replay.max_staleness",
+    ),
     "launch.restart_window_s": "restarts always count for 600 s; leave it out",
     "replay.lease_timeout_s": "a lease that is not renewed for launch.heartbeat_timeout_s is handed out again; "
     "leave it out",

@@ -140,6 +140,11 @@ class LearnerConfig(Section):
     have a key here, and those that the learner's own gradient handling replaces."""
 
     @property
+    def updates(self) -> int:
+        """Optimizer updates of a step."""
+        return self.epochs * self.minibatches
+
+    @property
     def packed_minibatches(self) -> int:
         """Mini-batches of the batch as it is packed first and scored; shuffled ones are packed again."""
         return 1 if self.shuffle else self.minibatches

@@ -38,7 +38,7 @@ class DivergenceBound:
         self._ranks = ranks
         self._limit = config.algorithm.max_divergence if config.replay.max_staleness else None
         self._window = config.replay.max_staleness
-        self._updates = config.learner.epochs * config.learner.minibatches
+        self._updates = config.learner.updates
         self.rates: list[float] = []
         """The sum of the rates of the updates of each of the latest steps, at most `max_staleness`; the newest last."""
         self.speed: float | None = None

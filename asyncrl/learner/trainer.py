@@ -91,7 +91,6 @@ class Trainer:
         self.kl_control: FixedKL | AdaptiveKL = FixedKL(settings.kl_reward_coef)
         if settings.kl_target is not None:
             self.kl_control = AdaptiveKL(settings.kl_reward_coef, settings.kl_target)
-        self._updates = config.learner.epochs * config.learner.minibatches
         self.divergence_bound = DivergenceBound(config, ranks.of_data)
 
     def train(self, batch: Batch, *, step: int) -> dict[str, float]:
@@ -195,9 +194,9 @@ class Trainer:
 
     def _score(self, batch: Batch, minibatches: list[Minibatch], step: int) -> Scores:
         """Returns the batch's scores by each model that the algorithm needs."""
-        algorithm, settings = self.algorithm, self.config.algorithm
+        algorithm, settings, updates = self.algorithm, self.config.algorithm, self.config.learner.updates
         wants_reference = settings.kl_loss_coef > 0 or settings.kl_reward_coef > 0
-        recomputes = "proximal_logprobs" in algorithm.needs and settings.proximal == "recompute" and self._updates > 1
+        recomputes = "proximal_logprobs" in algorithm.needs and settings.proximal == "recompute" and updates > 1
         wants_proximal = recomputes or wants_reference or "log_ratios" in algorithm.needs or algorithm.bound is not None
         if wants_reference and self._reference is None and self.policy.adapters is None:
             self._reference = Reference(self.config, self.ranks)

@@ -302,7 +302,7 @@ class QueueState:
         self.reported.wake(now_s if same_launch else None)
         if not same_launch:
             self.stop_reason, self.generators_wanted = "", self.config.launch.generators
-            if self.config.learner.on_collapse != "warn" and self.measure.collapse.stop_step == self.ledger.steps:
+            if self.measure.collapse.stops(self.ledger.steps, self.config):
                 self._stop({"reason": COLLAPSE})
 
 

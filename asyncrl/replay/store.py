@@ -206,7 +206,7 @@ class Store:
             # Recorded, since these settings may change when the run is resumed.
             "learners": self.config.launch.learners,
             "evaluates": self.config.evaluates(step),
-            "stops": self.config.learner.on_collapse != "warn" and collapse.stop_step == step,
+            "stops": collapse.stops(step, self.config),
         }
         self.record("commit", body)
         self._history = None

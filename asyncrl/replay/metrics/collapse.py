@@ -124,6 +124,10 @@ class CollapseWatch(Durable):
         """Returns True if an alarm was raised in this step."""
         return any(alarm.raised_step == step for alarm in self.alarms)
 
+    def stops(self, step: int, config: Config) -> bool:
+        """Returns True if `learner.on_collapse` stops the run after this step."""
+        return config.learner.on_collapse != "warn" and self.stop_step == step
+
     def after_step(self, step: int, metrics: Mapping[str, float], config: Config) -> CollapseWatch:
         """Returns the watch after a step with these metrics."""
         watch = deepcopy(self)
@@ -140,7 +144,7 @@ class CollapseWatch(Durable):
     def _read(self, metrics: Mapping[str, float], config: Config) -> list[Reading]:
         """Returns what the step tells."""
         found: list[Reading] = []
-        updates = config.learner.epochs * config.learner.minibatches
+        updates = config.learner.updates
         if (kl := metrics.get("correction/behavior_kl")) is not None:
             found.append(Reading("divergence", kl, DIVERGENCE * updates, kl > DIVERGENCE * updates))
         # The effective sample size of sequences is small by nature.
