@@ -1,7 +1,8 @@
 """Trains by the real learner, engine, rewards and environments in one process, in which every token is a fixed number
 of steps old when it is trained.
 
-Generation and training take turns, so the result depends on config and seed alone, not on the speed of the machine:
+Generation and training take turns, so the result depends on config and seed alone, not on the speed of the machine
+(episodes of environments end in another order, which changes rounding):
 batch k is sampled by version k - 1 - lag (the first lag + 1 batches by version 0), and trained at version k - 1.
 """
 
@@ -51,20 +52,21 @@ class Sampler:
         self._runner = GroupRunner(config, self.engine, rewards=rewards, environments=environments)
         self._prompts = PromptCursor(config, limit_tokens=self.engine.window_tokens - config.generator.max_new_tokens)
         self._ticket = 0
-        self._refunds = is_group_relative(check_algorithm(config)[0])
+        self._group_relative = is_group_relative(check_algorithm(config)[0])
 
     def close(self) -> None:
         self._stack.close()
 
     def sample(self) -> tuple[list[Group], float]:
-        """Returns the groups of a step that have a training signal, in the order of their tickets, and the mean reward
-        of all groups that were sampled for it."""
+        """Returns the groups of a step, in the order of their tickets, without those that the queue would refund, and
+        the mean reward of all groups that were sampled for it."""
         from asyncrl.generator.groups import make_group
-        from asyncrl.replay.refunds import SAME_REWARD
+        from asyncrl.replay.codec import pack_group
+        from asyncrl.replay.refunds import refund_reason
         from asyncrl.types import Lease
 
-        wanted, running, deadline_s = self.config.replay.groups_per_step, 0, time.monotonic() + DEADLINE_S
-        penalty = self.config.algorithm.truncated_penalty
+        config, running, deadline_s = self.config, 0, time.monotonic() + DEADLINE_S
+        wanted, penalty = config.replay.groups_per_step, config.algorithm.truncated_penalty
         groups: list[Group] = []
         rewards: list[float] = []
         while len(groups) < wanted:
@@ -79,8 +81,9 @@ class Sampler:
                 if problem := next(filter(None, scored.errors), None):
                     raise RuntimeError(f"a completion has no reward: {problem}")
                 rewards += scored.rewards
-                if not self._refunds or max(scored.rewards) - min(scored.rewards) > SAME_REWARD:
-                    groups.append(make_group(group, scored, generator=0, truncated_penalty=penalty))
+                complete = make_group(group, scored, generator=0, truncated_penalty=penalty)
+                if not refund_reason(config, pack_group(complete)[0], group_relative=self._group_relative):
+                    groups.append(complete)
             if time.monotonic() > deadline_s:
                 raise TimeoutError(f"{running} groups were not scored within {DEADLINE_S:g} s")
         return sorted(groups, key=lambda group: group.ticket), fmean(rewards)

@@ -30,6 +30,7 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING
 
 from asyncrl.replay.metrics.collapse import REWARD, SMOOTHED_STEPS
+from benchmarks.pretrained import OVERRIDES, make_pretrained
 
 if TYPE_CHECKING:
     from asyncrl.learner.distributed import Ranks
@@ -44,6 +45,7 @@ CELL_S = 600.0
 """Deadline of a training."""
 
 FOUR = "learner.minibatches=4"
+PRETRAINED = "pretrained"
 TASKS: dict[str, list[str]] = {
     "demo": ["demo", "steps=60", "learner.warmup_steps=10", "learner.lr_schedule=constant"],
     "guess": ["guess", "steps=45"],
@@ -51,8 +53,10 @@ TASKS: dict[str, list[str]] = {
         "demo", "steps=45", "model.path=demo/spaces-model", "generator.max_new_tokens=53",
         "replay.groups_per_step=16", "learner.warmup_steps=5", "learner.lr_schedule=constant",
     ],
+    PRETRAINED: ["demo", "steps=24", *OVERRIDES],
 }  # fmt: skip
-"""The preset of each task, and its overrides."""
+"""The preset of each task, and its overrides. A pretrained model takes several minutes for each training, and only runs
+if it is named."""
 CANDIDATES: dict[str, list[str]] = {
     "decoupled_ppo": ["algorithm.loss=decoupled_ppo"],
     "ppo_clip": ["algorithm.loss=ppo_clip"],
@@ -166,7 +170,7 @@ def _group_of_one() -> tuple[Ranks, Endpoints]:
 
 
 def cells(tasks: Sequence[str], candidates: Sequence[str], staleness: Sequence[int], seeds: int) -> Iterator[Cell]:
-    """Yields the cells, all of a seed before those of the next one."""
+    """Yields the cells, a complete seed before the next one."""
     for seed, lag, task, candidate in product(range(seeds), staleness, tasks, candidates):
         if lag or candidate in ON_POLICY.values():
             yield Cell(task, candidate, lag, seed)
@@ -236,11 +240,13 @@ def prepare(tasks: set[str]) -> None:
         run_recipes(load_config(TASKS.get(task, [task])[0]), Console())
         if task == "long tail" and not LONG_MODEL.exists():
             make_long_model()
+        if task == PRETRAINED:
+            make_pretrained()
 
 
 def table(results: Sequence[Result], *, task: str) -> Iterator[str]:
     """Yields the lines of a Markdown table: a row for each candidate, a column for each staleness. A field has the
-    median reward at the end and, in brackets, that of the area against staleness 0 with the same seed; the largest
+    median reward at the end and, in brackets, the median area against staleness 0 with the same seed; the largest
     divergence; the smallest effective sample size; and the number of runs that collapsed, if any did."""
     own = [result for result in results if result.task == task and result.candidate != AS_SHIPPED]
     staleness = sorted({result.staleness for result in own})
@@ -277,7 +283,9 @@ def _describe(runs: Sequence[Result], on_policy: dict[tuple[str, int], Result]) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--tasks", nargs="*", default=list(TASKS), choices=list(TASKS))
+    parser.add_argument(
+        "--tasks", nargs="*", default=[task for task in TASKS if task != PRETRAINED], choices=list(TASKS)
+    )
     parser.add_argument("--candidates", nargs="*", default=list(CANDIDATES), choices=list(CANDIDATES))
     parser.add_argument("--staleness", type=int, nargs="*", default=list(STALENESS))
     parser.add_argument("--seeds", type=int, default=SEEDS)

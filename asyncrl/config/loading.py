@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,50 +29,6 @@ _Loader.add_implicit_resolver(  # pyright: ignore[reportUnknownMemberType]
 
 KIND = re.compile(r"(str|constrained-int|literal|list|dict)(\[.*\])?")
 """Parts of an error's location that are not keys: the type of value that was tried."""
-
-
-RENAMED = {
-    "generator.gpu_memory_fraction": "generator.gpu_memory_utilization",
-    "journal.keep": "journal.retention",
-    "learner.adamw_options": "learner.optimizer_options",
-    "replay.held_steps": "replay.min_staleness",
-    "replay.no_signal": "replay.zero_variance",
-}
-"""Keys of earlier versions, and their names. Configs and saved runs with an earlier name are refused."""
-MOVED = {
-    "algorithm.offpolicy_mask_delta": "algorithm.correction: {mask_delta: VALUE}",
-    "algorithm.opsm_delta": "algorithm.correction: {mask_delta: VALUE}",
-    "algorithm.truncated_penalty": "algorithm.truncated: {penalize: VALUE}",
-    "data.data_source_column": "data.columns: {data_source: VALUE}",
-    "data.ground_truth_column": "data.columns: {ground_truth: VALUE}",
-    "data.prompt_column": "data.columns: {prompt: VALUE}",
-    "data.recipe": "recipe: demo",
-    "eval.temperature": "eval.sampling: {temperature: VALUE}",
-    "eval.top_p": "eval.sampling: {top_p: VALUE}",
-    "generator.max_model_tokens": "generator.engine_options: {max_model_len: VALUE}",
-    "generator.prefix_caching": "generator.engine_options: {enable_prefix_caching: VALUE}",
-    "launch.host": "launch.address: VALUE",
-    "launch.port": "launch.address: HOST:VALUE",
-    "learner.adam_betas": "learner.optimizer_options: {betas: VALUE}",
-    "learner.weight_decay": "learner.optimizer_options: {weight_decay: VALUE}",
-    "model.recipe": "recipe: demo",
-}
-"""Keys of earlier versions that have another form; VALUE stands for the value that was given."""
-REMOVED = {
-    "algorithm.kl_horizon": "kl_reward_coef always adapts over 10000 trajectories; leave it out",
-    "generator.top_p": "training samples from the full distribution, since importance ratios of a cut one are biased; "
-    "leave it out (evaluation has eval.sampling)",
-    "learner.ess_scaled_lr": "algorithm.max_divergence lowers the learning rate of stale batches; leave it out",
-    **dict.fromkeys(
-        ("replay.auto_bounds", "replay.auto_ess", "replay.auto_options"),
-        "the limit follows algorithm.max_divergence; set that and replay.max_staleness",
-    ),
-    "launch.restart_window_s": "restarts always count for 600 s; leave it out",
-    "replay.lease_timeout_s": "a lease that is not renewed for launch.heartbeat_timeout_s is handed out again; "
-    "leave it out",
-    "weights.bucket_bytes": "weights are always sent in buckets of 64 MiB; leave it out",
-}
-"""Keys of earlier versions that had one useful value or belong to another one, and the reason."""
 
 
 def load_config(path: str | Path | None, overrides: Mapping[str, Any] | Sequence[str] = ()) -> Config:
@@ -194,7 +149,7 @@ def _explain(item: Any) -> str:
     dotted = ".".join(location)
     given = f"{dotted} = {redact_named(dotted, item['input'])!r}"
     if item["type"] == "extra_forbidden":
-        return f"{given}: unknown key{_way_out(dotted, item['input'])}"
+        return f"{given}: unknown key{_nearest(dotted)}"
     if item["type"] == "missing":
         return f"{dotted}: required, but not set; give it in the file or as {dotted}=VALUE"
     if item["type"] == "model_type":
@@ -208,14 +163,8 @@ def _explain(item: Any) -> str:
     return f"{given}: {message[0].lower()}{message[1:]}"
 
 
-def _way_out(dotted: str, value: Any) -> str:
-    """The advice for an unknown key: the present form of a former key, otherwise the nearest key."""
-    if dotted in RENAMED:
-        return f"; it is now {RENAMED[dotted]}"
-    if dotted in MOVED:
-        return f"; it is now {MOVED[dotted].replace('VALUE', json.dumps(value, default=str))}"
-    if dotted in REMOVED:
-        return f"; {REMOVED[dotted]}"
+def _nearest(dotted: str) -> str:
+    """Returns the hint for an unknown key, with the known key that is nearest; "" if none is near."""
     section, _, last = dotted.rpartition(".")
     keys = _all_keys()
     siblings = [key for key in [*keys, *Config.model_fields] if key.rpartition(".")[0] == section]

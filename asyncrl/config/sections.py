@@ -192,8 +192,8 @@ class WeightsConfig(Section):
 
     transport: str = "auto"
     """A transport of `asyncrl list`, or your own as `module:NAME` or `file.py:NAME`; auto is nccl if the learner and
-    every generator have a GPU of their own, otherwise chain for more than three generators on several hosts, else
-    gloo. ipc is for one generator and one learner rank that share a card (`launch.colocate`)."""
+    every generator have their own GPUs, else gloo. ipc is for one generator and one learner rank that share a card
+    (`launch.colocate`)."""
     timeout_s: float = Field(default=60.0, gt=0.0)
     """Deadline of each phase of a broadcast."""
     staging: Literal["auto", "whole", "host", "buckets"] = "auto"

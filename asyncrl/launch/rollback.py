@@ -138,7 +138,7 @@ def discard_journal(run_dir: Path) -> str:
 
 
 def put_aside(run_dir: Path, step: int, aside: Path) -> str:
-    """Moves to `aside` what is later than the run's checkpoint of the step, or everything for step 0: the journal, the
+    """Moves to `aside` everything after the run's checkpoint of the step, or all of it for step 0: the journal, the
     metrics, and newer checkpoints; the trace is copied, since the replay queue cuts it. Returns the file with the
     queue's state in the checkpoint, "" for step 0. When it was interrupted, another call completes it."""
     from asyncrl.learner.checkpoint.files import CHECKPOINTS, finished_steps, folder_name

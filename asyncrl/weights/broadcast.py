@@ -138,11 +138,9 @@ class Delivery:
             self.stats.broadcast_s += time.monotonic() - started
 
     def _behind(self, version: int) -> list[Peer]:
-        """Returns the peers that have to get this version, after those that cannot get any were dropped. They are in
-        the order of their hosts, this one first: a transport from each to the next crosses to a host once."""
+        """Returns the peers that have to get this version, after those that cannot get any were dropped."""
         self._drop_unreachable()
-        here = host_name()
-        return sorted(self.membership.behind(version), key=lambda peer: (peer.host != here, peer.host, peer.rank))
+        return self.membership.behind(version)
 
     def _round(self, version: int, buffer: Buffer, behind: Sequence[Peer]) -> None:
         weights = f"version {version} of the weights"

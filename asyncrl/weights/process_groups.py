@@ -61,41 +61,30 @@ class GroupLink(Link):
     def send(self, version: int, buckets: Iterable[Tensor]) -> None:
         """As `Link.send`; returns when all members have all buckets."""
         for bucket in buckets:
-            self.start(bucket)
+            self._start(bucket)
         self.meet()
 
     def receive(self, version: int, buckets: Iterable[Tensor]) -> Iterator[Tensor]:
         """As `Link.receive`."""
-        yield from self.arrivals(buckets, limit=1 if self._member.reuses_memory else math.inf)
-        self.meet()
-
-    def start(self, bucket: Tensor, *, limit: float = math.inf) -> None:
-        """Begins to broadcast a bucket, as soon as fewer than `limit` others are under way."""
-        while len(self._works) >= limit:
-            self._await_next()
-        self._works.append(self._ranks.broadcast([bucket], self._options))
-
-    def arrivals(self, buckets: Iterable[Tensor], *, limit: float = math.inf) -> Iterator[Tensor]:
-        """Yields each of the buckets as soon as it is complete; at most `limit` are under way."""
         begun: deque[Tensor] = deque()
-        left = iter(buckets)
+        left, limit = iter(buckets), 1 if self._member.reuses_memory else math.inf
         while True:
             while len(begun) < limit and (bucket := next(left, None)) is not None:
-                self.start(bucket)
+                self._start(bucket)
                 begun.append(bucket)
             if not begun:
-                return
+                break
             self._await_next()
             yield begun.popleft()
+        self.meet()
 
-    def finish(self) -> None:
-        """Returns when what was begun has ended."""
-        while self._works:
-            self._await_next()
+    def _start(self, bucket: Tensor) -> None:
+        self._works.append(self._ranks.broadcast([bucket], self._options))
 
     def meet(self) -> None:
-        """As `finish`, and all members are here. Tells each at once if another one is gone."""
-        self.finish()
+        """Returns when all broadcasts have ended in all members. Fails at once if a member is gone."""
+        while self._works:
+            self._await_next()
         own = torch.zeros(1, device=self._device)
         self._works.append(self._ranks.allgather([[torch.empty_like(own) for _ in range(self._member.size)]], [own]))
         self._await_next()
@@ -146,9 +135,8 @@ def connect_deadline_s(member: Member) -> float:
 class GlooLink(GroupLink):
     """A gloo group."""
 
-    def __init__(self, member: Member, *, connect_s: float | None = None) -> None:
-        """`connect_s` is the deadline for connecting, by default `connect_deadline_s`."""
-        timeout = timedelta(seconds=connect_s or connect_deadline_s(member))
+    def __init__(self, member: Member) -> None:
+        timeout = timedelta(seconds=connect_deadline_s(member))
         ranks = ProcessGroupGloo(cast(Any, member.store), member.rank, member.size, timeout)
         ranks._set_default_timeout(timedelta(seconds=member.timeout_s))
         super().__init__(ranks, member, torch.device("cpu"))

@@ -22,7 +22,7 @@ from asyncrl.weights.membership import Membership
 from asyncrl.weights.rank_shares import OtherShares, buffer_of
 from asyncrl.weights.references import Buffer
 from asyncrl.weights.shares import share_of
-from asyncrl.weights.transports import FEW_RECEIVERS, choose_transport, device_name, find_transport, host_name
+from asyncrl.weights.transports import choose_transport, device_name, find_transport
 from asyncrl.wire.channel import ChannelServer
 from asyncrl.wire.kinds import TO_SENDER
 from asyncrl.wire.service_messages import StoreRequest
@@ -55,11 +55,11 @@ class WeightSender(BackgroundSender[Buffer]):
     ) -> None:
         """`manifest` describes all weights; with several learner `ranks`, `send` takes rank 0's slices of them, and the
         others send theirs (`rank_shares.py`). Without `copies` the weights themselves are sent, and no generator that
-        keeps its version holds that up. `timeout_s` is the deadline of each phase. On a GPU, and
-        with more than FEW_RECEIVERS, `transport` "auto" depends on the devices and hosts of the generators: the first
-        `send` waits for `expected_generators` of them, at most `start_timeout_s` (default: `timeout_s`). The address is
-        one of ZeroMQ. Messages without the `run_id` are refused; with `keys` only peers with the run's keys are
-        admitted. Raises ConfigError if the address is in use."""
+        keeps its version holds that up. `timeout_s` is the deadline of each phase. On a GPU `transport` "auto" depends
+        on the devices of the generators: the first `send` waits for `expected_generators` of them, at most
+        `start_timeout_s` (default: `timeout_s`). The address is one of ZeroMQ. Messages without the `run_id` are
+        refused; with `keys` only peers with the run's keys are admitted. Raises ConfigError if the address is in
+        use."""
         self._bucket_bytes = max(bucket_bytes, MIN_BUCKET_BYTES)
         self._share = share_of(manifest, 0, ranks, self._bucket_bytes, by_parameter=not copies)
         super().__init__(self._share.layout, timeout_s=timeout_s, device=device, copies=copies)
@@ -120,13 +120,11 @@ class WeightSender(BackgroundSender[Buffer]):
 
     def _choose_transport(self) -> str:
         here = device_name(self._device)
-        is_known = self._device.type != "cuda" and self._expected_generators <= FEW_RECEIVERS
-        if self._transport != "auto" or is_known:
+        if self._transport != "auto" or self._device.type != "cuda":
             return choose_transport(self._transport, [here])
         self._membership.await_members(self._expected_generators, self._start_timeout_s)
         peers = self._membership.present()
-        devices = [here, *(peer.device for peer in peers)] if peers else ["cpu"]
-        return choose_transport("auto", devices, [host_name(), *(peer.host for peer in peers)])
+        return choose_transport("auto", [here, *(peer.device for peer in peers)] if peers else ["cpu"])
 
     def _check(self) -> None:
         self._raise_if_stopping()

@@ -132,14 +132,11 @@ class Transport:
 TRANSPORTS: dict[str, Transport | str] = {
     "gloo": "asyncrl.weights.process_groups:GLOO",
     "nccl": "asyncrl.weights.process_groups:NCCL",
-    "chain": "asyncrl.weights.chain:CHAIN",
     "files": "asyncrl.weights.files.sender:FILES",
     "ipc": "asyncrl.weights.ipc:IPC",
 }
 AUTO_ON_GPUS = "nccl"
 """The transport that "auto" chooses where every process has a GPU of its own."""
-FEW_RECEIVERS = 3
-"""The greatest number of receivers on several hosts for which "auto" chooses gloo and not chain."""
 
 
 def find_transport(name: str) -> Transport:
@@ -220,17 +217,15 @@ def goes_by_files(config: Config) -> bool:
     return name != "auto" and find_transport(name).connect is None
 
 
-def choose_transport(name: str, devices: Sequence[str], hosts: Sequence[str] = ()) -> str:
-    """Returns the name of the transport to use between `devices` (as `device_name` returns them) on these hosts.
+def choose_transport(name: str, devices: Sequence[str]) -> str:
+    """Returns the name of the transport to use between `devices` (as `device_name` returns them).
 
-    "auto" is nccl where every process has a GPU of its own, else chain for more than FEW_RECEIVERS on several hosts,
-    else gloo. Raises ConfigError for an unknown name, and RunError when the transport needs a GPU of its own in every
-    process and there are fewer.
+    "auto" is nccl where every process has its own GPU, else gloo. Raises ConfigError for an unknown name, and RunError
+    when the transport needs a GPU for each process and there are fewer.
     """
     own_gpus = len(set(devices)) == len(devices) and all(device.startswith("cuda") for device in devices)
     if name == "auto":
-        is_far = len(set(hosts)) > 1 and len(devices) > FEW_RECEIVERS + 1  # with the sender
-        return AUTO_ON_GPUS if own_gpus else "chain" if is_far else "gloo"
+        return AUTO_ON_GPUS if own_gpus else "gloo"
     if find_transport(name).needs_own_gpu and not own_gpus:
         raise RunError(
             f"weights.transport = {name!r} needs a GPU of its own in the learner and in every generator, "

@@ -88,7 +88,7 @@ def write_steps(states: dict[int, bytes], saved: tuple[int, ...]) -> None:
 
 
 def resume(config: Config, *, without_journal: bool = False) -> tuple[Config, str, str]:
-    """What a resumed launch does before it starts its roles. Returns its config, the queue's state and the output."""
+    """Resumes a run up to the start of its roles. Returns its config, the queue's state and the output."""
     output = io.StringIO()
     with RunFolder(config) as folder:
         assert folder.earlier_s

@@ -29,7 +29,7 @@ def make_bound(ranks: Ranks, *, limit: float | None, max_staleness: int, updates
 def train_bandits(
     *, rate: float, lag: int, limit: float | None, ranks: Ranks, seed: int, updates: int = 1
 ) -> list[float]:
-    """Trains a table of logits by AdamW on tokens that are `lag` versions old, with noisy rewards of its own for each
+    """Trains a table of logits by AdamW on tokens that are `lag` versions old, with separate noisy rewards for each
     token. Returns the divergence of the tokens of each step."""
     torch.manual_seed(seed)
     logits = torch.randn(STATES, TOKENS).requires_grad_()

@@ -16,7 +16,7 @@ from tests.helpers.replay import small_config
 def run(
     control: StalenessController, limit: int, steps: int, fraction: Callable[[int], float], *, reached: bool = True
 ) -> list[int]:
-    """Returns the limit of each step; `fraction` is that of the learning rate at a limit."""
+    """Returns the limit of each step; `fraction` returns the fraction of the learning rate at a limit."""
     seen: list[int] = []
     for _ in range(steps):
         limit = control.next(limit, {FRACTION: fraction(limit), "staleness/max": float(limit if reached else 0)})

@@ -77,7 +77,7 @@ MERGED_THROUGH_FILES = (
 )
 
 
-@pytest.mark.parametrize(("stage", "more"), [(2, ("weights.transport=chain",)), (3, MERGED_THROUGH_FILES)])
+@pytest.mark.parametrize(("stage", "more"), [(2, ()), (3, MERGED_THROUGH_FILES)])
 def test_two_learners_train_adapters_and_resume(
     launch: Callable[..., Launched], asyncrl: Callable[..., str], stage: int, more: tuple[str, ...]
 ) -> None:

@@ -20,7 +20,7 @@ COLLAPSES = [
     "learner.on_collapse=rollback", "checkpoint.every_steps=1", "replay.min_staleness=1", "replay.max_staleness=2",
     "replay.zero_variance=train",
 ]  # fmt: skip
-"""The rate increases until the policy has left the one that sampled its tokens. The reward of so many completions
+"""The rate increases until the policy has left the one that sampled its tokens. The reward of this many completions
 falls by more than its noise."""
 
 

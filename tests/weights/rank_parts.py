@@ -61,7 +61,7 @@ def hit(number: int, after: int) -> None:
 
 def main() -> None:
     rank, ranks = int(sys.argv[1]), int(sys.argv[2])
-    sender = make_rank(rank, ranks, sys.argv[3], timeout_s=float(sys.argv[4]), transport=sys.argv[5])
+    sender = make_rank(rank, ranks, sys.argv[3], timeout_s=float(sys.argv[4]))
     for line in sys.stdin:
         try:
             match line.split():

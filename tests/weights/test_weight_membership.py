@@ -57,12 +57,11 @@ def versions(peers: list[Process]) -> list[int]:
     return [peer.next()["version"] for peer in peers]
 
 
-@pytest.mark.parametrize("transport", ["gloo", "chain"])
 @pytest.mark.parametrize("hit", ["SIGSTOP", "SIGKILL"])
 def test_the_others_go_on_without_one_that_stops_or_ends_inside_the_broadcast(
-    address: str, cleanup: list, hit: str, transport: str
+    address: str, cleanup: list, hit: str
 ) -> None:
-    options: dict[str, Any] = {"timeout_s": 2.0, "transport": transport}
+    options: dict[str, Any] = {"timeout_s": 2.0}
     others = [receiver_process(address, cleanup, rank=rank, **options) for rank in (1, 3)]
     lost = receiver_process(address, cleanup, rank=2, hit=hit, **options)
     sender = joined(make_sender(address, cleanup, **options), 3)

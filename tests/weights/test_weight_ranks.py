@@ -92,10 +92,10 @@ def first(senders: Sequence[BackgroundSender]) -> WeightSender:
     return senders[0]
 
 
-@pytest.mark.parametrize(("ranks", "transport"), [(1, "gloo"), (2, "gloo"), (3, "gloo"), (2, "chain"), (3, "chain")])
-def test_the_bits_are_those_of_one_rank(ranks: int, transport: str, address: str, cleanup: list) -> None:
-    senders = make_ranks(ranks, address, cleanup, transport=transport)
-    receivers = [make_receiver(address, cleanup, rank=rank, transport=transport) for rank in (1, 2, 3)]
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_bits_are_those_of_one_rank(ranks: int, address: str, cleanup: list) -> None:
+    senders = make_ranks(ranks, address, cleanup)
+    receivers = [make_receiver(address, cleanup, rank=rank) for rank in (1, 2, 3)]
     joined(first(senders), 3, up=True)
     sums = set()
     for version in range(3):
@@ -205,19 +205,18 @@ def test_a_rank_without_rank_0_does_not_wait_for_ever(address: str, cleanup: lis
 # --- ranks and generators in processes of their own
 
 
-def processes(ranks: int, address: str, cleanup: list, *, timeout_s: float, transport: str) -> list[Process]:
-    return [Process(cleanup, "rank_parts.py", rank, ranks, address, timeout_s, transport) for rank in range(ranks)]
+def processes(ranks: int, address: str, cleanup: list, *, timeout_s: float) -> list[Process]:
+    return [Process(cleanup, "rank_parts.py", rank, ranks, address, timeout_s) for rank in range(ranks)]
 
 
-@pytest.mark.parametrize("transport", ["gloo", pytest.param("chain", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("bucket", "name"), [(1, "SIGKILL"), (7, "SIGKILL"), pytest.param(7, "SIGSTOP", marks=pytest.mark.slow)]
 )
 def test_a_rank_that_is_lost_in_a_transfer_is_named_and_no_generator_has_half(
-    bucket: int, name: str, transport: str, address: str, cleanup: list
+    bucket: int, name: str, address: str, cleanup: list
 ) -> None:
-    ranks = processes(2, address, cleanup, timeout_s=3.0, transport=transport)
-    receivers = [make_receiver(address, cleanup, rank=rank, transport=transport, timeout_s=3.0) for rank in (1, 2)]
+    ranks = processes(2, address, cleanup, timeout_s=3.0)
+    receivers = [make_receiver(address, cleanup, rank=rank, timeout_s=3.0) for rank in (1, 2)]
     for version in (0, 1):
         for rank in ranks:
             rank.say(f"send {version}", "wait")
@@ -237,7 +236,7 @@ def test_a_rank_that_is_lost_in_a_transfer_is_named_and_no_generator_has_half(
 
 @pytest.mark.parametrize("bucket", [1, 7])
 def test_rank_0_that_is_lost_in_a_transfer_ends_the_others(bucket: int, address: str, cleanup: list) -> None:
-    ranks = processes(2, address, cleanup, timeout_s=3.0, transport="gloo")
+    ranks = processes(2, address, cleanup, timeout_s=3.0)
     receiver = make_receiver(address, cleanup, timeout_s=3.0)
     for rank in ranks:
         rank.say("send 0", "wait")
@@ -251,22 +250,20 @@ def test_rank_0_that_is_lost_in_a_transfer_ends_the_others(bucket: int, address:
         assert receiver.staged() is None
         for rank in ranks:
             rank.end()
-        again = processes(2, address, cleanup, timeout_s=3.0, transport="gloo")
+        again = processes(2, address, cleanup, timeout_s=3.0)
         for rank in again:
             rank.say("send 1", "wait")
         load_next(receiver, 1)
 
 
-@pytest.mark.parametrize("transport", [pytest.param("gloo", marks=pytest.mark.slow), "chain"])
 @pytest.mark.parametrize("lost", [1, 2])
 @pytest.mark.parametrize("hit", ["SIGKILL:1", "SIGKILL:9", pytest.param("SIGSTOP:9", marks=pytest.mark.slow)])
 def test_a_generator_that_is_lost_in_a_transfer_does_not_keep_the_others_from_it(
-    lost: int, hit: str, transport: str, address: str, cleanup: list
+    lost: int, hit: str, address: str, cleanup: list
 ) -> None:
-    """It is the first or the last one of a chain."""
-    senders = make_ranks(2, address, cleanup, timeout_s=3.0, transport=transport)
-    left = make_receiver(address, cleanup, rank=3 - lost, timeout_s=3.0, transport=transport)
-    receiver_process(address, cleanup, rank=lost, timeout_s=3.0, transport=transport, hit=hit)
+    senders = make_ranks(2, address, cleanup, timeout_s=3.0)
+    left = make_receiver(address, cleanup, rank=3 - lost, timeout_s=3.0)
+    receiver_process(address, cleanup, rank=lost, timeout_s=3.0, hit=hit)
     joined(first(senders), 2, up=True)
     with capture_logs():
         send(senders, 0)

@@ -36,10 +36,9 @@ from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.sender import WeightSender
 
 
-@pytest.mark.parametrize("transport", ["gloo", "chain"])
-def test_two_processes_receive_every_version(address: str, cleanup: list, transport: str) -> None:
-    peers = [receiver_process(address, cleanup, rank=rank, transport=transport) for rank in (1, 2)]
-    sender = joined(make_sender(address, cleanup, transport=transport), 2, up=True)
+def test_two_processes_receive_every_version(address: str, cleanup: list) -> None:
+    peers = [receiver_process(address, cleanup, rank=rank) for rank in (1, 2)]
+    sender = joined(make_sender(address, cleanup), 2, up=True)
     for version in range(4):
         sent = weights(version)
         sender.send(version, sent)
@@ -95,22 +94,19 @@ def test_an_error_of_a_copy_in_the_background_is_raised(address: str, cleanup: l
         sender.copied()
 
 
-@pytest.mark.parametrize("transport", ["gloo", pytest.param("chain", marks=pytest.mark.slow)])
-def test_a_replaced_process_gets_the_current_version_and_the_next_one(
-    address: str, cleanup: list, transport: str
-) -> None:
-    staying = receiver_process(address, cleanup, rank=1, transport=transport)
-    killed = receiver_process(address, cleanup, rank=2, transport=transport)
-    sender = joined(make_sender(address, cleanup, transport=transport), 2, up=True)
+def test_a_replaced_process_gets_the_current_version_and_the_next_one(address: str, cleanup: list) -> None:
+    staying = receiver_process(address, cleanup, rank=1)
+    killed = receiver_process(address, cleanup, rank=2)
+    sender = joined(make_sender(address, cleanup), 2, up=True)
     sender.send(0, weights(0))
     assert [peer.next()["version"] for peer in (staying, killed)] == [0, 0]
     killed.end()
     sender.send(1, weights(1))
-    replacement = receiver_process(address, cleanup, rank=2, transport=transport)
+    replacement = receiver_process(address, cleanup, rank=2)
     assert [peer.next()["version"] for peer in (staying, replacement)] == [1, 1]
     sender.wait()
     replacement.end()
-    late = receiver_process(address, cleanup, rank=2, transport=transport)
+    late = receiver_process(address, cleanup, rank=2)
     assert late.next()["version"] == 1  # without a new send
     sender.send(2, weights(2))
     assert [peer.next()["version"] for peer in (staying, late)] == [2, 2]

@@ -44,16 +44,14 @@ def test_every_step_is_of_one_version(ranks: int, by_rows: bool, address: str, c
         assert largest <= num_bytes / 2 + 800 * 4 and num_bytes / 2 <= largest + 16, "two buckets"
 
 
-@pytest.mark.parametrize("transport", ["chain", "nccl"])
+@pytest.mark.parametrize("on_device", [False, True])
 def test_two_ranks_and_two_generators(
-    transport: str, address: str, cleanup: list, monkeypatch: pytest.MonkeyPatch
+    on_device: bool, address: str, cleanup: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if transport == "nccl":
+    """By gloo, and by a transport that sends from the device."""
+    if on_device:
         use_nccl_like(monkeypatch)
-    senders = [
-        make_rank(rank, 2, address, copies=False, transport="gloo" if transport == "nccl" else transport)
-        for rank in (0, 1)
-    ]
+    senders = [make_rank(rank, 2, address, copies=False, transport="gloo") for rank in (0, 1)]
     assert_versions_come(senders, address, cleanup)
 
 

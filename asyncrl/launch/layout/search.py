@@ -152,7 +152,7 @@ def _preference(layout: Layout, training: Training, generation: Generation) -> t
 
 
 def _by_nccl(config: Config) -> bool:
-    return config.weights.transport not in ("gloo", "chain", "files")
+    return config.weights.transport not in ("gloo", "files")
 
 
 def _learners(base: Config, models: Models, max_ranks: int, gpu: Gpu, parallel: int) -> list[tuple[Training, Tried]]:

@@ -222,7 +222,7 @@ def generator_need(config: Config, models: Models, index: int, gpu: int, *, by_n
 
 def sends_by_nccl(config: Config, placement: Placement) -> bool:
     """True if weights are sent from GPU to GPU."""
-    return placement.sends_between_gpus and config.weights.transport not in ("gloo", "chain", "files")
+    return placement.sends_between_gpus and config.weights.transport not in ("gloo", "files")
 
 
 def _with_fractions(config: Config, placement: Placement, models: Models, cards: list[Card]) -> Placement:
