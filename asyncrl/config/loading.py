@@ -167,8 +167,7 @@ def _nearest(dotted: str) -> str:
     """Returns the hint for an unknown key, with the known key that is nearest; "" if none is near."""
     section, _, last = dotted.rpartition(".")
     keys = _all_keys()
+    if elsewhere := [key for key in keys if key.rpartition(".")[2] == last]:
+        return f"; did you mean {elsewhere[0]}?"
     siblings = [key for key in [*keys, *Config.model_fields] if key.rpartition(".")[0] == section]
-    if hint := did_you_mean(dotted, siblings) or did_you_mean(dotted, keys):
-        return hint
-    elsewhere = [key for key in keys if key.rpartition(".")[2] == last]
-    return f"; did you mean {elsewhere[0]}?" if elsewhere else ""
+    return did_you_mean(dotted, siblings) or did_you_mean(dotted, keys)
