@@ -45,7 +45,7 @@ class Card:
     tokens_per_s: float | None = None
     goodput: float | None = None
     alarms: int = 0
-    """Alarms of a collapse that last."""
+    """Active alarms of a collapse."""
     updated_s: float = 0.0
     """Unix time of the last change."""
     curve: list[float] = field(default_factory=list[float])

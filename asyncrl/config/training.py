@@ -34,7 +34,7 @@ class AlgorithmConfig(Section):
     proximal: Literal["recompute", "loglinear"] = "recompute"
     """The proximal policy: the learner's weights before the step, or an interpolation by token age that needs no
     forward pass (arXiv:2512.06547)."""
-    max_divergence: float | None = Field(default=None, gt=0.0)
+    max_divergence: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
     """Bound, in nats a token, of the divergence of trained tokens from the policies that sampled them, such as 0.02:
     the learning rate falls where it would move the policy further, and where it would fall below half, the limit of
     staleness that groups are admitted by falls to 1. By default there is none."""
@@ -112,7 +112,7 @@ class LearnerConfig(Section):
     max_skipped_updates: int = Field(default=5, ge=0)
     """An update whose loss or gradient is not finite is skipped; more consecutive ones than this end the run."""
     on_collapse: Literal["warn", "stop", "rollback"] = "warn"
-    """When an alarm of a collapse lasts (docs/staleness.md) and the reward is below 0.9 of its best: the alarm alone
+    """While an alarm is active (docs/staleness.md) and the reward is below 0.9 of its best: the alarm alone
     (warn), end the run (stop), or continue from the last checkpoint before the alarm's first step with half of `lr`, at
     most twice (rollback); without one, as with `checkpoint.every_steps: null`, from the initial model."""
     zero_stage: Literal[0, 1, 2, 3] = 0

@@ -12,7 +12,15 @@ from typing import Any, Generic, TypeVar
 from asyncrl.config import Config
 from asyncrl.errors import observing
 from asyncrl.launch.resources.placement import Placement
-from asyncrl.plan.levers import goodput_sentence, link_sentence, thread_sentence, timeout_sentence
+from asyncrl.observe.document import read_rollbacks
+from asyncrl.plan.levers import (
+    MOST_OF_RATE,
+    divergence_sentence,
+    goodput_sentence,
+    link_sentence,
+    thread_sentence,
+    timeout_sentence,
+)
 from asyncrl.plan.measured import RecentRun
 from asyncrl.plan.verdict import after_collapse, verdict_of
 from asyncrl.types import goodput_of
@@ -107,7 +115,10 @@ class BottleneckMonitor:
             max_staleness=self._config.replay.max_staleness,
             environments=environments,
         )
-        verdict = after_collapse(verdict, collapse)
+        engine_cpu = self._run.recent("generator/engine_cpu_fraction", 0.0)
+        rate = self._run.recent("learner/lr_fraction", 1.0)
+        may_be_older = not read_rollbacks(self._config.run_dir) and rate > MOST_OF_RATE
+        verdict = after_collapse(verdict, collapse, may_be_older=may_be_older)
         sentences = [
             goodput_sentence(
                 goodput,
@@ -115,9 +126,11 @@ class BottleneckMonitor:
                 learner_idle=learner_idle,
                 solved=self._run.solved_fraction(),
                 environments=environments,
+                may_be_older=may_be_older,
             ),
+            divergence_sentence(rate),
             timeout_sentence(self._config, self._run.timed_out_fraction()),
-            thread_sentence(self._run.engine_cpu_fraction(), self._config) if self._has_gpus else "",
+            thread_sentence(engine_cpu, self._config) if self._has_gpus else "",
             link_sentence(links, self._config),
         ]
         more = " ".join(filter(None, sentences)) if verdict.bound != "collapse" else ""

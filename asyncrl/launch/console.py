@@ -14,6 +14,7 @@ import structlog
 from rich.console import Console
 from rich.markup import escape
 
+from asyncrl.observe.document import rollback_line
 from asyncrl.types import GOODPUT_FACTORS
 
 EXIT_DONE, EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 0, 1, 2, 130
@@ -142,6 +143,7 @@ def _lines(summary: dict[str, Any]) -> list[str]:
         f"ledger     {ledger['leased']} groups = {ledger['trained']} trained + "
         + (f"{refunded} + " if refunded else "")
         + f"{ledger['in_flight']} in flight",
+        *([f"rollbacks  {escape(line)}"] if (line := rollback_line(summary)) else []),
         *_verdict(summary["bottleneck"], summary.get("collapse", {})),
     ]
     if evaluations := summary.get("eval"):

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from asyncrl.config import Config
-from asyncrl.launch.resources.hosts import Host
-from asyncrl.launch.resources.placement import RoleResources
+from asyncrl.launch.resources.hosts import Host, RoleResources
 from asyncrl.launch.worker import RoleSpec
 
 HOST_LOST = 120

@@ -18,9 +18,8 @@ from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.fork_server import Forked, ForkServer, ForkServerError
 from asyncrl.launch.launcher import HOST_LOST, Launcher, RoleHandle
-from asyncrl.launch.resources.hosts import Host, this_machine
+from asyncrl.launch.resources.hosts import Host, RoleResources, this_machine
 from asyncrl.launch.resources.network import listening_address
-from asyncrl.launch.resources.placement import RoleResources
 from asyncrl.launch.worker import EXIT_DISK_FULL, SHOW_STACKS, RoleSpec
 from asyncrl.observe.logs import last_error
 from asyncrl.util.processes import PYTHON

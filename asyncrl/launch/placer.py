@@ -9,15 +9,8 @@ from asyncrl.config import Config
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.launch.launcher import Launcher
 from asyncrl.launch.resources.fit import fit_memory
-from asyncrl.launch.resources.hosts import Host
-from asyncrl.launch.resources.placement import (
-    Placement,
-    RoleResources,
-    find_room,
-    place_roles,
-    refuse_joiner,
-    why_no_room,
-)
+from asyncrl.launch.resources.hosts import Host, RoleResources
+from asyncrl.launch.resources.placement import Placement, find_room, place_roles, refuse_joiner, why_no_room
 from asyncrl.launch.role_group import RoleGroup
 from asyncrl.launch.worker import RoleSpec
 

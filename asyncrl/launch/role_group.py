@@ -11,7 +11,7 @@ from asyncrl.config import Config
 from asyncrl.errors import RunError
 from asyncrl.launch.launcher import Launcher, RoleHandle
 from asyncrl.launch.resources.gpus import MIG
-from asyncrl.launch.resources.placement import RoleResources
+from asyncrl.launch.resources.hosts import RoleResources
 from asyncrl.launch.worker import FINAL_CODES, RoleSpec
 
 BACK_OFF_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)

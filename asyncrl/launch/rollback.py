@@ -18,13 +18,16 @@ from rich.console import Console
 from asyncrl.config import Config, load_config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.resources.fit import with_changes
-from asyncrl.launch.run_dir import ROLLBACKS, read_rollbacks, read_summary
-from asyncrl.observe.curves import step_of
+from asyncrl.launch.run_dir import read_summary
+from asyncrl.observe.document import ROLLBACKS, read_rollbacks
+from asyncrl.samples.book import EVALUATED, TRAINED, evaluated_versions
+from asyncrl.samples.book import FOLDER as SAMPLES
 from asyncrl.util.files import next_free_path, read_lines, replace_file
 
 MAX_ROLLBACKS = 2
 QUEUE_STATE = "queue.msgpack"
-"""The replay queue's part of a checkpoint."""
+"""The replay queue's part of a checkpoint, and its copy in the folder of a run that continues from one: the state to
+start from while the journal is empty."""
 
 
 def collapse_onset(summary: dict[str, Any]) -> int:
@@ -72,33 +75,36 @@ def resume_point(run_dir: Path, config: Config, console: Console, *, without_jou
     if not (run_dir / "config.yaml").is_file():
         return config, ""
     saved, summary, records = load_config(run_dir / "config.yaml"), read_summary(run_dir), read_rollbacks(run_dir)
+    state, done = run_dir / QUEUE_STATE, len(summary.get("rollbacks", []))
+    if done > len(records):
+        raise ConfigError(
+            f"{run_dir / ROLLBACKS}: has {len(records)} of the {done} rollbacks in summary.json; restore it, or start "
+            "another run with --run NAME"
+        )
     rate = config.learner.lr
     if config.resume == "auto" and rate in [record["lr_before"] for record in records]:
         rate = saved.learner.lr  # a scheduler repeats the command
     if not is_due(config, summary):
         if without_journal:
-            state = discard_journal(run_dir)
-        else:
-            state = str(run_dir / records[-1]["aside"] / QUEUE_STATE) if records else ""
-        return with_changes(config, {"learner.lr": rate}), state if Path(state).is_file() else ""
-    done = len(summary.get("rollbacks", []))
+            discard_journal(run_dir)
+        return with_changes(config, {"learner.lr": rate}), str(state) if state.is_file() else ""
     if done == len(records):
-        records.append(_new_record(run_dir, saved, summary))
+        records.append(_new_record(run_dir, saved, summary, f"rollback-{done + 1}"))
     record = records[done]
     if rate != saved.learner.lr:
         record["lr_after"] = rate
     replace_file(run_dir / ROLLBACKS, json.dumps(records, indent=2) + "\n")
-    state = put_aside(run_dir, record["to_step"], run_dir / record["aside"])
+    put_aside(run_dir, record["to_step"], run_dir / record["aside"])
     console.print(
         f"the training {record['sentence']}. It continues from step {record['to_step']} with learner.lr = "
         f"{record['lr_before']:g} -> {record['lr_after']:g} ({done + 1} of {MAX_ROLLBACKS}); what came after is in "
         f"{run_dir / record['aside']}",
         style="yellow", highlight=False, markup=False, soft_wrap=True,
     )  # fmt: skip
-    return with_changes(config, {"learner.lr": record["lr_after"]}), state
+    return with_changes(config, {"learner.lr": record["lr_after"]}), str(state) if state.is_file() else ""
 
 
-def _new_record(run_dir: Path, saved: Config, summary: dict[str, Any]) -> dict[str, Any]:
+def _new_record(run_dir: Path, saved: Config, summary: dict[str, Any], aside: str) -> dict[str, Any]:
     """Decides on a rollback."""
     from asyncrl.learner.checkpoint.files import CHECKPOINTS, newest_checkpoint
     from asyncrl.replay.snapshot import Snapshot
@@ -116,14 +122,14 @@ def _new_record(run_dir: Path, saved: Config, summary: dict[str, Any]) -> dict[s
         "lr_before": saved.learner.lr,
         "lr_after": saved.learner.lr / 2,
         "trained_tokens": summary["ledger"]["tokens"]["trained"] - kept_tokens,
-        "aside": next_free_path(run_dir, "rollback-").name,
+        "aside": aside,
         "sentence": collapse["sentence"],
     }
 
 
-def discard_journal(run_dir: Path) -> str:
+def discard_journal(run_dir: Path) -> None:
     """Puts aside everything later than the newest complete checkpoint, or than the newest from before the collapse that
-    stopped the run. Returns the file with the queue's state in the checkpoint. Raises ConfigError without one."""
+    stopped the run. Raises ConfigError without one."""
     from asyncrl.learner.checkpoint.files import CHECKPOINTS, newest_checkpoint, read_manifest
 
     onset = collapse_onset(read_summary(run_dir))
@@ -134,37 +140,46 @@ def discard_journal(run_dir: Path) -> str:
             f"--discard-journal: {run_dir / CHECKPOINTS} has no complete checkpoint{before}, so there would be nothing "
             "to resume; launch without --resume to start a new run, which moves this one aside"
         )
-    return put_aside(run_dir, read_manifest(newest).step, next_free_path(run_dir, "journal.discarded-"))
+    put_aside(run_dir, read_manifest(newest).step, next_free_path(run_dir, "journal.discarded-"))
 
 
-def put_aside(run_dir: Path, step: int, aside: Path) -> str:
-    """Moves to `aside` everything after the run's checkpoint of the step, or all of it for step 0: the journal, the
-    metrics, and newer checkpoints; the trace is copied, since the replay queue cuts it. Returns the file with the
-    queue's state in the checkpoint, "" for step 0. When it was interrupted, another call completes it."""
+def put_aside(run_dir: Path, step: int, aside: Path) -> None:
+    """Moves to `aside` everything after the run's checkpoint of the step, or all of it for step 0: the journal, metrics
+    and samples, and newer checkpoints; the trace is copied, since the replay queue cuts it. The queue state of
+    the run is the checkpoint's then. When it was interrupted, another call completes it."""
     from asyncrl.learner.checkpoint.files import CHECKPOINTS, finished_steps, folder_name
 
     aside.mkdir(exist_ok=True)
-    state = aside / QUEUE_STATE
+    (run_dir / QUEUE_STATE).unlink(missing_ok=True)
     if step:
-        # A copy: the run may resume from it until its journal has a state, and the checkpoint may be deleted before.
-        shutil.copyfile(run_dir / CHECKPOINTS / folder_name(step) / QUEUE_STATE, state)
+        replace_file(run_dir / QUEUE_STATE, (run_dir / CHECKPOINTS / folder_name(step) / QUEUE_STATE).read_bytes())
     newer = [f"{CHECKPOINTS}/{folder_name(other)}" for other in finished_steps(run_dir / CHECKPOINTS) if other > step]
-    for name in ["journal", *newer]:
+    newer += [f"{SAMPLES}/{EVALUATED.format(version)}" for version in evaluated_versions(run_dir) if version > step]
+    cut_rows(run_dir / "metrics.jsonl", step or -1, aside)
+    cut_rows(run_dir / SAMPLES / TRAINED, step, aside / SAMPLES)
+    for trace in run_dir.glob("trace.*"):
+        (shutil.copyfile if step else shutil.move)(trace, aside / trace.name)
+    for name in [*newer, "journal"]:  # without its journal the run would start from the newest checkpoint
         if (run_dir / name).exists():
             (aside / name).parent.mkdir(exist_ok=True)
             (run_dir / name).rename(aside / name)
-    cut_metrics(run_dir / "metrics.jsonl", step or -1, aside)
-    for trace in run_dir.glob("trace.*"):
-        (shutil.copyfile if step else shutil.move)(trace, aside / trace.name)
-    return str(state) if step else ""
 
 
-def cut_metrics(file: Path, step: int, aside: Path) -> None:
+def cut_rows(file: Path, step: int, aside: Path) -> None:
     """Moves the rows of steps after `step` to a file of the same name in `aside`, unless that is done already."""
-    if all((step_of(line) or 0) <= step for line in read_lines(file)):
+    if all(_step_of(line) <= step for line in read_lines(file)):
         return
+    aside.mkdir(exist_ok=True)
     kept = file.with_name(f".{file.name}.new")
     with kept.open("wb") as before, (aside / file.name).open("wb") as after:
         for line in read_lines(file):
-            (after if (step_of(line) or 0) > step else before).write(line)
+            (after if _step_of(line) > step else before).write(line)
     kept.replace(file)
+
+
+def _step_of(line: bytes) -> int:
+    """Returns the step of a row; 0 for a damaged line."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return 0

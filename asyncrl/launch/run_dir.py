@@ -17,6 +17,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.fingerprints import changed_files, refuse_other_rows, save_fingerprints
 from asyncrl.launch.resources.hosts import Host
 from asyncrl.launch.worker import endpoints_of
+from asyncrl.observe.document import read_rollbacks
 from asyncrl.util.files import next_free_path, read_json, replace_file
 from asyncrl.util.locks import is_locked, try_lock
 from asyncrl.util.redaction import redact, redact_named
@@ -29,8 +30,6 @@ HOSTS = "hosts.json"
 """File with the hosts that the latest launch started with."""
 ATTEMPTS = "attempts.json"
 """File with the wall time in seconds of each earlier launch of a resumed run."""
-ROLLBACKS = "rollbacks.json"
-"""File with the rollbacks of a run, as they are in its summary."""
 
 
 class RunFolder:
@@ -153,12 +152,6 @@ def read_hosts(run_dir: Path) -> list[Host]:
 
 
 _HOSTS = TypeAdapter(list[Host])
-
-
-def read_rollbacks(run_dir: Path) -> list[dict[str, Any]]:
-    """The rollbacks of a run so far, the last of which may not be complete."""
-    file = run_dir / ROLLBACKS
-    return read_json(file, kind=list) if file.is_file() else []
 
 
 def _attempts_s(run_dir: Path) -> list[float]:

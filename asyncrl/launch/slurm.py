@@ -22,9 +22,8 @@ from asyncrl.launch.launcher import HOST_LOST, RoleHandle
 from asyncrl.launch.local import LocalLauncher, RoleProcess
 from asyncrl.launch.packages import other_packages
 from asyncrl.launch.placer import LOCAL_RUNS
-from asyncrl.launch.resources.hosts import Host, this_machine
+from asyncrl.launch.resources.hosts import Host, RoleResources, this_machine
 from asyncrl.launch.resources.network import listening_address
-from asyncrl.launch.resources.placement import RoleResources
 from asyncrl.launch.slurm_job import JOB_ID, in_job
 from asyncrl.launch.worker import EXIT_CRASHED, RoleSpec
 from asyncrl.util.processes import PYTHON

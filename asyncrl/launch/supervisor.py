@@ -13,8 +13,8 @@ from asyncrl.config import Config
 from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
 from asyncrl.launch.launcher import HOST_LOST, Launcher, RoleHandle
 from asyncrl.launch.placer import Placer
-from asyncrl.launch.resources.hosts import Host
-from asyncrl.launch.resources.placement import Placement, RoleResources
+from asyncrl.launch.resources.hosts import Host, RoleResources
+from asyncrl.launch.resources.placement import Placement
 from asyncrl.launch.role_group import RESTART_WINDOW_S, RestartHistory, RoleGroup
 from asyncrl.launch.worker import EXIT_CONFIG, EXIT_SILENT_PEER, EXIT_TERMINATED, ROLES, RoleSpec
 from asyncrl.observe.logs import last_phase

@@ -124,7 +124,7 @@ class Learner:
             raise RunError(
                 f"the checkpoint is of step {self.start}, but the journal ends with step {self.committed}; move the "
                 f"checkpoints after step {self.committed} away, or continue without the journal: "
-                "`asyncrl launch --resume --discard-journal`"
+                f"`asyncrl launch --resume --run {self.config.run} --discard-journal`"
             )
         if self.committed > self.start:
             log.info("learner catches up", from_step=self.start, to_step=self.committed)

@@ -86,7 +86,7 @@ CHARTS: dict[str, dict[str, list[str]]] = {
         "Effective sample size of the importance weights": ["correction/ess", "correction/ess_capped"],
         "Distance of current and behavior policy (nats)": ["correction/behavior_kl", "correction/mismatch_kl"],
         "Fraction of tokens clipped, capped": ["learner/clip_fraction", "correction/capped_fraction"],
-        "Alarms of a collapse that last": ["collapse/alarms"],
+        "Active alarms of a collapse": ["collapse/alarms"],
     },
 }
 """Section -> chart title -> metrics drawn in it. A chart is left out when the run has none of its metrics."""

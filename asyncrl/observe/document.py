@@ -25,12 +25,14 @@ from asyncrl.observe.timeline import timeline
 from asyncrl.samples import Samples
 from asyncrl.samples.book import CHOSEN
 from asyncrl.types import GOODPUT_FACTORS, STALENESS_BUCKETS, STALENESS_METRICS, goodput_of
-from asyncrl.util.files import read_lines
+from asyncrl.util.files import read_json, read_lines
 from asyncrl.util.redaction import redact
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+ROLLBACKS = "rollbacks.json"
+"""File with the rollbacks of a run, as they are in its summary."""
 REWARD_PART = "reward_part/"
 RUNNING, UNFINISHED = "running", "unfinished"
 """Status of a run in progress, and of one that ended without a summary: it was killed."""
@@ -67,6 +69,21 @@ def curves_of(run_dir: Path) -> Curves:
     return Curves(run_dir / METRICS_FILE, wanted=lambda name: name in names or name.startswith(REWARD_PART))
 
 
+def read_rollbacks(run_dir: Path) -> list[dict[str, Any]]:
+    """Returns the rollbacks of a run so far, the last of which may not be complete."""
+    file = run_dir / ROLLBACKS
+    return read_json(file, kind=list) if file.is_file() else []
+
+
+def rollback_line(summary: Mapping[str, Any]) -> str:
+    """Returns a line about the rollbacks of a run; empty if it had none."""
+    rollbacks: Sequence[Mapping[str, Any]] = summary.get("rollbacks", [])
+    if not rollbacks:
+        return ""
+    steps = ", ".join(f"{record['stopped_at_step']} -> {record['to_step']}" for record in rollbacks)
+    return f"was rolled back (steps {steps}), the last time since it {rollbacks[-1]['sentence']}"
+
+
 def run_document(
     run_dir: Path,
     summary: Mapping[str, Any],
@@ -88,7 +105,7 @@ def run_document(
         "status": summary.get("status", ""),
         "verdict": summary.get("bottleneck", summary.get("error", "")),
         "error": summary.get("error", ""),
-        "collapse": summary.get("collapse", {}).get("sentence", ""),
+        "collapse": summary.get("collapse", {}).get("sentence", "") or rollback_line(summary),
         "warnings": [text for text in (curves.fault, summary.get(UNANSWERED)) if text],
         "tiles": _tiles(curves, summary),
         "histogram": summary.get("staleness", {}).get("histogram", []),

@@ -68,7 +68,7 @@ class LiveView:
             self._console.print(text, highlight=False)
 
     def judge(self, sentence: str) -> None:
-        """Shows the bottleneck sentence, until the next one; not while an alarm of a collapse lasts, which is shown."""
+        """Shows the bottleneck sentence, until the next one; not while an alarm is active, which is shown."""
         if self._live is None and sentence != self._verdict and not self._raised_step:
             self._console.print(sentence, highlight=False, soft_wrap=True)
         self._verdict = sentence

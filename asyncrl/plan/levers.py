@@ -12,6 +12,8 @@ from asyncrl.weights.files.links import SLOWEST_STEPS, STRIDES, stride_of
 
 GOOD = 0.95
 """Goodput above which no lever is named."""
+MOST_OF_RATE = 0.9
+"""Fraction of the learning rate up to which `algorithm.max_divergence` counts as a brake."""
 MANY = 0.01
 """Fraction of groups that ran out of time, from which the limits are named."""
 THREAD_BOUND = 0.9
@@ -27,12 +29,13 @@ def goodput_sentence(
     learner_idle: float,
     solved: float | None = None,
     environments: float = 0.0,
+    may_be_older: bool = True,
 ) -> str:
     """Returns a sentence about the goodput of a run, as `asyncrl.types.goodput_of` has it; empty if it is unknown.
 
     `learner_idle` is the fraction of the time in which the learner waits, and `solved` that of the groups without
     signal that are solved and not hopeless; None if it is unknown. `environments` is the fraction of the generators'
-    time in which all episodes wait for their environments.
+    time in which all episodes wait for their environments. Unless tokens `may_be_older`, no higher limit is advised.
     """
     if "total" not in goodput:
         return ""
@@ -41,8 +44,8 @@ def goodput_sentence(
         return f"{what}."
     factor = min(GOODPUT_FACTORS, key=lambda name: goodput[name])
     lever = {
-        "engine": _engine(config),
-        "admitted": _admitted(config, learner_idle, environments),
+        "engine": _engine(config, may_be_older),
+        "admitted": _admitted(config, learner_idle, environments, may_be_older),
         "signal": _signal(config, solved),
         "trained": "the other tokens with signal are in flight or were returned; a longer run, or a lower "
         "replay.max_staleness, has fewer of them",
@@ -102,22 +105,36 @@ def link_sentence(links: Mapping[str, Mapping[str, float]], config: Config) -> s
     return f"{behind}; raise replay.max_staleness to {math.ceil(oldest)}, or it is parked {parked:.0%} of the time."
 
 
-def _engine(config: Config) -> str:
+def divergence_sentence(lr_fraction: float) -> str:
+    """Returns a sentence about `algorithm.max_divergence`, which leaves this fraction of the learning rate; empty if it
+    leaves nearly all."""
+    if lr_fraction > MOST_OF_RATE:
+        return ""
+    return (
+        f"algorithm.max_divergence leaves {lr_fraction:.2g} of the learning rate; raise it, or lower learner.lr or "
+        "replay.max_staleness."
+    )
+
+
+def _engine(config: Config, may_be_older: bool) -> str:
     replay, places = config.replay, config.generator.max_running_groups
+    remedy = "raise replay.max_staleness or replay.groups_per_step" if may_be_older else "raise replay.groups_per_step"
     admitted = -(-(replay.max_staleness + 1) * replay.groups_per_step // config.launch.generators)
     if admitted < places:
         return (
-            f"an engine has room for {places} groups and gets {admitted}; raise replay.max_staleness or "
-            "replay.groups_per_step, or lower generator.max_running_groups"
+            f"an engine has room for {places} groups and gets {admitted}; {remedy}, or lower "
+            "generator.max_running_groups"
         )
     waits = "" if config.environment.name is None else "and episodes wait for their environments, "
     return (
         f"places stay free while long groups end, {waits}or weight swaps, evaluations and work between steps take "
-        "time; raise replay.max_staleness or replay.groups_per_step"
+        f"time; {remedy}"
     )
 
 
-def _admitted(config: Config, learner_idle: float, environments: float) -> str:
+def _admitted(config: Config, learner_idle: float, environments: float, may_be_older: bool) -> str:
+    if not may_be_older:
+        return "generators lack leases, and tokens cannot be older"
     if environments > BUSY:
         return (
             f"in {environments:.0%} of their time generators only wait for environments; raise "

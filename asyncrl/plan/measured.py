@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from asyncrl.config import Config, load_config
 from asyncrl.errors import DataError
-from asyncrl.observe.document import read_metrics
+from asyncrl.observe.document import read_metrics, read_rollbacks, rollback_line
 from asyncrl.plan.episodes import Episodes
 from asyncrl.plan.tail import TraceTail, read_metrics_tail
 from asyncrl.plan.trace import read_trace, signal_of, solved_fraction
@@ -29,6 +29,7 @@ OF_TURNS = ("turns", "wait_s", "slow_turns")
 MAX_GROUPS = 16384
 """Number of groups whose lengths are kept."""
 MIN_STEPS = 3
+MEAN_STEPS = 10
 WARM_STEPS = 2
 """Number of first steps whose times are excluded if a run has more steps: they include one-time compilation and
 allocation."""
@@ -52,7 +53,10 @@ class Measured:
     goodput: dict[str, float]
     """As `asyncrl.types.goodput_of`; empty if the run has not measured it."""
     collapse: str
-    """The sentence of a collapse whose alarm lasts; else empty."""
+    """The sentence of a collapse whose alarm is active, or of the last one that was rolled back; else empty."""
+    highest_staleness: int | None
+    """The highest limit that may be recommended: one below the run's while an alarm is active, and the run's own after
+    a rollback; None otherwise."""
 
 
 def read_run(path: Path, *, generators_per_device: int | None = None, turns: float = TURNS) -> Measured:
@@ -69,7 +73,7 @@ def read_run(path: Path, *, generators_per_device: int | None = None, turns: flo
     config, rows = load_config(folder / "config.yaml"), read_metrics(folder / "metrics.jsonl")
     steps = _steps(trace, config)
     rows = _rows_of(steps, rows, folder)
-    summary = _summary(folder)
+    summary = _summary(folder) | {"rollbacks": read_rollbacks(folder)}
     if generators_per_device is not None:
         summary["generators_per_device"] = generators_per_device
     return _measure(config, trace, rows, steps, summary, turns)
@@ -107,10 +111,12 @@ class RecentRun:
             return 0.0
         return outcomes.count("timeout") / max(len(outcomes), 1)
 
-    def engine_cpu_fraction(self) -> float:
-        """Returns the metric `generator/engine_cpu_fraction` of the last step; 0 without one."""
-        name, rows = "generator/engine_cpu_fraction", read_metrics_tail(self._config.run_dir / "metrics.jsonl")
-        return next((row[name] for row in reversed(rows) if name in row), 0.0)
+    def recent(self, metric: str, default: float) -> float:
+        """Returns the mean of a metric over the newest steps that have it, at most MEAN_STEPS; the default without
+        one."""
+        rows = read_metrics_tail(self._config.run_dir / "metrics.jsonl")
+        values = [row[metric] for row in rows if metric in row][-MEAN_STEPS:]
+        return sum(values) / len(values) if values else default
 
     def solved_fraction(self) -> float | None:
         """Returns `asyncrl.plan.trace.solved_fraction` of the newest groups; None if there are none."""
@@ -178,7 +184,12 @@ def _measure(
     summary: dict[str, Any],
     turns: float,
 ) -> Measured:
-    last = rows[-1]
+    last, limit = rows[-1], config.replay.max_staleness
+    collapse, highest_staleness = "", None
+    if last.get("collapse/alarms"):
+        collapse, highest_staleness = summary.get("collapse", {"sentence": "collapses"})["sentence"], limit - 1
+    elif summary["rollbacks"]:
+        collapse, highest_staleness = rollback_line(summary), limit
     each = summary.get("generators_per_device", 1)
     waited_s = sum(row["learner/wait_s"] + row["learner/sync_s"] for row in rows[1:])
     first_s = rows[0]["time/elapsed_s"]
@@ -192,7 +203,8 @@ def _measure(
         learner_idle=waited_s / last["time/elapsed_s"],
         staleness=summary.get("staleness", {}).get("histogram", []),
         goodput=goodput_of(last),
-        collapse=summary.get("collapse", {"sentence": "collapses"})["sentence"] if last.get("collapse/alarms") else "",
+        collapse=collapse,
+        highest_staleness=highest_staleness,
     )
 
 

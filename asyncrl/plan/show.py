@@ -206,17 +206,16 @@ def _print_queue(console: Console, found: Prediction, lengths: Lengths, routing_
 
 
 def show_plan(console: Console, run: Path, *, devices: int, max_staleness: int) -> list[Candidate]:
-    """Prints the best splits of the devices for the job of a run; of one that collapsed only with lower limits. Raises
+    """Prints the best splits of the devices for the job of a run, with limits at which it does not collapse. Raises
     ConfigError for invalid options and DataError for a run that cannot be read."""
     measured = read_run(run)
-    if measured.collapse:
-        limit = measured.setup.max_staleness
-        max_staleness = min(max_staleness, limit - 1)
-        why = f"only limits below {limit} are tried" if limit else "no limit is below 0: change that first"
+    if (highest := measured.highest_staleness) is not None:
+        max_staleness = min(max_staleness, highest)
+        why = f"only limits up to {highest} are tried" if highest >= 0 else "no limit is below 0: change that first"
         console.print(
             f"{run} {measured.collapse}\n{why}", style="yellow", highlight=False, markup=False, soft_wrap=True
         )
-        if not limit:
+        if highest < 0:
             return []
     found = search(measured.workload, measured.setup, devices=devices, max_staleness=max_staleness)
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
@@ -242,6 +241,8 @@ def show_plan(console: Console, run: Path, *, devices: int, max_staleness: int) 
         _print_comparison(console, comparison)
         changed = f" replay.zero_variance={RECOMMENDED}" if best.zero_variance != RECOMMENDED else ""
     config = (run if run.is_dir() else run.parent) / "config.yaml"
+    if load_config(config).replay.min_staleness > best.max_staleness:
+        changed += f" replay.min_staleness={best.max_staleness}"
     console.print(
         f"asyncrl launch --config {config} --generators {best.generators} --learners {best.learners} "
         f"--max-staleness {best.max_staleness}{changed}",

@@ -157,6 +157,8 @@ log = structlog.get_logger()
 
 Bound = Literal["generator", "learner", "staleness", "environment", "balanced", "collapse"]
 
+OLDER = ("staleness", "environment")
+"""The bottlenecks that a higher staleness limit removes."""
 MIN_GAIN = 0.03
 """Minimum gain for a recommendation."""
 ABOUT_AS_MUCH = 0.9
@@ -240,13 +242,17 @@ def verdict_of(
     return judge(workload, setup, generator_idle=generator_idle, learner_idle=learner_idle, environments=environments)
 
 
-def after_collapse(verdict: Verdict, collapse: Mapping[str, Any]) -> Verdict:
-    """Returns the verdict on a run with this `collapse` in its status or summary: while an alarm lasts, its sentence in
-    place of the bottleneck's, without the changes that make tokens older."""
-    if not collapse.get("active"):
+def after_collapse(verdict: Verdict, collapse: Mapping[str, Any], *, may_be_older: bool = True) -> Verdict:
+    """Returns the verdict on a run with this `collapse` in its status or summary: while an alarm is active, its
+    sentence in place of the bottleneck's. Then, and unless the tokens `may_be_older`, it has no change that makes them
+    so."""
+    changes = [change for change in verdict.changes if change.bound not in OLDER]
+    if collapse.get("active"):
+        return Verdict("collapse", collapse["sentence"], changes)
+    if may_be_older:
         return verdict
-    changes = [change for change in verdict.changes if change.bound not in ("staleness", "environment")]
-    return Verdict("collapse", collapse["sentence"], changes)
+    sentence = f"{verdict.bound}-bound, but tokens cannot be older" if verdict.bound in OLDER else verdict.sentence
+    return Verdict(verdict.bound, sentence, changes)
 
 
 def guess(*, generator_idle: float, learner_idle: float, max_staleness: int, environments: float = 0.0) -> Verdict:

@@ -18,6 +18,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import structlog
@@ -30,7 +31,6 @@ from asyncrl.weights.bucket_round import BucketRound, TakesBuckets
 from asyncrl.weights.buckets import WeightManifest
 from asyncrl.weights.references import Buffer, WeightReferences
 from asyncrl.weights.staging import StagedWeights, Staging
-from asyncrl.weights.stats import WeightSyncStats
 from asyncrl.weights.waits import Interrupted, Wait
 from asyncrl.wire.version_messages import Announced, Following
 
@@ -42,6 +42,22 @@ _LOOK_S = 0.05
 """Interval of the checks whether the background thread is stuck."""
 _STUCK_PHASES, _STUCK_S = 3, 10.0
 """Deadlines and additional seconds after which a background thread that polls nothing counts as stuck."""
+
+
+@dataclass(slots=True)
+class WeightSyncStats:
+    """Counters of the sender, summed over the run of its process."""
+
+    count: int = 0
+    """Versions that were received by all generators present."""
+    dropped: int = 0
+    """Number of times a generator was dropped: it was late, or its answer or its bytes were wrong."""
+    wait_s: float = 0.0
+    """Time that `WeightSender.send` waited for the previous broadcast."""
+    broadcast_s: float = 0.0
+    """Time from the start of the copy until all generators have the version, summed."""
+    bytes: int = 0
+    """Bytes of weights sent, each version counted once."""
 
 
 class BackgroundSender(ABC, Generic[B]):

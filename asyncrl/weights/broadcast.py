@@ -37,11 +37,11 @@ import structlog
 import torch
 
 from asyncrl.errors import AsyncrlError, RunError
+from asyncrl.weights.background import WeightSyncStats
 from asyncrl.weights.membership import Membership, Peer, T
 from asyncrl.weights.rank_shares import Finish, Has, OtherShares, SendShare, VersionGoneError, link_of, send_share
 from asyncrl.weights.references import Buffer
 from asyncrl.weights.shares import RankShare
-from asyncrl.weights.stats import WeightSyncStats
 from asyncrl.weights.transports import Link, Member, Transport, device_name, host_name, problem
 from asyncrl.wire.bounds import MAX_NUMBER
 from asyncrl.wire.store import Store

@@ -8,7 +8,7 @@ from contextlib import closing
 from pathlib import Path
 
 from asyncrl.launch.ray.launcher import RayLauncher
-from asyncrl.launch.resources.placement import RoleResources
+from asyncrl.launch.resources.hosts import RoleResources
 from asyncrl.launch.worker import RoleSpec
 from tests.helpers.replay import loopback_endpoints, small_config
 

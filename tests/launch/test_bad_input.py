@@ -65,7 +65,7 @@ def launch(folder: Path, *arguments: str) -> tuple[int, str]:
         (["algorithm.advantage=gae", "algorithm.loss=nothing"], "algorithm.loss = 'nothing': not one of"),
         (["critic.lr=1e-4"], "critic.lr = 0.0001: algorithm.advantage = 'grpo' has no critic"),
         (["generator.group_size=1"], "generator.group_size = 1: algorithm.advantage = 'grpo' compares"),
-        (["generator.top_p=0.9"], "generator.top_p = 0.9: unknown key; training samples from the full distribution"),
+        (["generator.top_p=0.9"], "generator.top_p = 0.9: unknown key; did you mean eval.sampling.top_p?"),
         (["rewards=reward_model"], "reward_options.reward_model.path: required when rewards uses reward_model"),
         (["reward_options={exact: {casee: 1}}"], "reward_options.exact.casee"),
         (["weights.transport=carrier"], "weights.transport = 'carrier': not one of gloo, nccl"),

@@ -12,8 +12,8 @@ import pytest
 from asyncrl.errors import RunError
 from asyncrl.launch.launcher import HOST_LOST, Launcher, RoleHandle
 from asyncrl.launch.placer import LOCAL_RUNS
-from asyncrl.launch.resources.hosts import Host
-from asyncrl.launch.resources.placement import RoleResources, place_roles
+from asyncrl.launch.resources.hosts import Host, RoleResources
+from asyncrl.launch.resources.placement import place_roles
 from asyncrl.launch.supervisor import Supervisor
 from asyncrl.launch.worker import RoleSpec
 from tests.helpers.replay import loopback_endpoints, small_config

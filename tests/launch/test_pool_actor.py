@@ -16,7 +16,7 @@ import pytest
 from asyncrl.launch.ray import logs
 from asyncrl.launch.ray.logs import RemoteLogs
 from asyncrl.launch.ray.pool_actor import NodeLauncher, PoolActor
-from asyncrl.launch.resources.placement import RoleResources
+from asyncrl.launch.resources.hosts import RoleResources
 from asyncrl.launch.worker import RoleSpec
 from tests.helpers.replay import loopback_endpoints
 

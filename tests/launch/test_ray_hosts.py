@@ -15,8 +15,7 @@ from asyncrl.launch.launcher import HOST_LOST
 from asyncrl.launch.packages import package_versions
 from asyncrl.launch.ray.launcher import RayRole
 from asyncrl.launch.ray.pool_actor import NodeFacts
-from asyncrl.launch.resources.hosts import Host
-from asyncrl.launch.resources.placement import RoleResources
+from asyncrl.launch.resources.hosts import Host, RoleResources
 from asyncrl.launch.worker import RoleSpec
 from tests.helpers.replay import loopback_endpoints, small_config
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncrl.launch.resources.placement import RoleResources
+from asyncrl.launch.resources.hosts import RoleResources
 from asyncrl.launch.role_group import RestartHistory, RoleGroup
 from asyncrl.launch.worker import RoleSpec
 from tests.helpers.replay import loopback_endpoints

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from asyncrl.config import Config, load_config
 from asyncrl.errors import ConfigError
-from asyncrl.launch.rollback import cut_metrics, discard_journal
+from asyncrl.launch.rollback import QUEUE_STATE, cut_rows, discard_journal
 from asyncrl.launch.run import launch
 from asyncrl.launch.run_dir import ATTEMPTS, RunFolder, check_resume, is_running, read_endpoints
 from asyncrl.learner.checkpoint.files import CheckpointManifest, sum_of, write_manifest
@@ -148,7 +148,7 @@ def test_metrics_of_steps_that_are_lost_go_aside(tmp_path: Path) -> None:
     file, aside = tmp_path / "metrics.jsonl", tmp_path / "aside"
     aside.mkdir()
     file.write_text("".join(f'{{"step": {step}, "learner/loss": 0.5}}\n' for step in (1, 2, 3, 4)) + '{"step": 5, "le')
-    cut_metrics(file, 2, aside)
+    cut_rows(file, 2, aside)
     assert [row["step"] for row in read_metrics(file)] == [1, 2]
     assert [row["step"] for row in read_metrics(aside / "metrics.jsonl")] == [3, 4]
 
@@ -163,11 +163,11 @@ def test_a_discarded_journal_keeps_the_state_to_resume_from(tmp_path: Path) -> N
     (checkpoint / "queue.msgpack").write_bytes(b"queue")
     files = {"queue.msgpack": sum_of(checkpoint / "queue.msgpack")}
     write_manifest(checkpoint, CheckpointManifest(step=2, reward=None, files=files))
-    state = Path(discard_journal(run_dir))
+    discard_journal(run_dir)
     shutil.rmtree(checkpoint)  # a newer checkpoint replaced it before the replay queue died
-    assert state.read_bytes() == b"queue"
+    assert (run_dir / QUEUE_STATE).read_bytes() == b"queue"
     aside = run_dir / "journal.discarded-1"
-    assert sorted(path.name for path in aside.iterdir()) == ["journal", "metrics.jsonl", "queue.msgpack", "trace.arrow"]
+    assert sorted(path.name for path in aside.iterdir()) == ["journal", "metrics.jsonl", "trace.arrow"]
     assert (run_dir / "trace.arrow").read_bytes() == b"trace"
 
 

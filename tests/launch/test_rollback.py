@@ -15,12 +15,13 @@ from asyncrl.config import Config, load_config
 from asyncrl.errors import ConfigError
 from asyncrl.launch import run_dir as run_dir_module
 from asyncrl.launch.rollback import MAX_ROLLBACKS, collapse_error, discard_journal, is_due, resume_point
-from asyncrl.launch.run_dir import RunFolder, read_rollbacks, read_summary
+from asyncrl.launch.run_dir import RunFolder, read_summary
 from asyncrl.learner.checkpoint.files import CheckpointManifest, finished_steps, sum_of, write_manifest
-from asyncrl.observe.document import read_metrics
+from asyncrl.observe.document import read_metrics, read_rollbacks
 from asyncrl.replay.codec import pack_group
 from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
+from asyncrl.samples.book import evaluated_versions
 from tests.helpers.replay import EndlessPrompts, ask_queue, loopback_endpoints, make_group, small_config
 
 RUN = Path("runs/one")
@@ -79,6 +80,10 @@ def write_steps(states: dict[int, bytes], saved: tuple[int, ...]) -> None:
     (RUN / "journal" / "00000001.arrow").write_bytes(b"journal")
     (RUN / "trace.parquet").write_bytes(b"trace")
     (RUN / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(1, RAISED + 1)))
+    (RUN / "samples").mkdir(exist_ok=True)
+    (RUN / "samples" / "trained.jsonl").write_bytes((RUN / "metrics.jsonl").read_bytes())
+    for version in (4, 6):
+        (RUN / "samples" / f"eval-{version:06d}.jsonl").touch()
     for step in saved:
         checkpoint = RUN / "checkpoints" / f"step-{step:06d}"
         checkpoint.mkdir(parents=True, exist_ok=True)
@@ -118,7 +123,10 @@ def test_a_run_goes_back_to_the_checkpoint_before_the_onset(
     assert config.learner.lr == load_config(RUN / "config.yaml").learner.lr == LR / 2
     assert finished_steps(RUN / "checkpoints") == [2, 4] and finished_steps(aside / "checkpoints") == [6]
     assert steps_of(RUN / "metrics.jsonl") == [1, 2, 3, 4] and steps_of(aside / "metrics.jsonl") == [5, 6, 7]
-    assert Path(state) == aside / "queue.msgpack" and Path(state).read_bytes() == states[4]
+    assert Path(state) == RUN / "queue.msgpack" and Path(state).read_bytes() == states[4]
+    assert steps_of(RUN / "samples/trained.jsonl") == [1, 2, 3, 4]
+    assert steps_of(aside / "samples/trained.jsonl") == [5, 6, 7]
+    assert evaluated_versions(RUN) == [4] and evaluated_versions(aside) == [6]
     assert not (RUN / "journal").exists() and (aside / "journal" / "00000001.arrow").read_bytes() == b"journal"
     assert (RUN / "trace.parquet").read_bytes() == (aside / "trace.parquet").read_bytes() == b"trace"
     assert not (RUN / "summary.json").exists()
@@ -204,7 +212,29 @@ def test_a_launch_after_the_rollback_gets_the_state_while_the_journal_is_empty(s
     again, later, output = resume(load_config(RUN / "config.yaml", {"resume": "must"}))
     assert (again.learner.lr, later, output) == (LR / 2, state, "")
     shutil.rmtree(RUN / "rollback-1")  # no longer needed
-    assert resume(load_config(RUN / "config.yaml", {"resume": "must"}))[1] == ""
+    assert resume(load_config(RUN / "config.yaml", {"resume": "must"}))[1] == state
+
+
+def test_a_launch_after_a_discarded_journal_gets_the_state_of_its_checkpoint(
+    stopped: Callable[..., Config], collapsed: tuple[dict[str, Any], dict[int, bytes]]
+) -> None:
+    resume(stopped(config_of()))  # a rollback to step 4
+    write_steps(collapsed[1], (2,))
+    shutil.rmtree(RUN / "checkpoints" / "step-000004")
+    for without_journal in (True, False):  # the launcher is killed in between
+        wanted = load_config(RUN / "config.yaml", {"resume": "must"})
+        assert Path(resume(wanted, without_journal=without_journal)[1]).read_bytes() == collapsed[1][2]
+
+
+def test_a_rollback_that_is_not_in_its_file_is_refused(
+    stopped: Callable[..., Config], collapsed: tuple[dict[str, Any], dict[int, bytes]]
+) -> None:
+    resume(stopped(config_of()))
+    with RunFolder(load_config(RUN / "config.yaml", {"resume": "must"})) as folder:
+        folder.write_summary(folder.summary(collapsed[0]))
+    (RUN / "rollbacks.json").unlink()
+    with pytest.raises(ConfigError, match=r"rollbacks\.json: has 0 of the 1 rollbacks in summary\.json; restore it"):
+        resume(load_config(RUN / "config.yaml", {"resume": "must"}))
 
 
 def test_each_collapse_halves_the_rate_until_the_last_one_fails(
@@ -231,7 +261,9 @@ def test_each_collapse_halves_the_rate_until_the_last_one_fails(
     )
     wanted = load_config(RUN / "config.yaml", {"resume": "must", "learner.lr": 1.25e-4})
     config, state, _ = resume(wanted, without_journal=True)
-    assert config.learner.lr == 1.25e-4 and Path(state).parent.name == "journal.discarded-1"
+    assert (
+        config.learner.lr == 1.25e-4 and Path(state) == RUN / "queue.msgpack" and (RUN / "journal.discarded-1").is_dir()
+    )
     assert finished_steps(RUN / "checkpoints") == [2, 4] and len(read_rollbacks(RUN)) == MAX_ROLLBACKS
 
 

@@ -29,8 +29,7 @@ from asyncrl.launch.launcher import HOST_LOST
 from asyncrl.launch.local import find_launcher
 from asyncrl.launch.packages import package_versions
 from asyncrl.launch.resources.gpus import Gpu
-from asyncrl.launch.resources.hosts import Host
-from asyncrl.launch.resources.placement import RoleResources
+from asyncrl.launch.resources.hosts import Host, RoleResources
 from asyncrl.launch.run_dir import RunFolder
 from asyncrl.launch.slurm import SlurmLauncher, code_of_step, in_pools
 from asyncrl.launch.slurm_job import job_options, job_script, submit

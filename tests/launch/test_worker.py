@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 
 from asyncrl import errors
 from asyncrl.launch.local import LocalLauncher
-from asyncrl.launch.resources.placement import RoleResources
+from asyncrl.launch.resources.hosts import RoleResources
 from asyncrl.launch.worker import EXIT_TERMINATED, FINAL_CODES, RoleSpec, exit_code
 from asyncrl.observe.logs import last_error
 from tests.helpers.replay import loopback_endpoints, small_config

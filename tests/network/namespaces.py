@@ -17,9 +17,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.host_facts import HostFacts
 from asyncrl.launch.launcher import HOST_LOST, RoleHandle
 from asyncrl.launch.local import LocalLauncher, RoleProcess
-from asyncrl.launch.resources.hosts import Host
+from asyncrl.launch.resources.hosts import Host, RoleResources
 from asyncrl.launch.resources.network import listening_address
-from asyncrl.launch.resources.placement import RoleResources
 from asyncrl.launch.worker import RoleSpec
 from asyncrl.wire.endpoints import LOOPBACK
 

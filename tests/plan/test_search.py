@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -122,11 +123,12 @@ def test_simulation_of_a_run_next_to_its_measurements(tmp_path: Path) -> None:
     assert "tokens by staleness" in out.getvalue()
 
 
-def collapsed_run(folder: Path, limit: int) -> Path:
+def collapsed_run(folder: Path, limit: int, min_staleness: int = 0) -> Path:
     """Returns a run that ended with an alarm at this limit."""
     run = make_run(folder, collapse={"sentence": "collapsed at step 12: so. Lower it", "active": True})
     config = run / "config.yaml"
-    config.write_text(config.read_text().replace("max_staleness: 1", f"max_staleness: {limit}"))
+    text = config.read_text().replace("max_staleness: 1", f"max_staleness: {limit}")
+    config.write_text(text.replace("min_staleness: 0", f"min_staleness: {min_staleness}"))
     rows = [json.loads(line) | {"collapse/alarms": 1.0} for line in (run / "metrics.jsonl").read_text().splitlines()]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return run
@@ -137,15 +139,34 @@ def test_a_plan_from_a_run_that_collapsed_has_lower_limits_only(tmp_path: Path) 
     run = collapsed_run(tmp_path / "r", 2)
     found = show_plan(console, run, devices=4, max_staleness=4)
     assert {candidate.prediction.setup.max_staleness for candidate in found} == {0, 1}
-    assert f"{run} collapsed at step 12: so. Lower it\nonly limits below 2 are tried\n" in out.getvalue()
+    assert f"{run} collapsed at step 12: so. Lower it\nonly limits up to 1 are tried\n" in out.getvalue()
     (run / "summary.json").unlink()
     console, out = printed()
     assert len(show_plan(console, run, devices=4, max_staleness=0)) == len(found) // 2
-    assert f"{run} collapses\nonly limits below 2" in out.getvalue(), "a run in progress"
+    assert f"{run} collapses\nonly limits up to 1" in out.getvalue(), "a run in progress"
     console, out = printed()
     assert show_plan(console, collapsed_run(tmp_path / "zero", 0), devices=4, max_staleness=4) == []
     assert "collapsed at step 12: so. Lower it\nno limit is below 0: change that first\n" in out.getvalue()
     assert "asyncrl launch" not in out.getvalue()
+
+
+def test_a_plan_from_a_run_that_was_rolled_back_has_no_higher_limit(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "r")
+    record = {"stopped_at_step": 9, "to_step": 5, "sentence": "collapsed at step 7: so"}
+    (run / "rollbacks.json").write_text(json.dumps([record]))
+    console, out = printed()
+    found = show_plan(console, run, devices=4, max_staleness=8)
+    assert {candidate.prediction.setup.max_staleness for candidate in found} == {0, 1}
+    assert (
+        f"{run} was rolled back (steps 9 -> 5), the last time since it collapsed at step 7: so\nonly limits up to 1"
+        in out.getvalue()
+    )
+
+
+def test_the_command_of_a_plan_lowers_min_staleness(tmp_path: Path) -> None:
+    console, out = printed()
+    show_plan(console, collapsed_run(tmp_path / "r", 2, min_staleness=2), devices=2, max_staleness=4)
+    assert re.search(r"--max-staleness ([01]) replay\.min_staleness=\1\n", out.getvalue()), out.getvalue()
 
 
 def test_the_simulation_of_a_run_that_collapsed_warns(tmp_path: Path) -> None:

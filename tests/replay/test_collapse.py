@@ -61,13 +61,16 @@ def test_the_collapse_of_a_recorded_run_is_found_while_it_begins() -> None:
     early, end = watches[13].summary(CONFIG), watches[-1].summary(CONFIG)
     assert (early["step"], early["raised_step"], early["collapsed"], early["active"]) == (12, 14, False, True)
     assert early["sentence"] == (
-        "diverges since step 12: the policy was up to 0.27 nats a token from the one that sampled its tokens from "
-        "step 12 on. The policy moves too far in the 2 steps after which a token is trained: set "
-        "algorithm.max_divergence=0.02, or lower learner.lr (0.0005 -> 0.00025), or lower replay.max_staleness (2 -> 1)"
+        "has been diverging since step 12: from step 12 on the policy was up to 0.27 nats a token from the one that "
+        "sampled the tokens. The policy moves too far in the 2 steps after which a token is trained: resume with a "
+        "lower learner.lr (0.0005 -> 0.00025), or start a new run with algorithm.max_divergence=0.02, or "
+        "replay.max_staleness=1"
     )
     assert [one.stop_step for one in watches[13:17]] == [None, None, None, 17] and watches[-1].stop_step == 17
-    assert end["collapsed"] and end["sentence"].startswith("collapsed at step 12: the policy was up to 0.67 nats")
-    assert "then the reward was below 0.27, down to 0.0851, from step 20 on" in end["sentence"]
+    assert end["collapsed"] and end["sentence"].startswith(
+        "collapsed at step 12: from step 12 on the policy was up to 0.67"
+    )
+    assert "then from step 20 on the reward was below 0.27, down to 0.0851." in end["sentence"]
     later = watch([*recorded("collapsed"), *[recorded("collapsed")[-1]] * 20])[-1]
     assert [alarm.signal for alarm in later.active] == ["reward"]
     assert later.summary(CONFIG)["sentence"].startswith("collapsed at step 12: "), "what led to it is told"
@@ -138,12 +141,11 @@ def test_an_alarm_ends_and_is_raised_again() -> None:
     assert [len(one.active) for one in watches[2:4]] == [1, 1]
     recovered = watches[13].summary(CONFIG)
     assert not recovered["active"] and not watches[13].active and watches[12].active
-    assert recovered["sentence"].startswith("diverged at step 1, and recovered: the policy was up to 0.2 nats")
-    assert "from step 1 to 4. " in recovered["sentence"]
+    assert recovered["sentence"].startswith("diverged at step 1, and recovered: from step 1 to 4 the policy was up")
     end = watches[-1]
     assert [(alarm.since_step, alarm.ended_step) for alarm in end.alarms] == [(1, 4), (28, None)], "first and latest"
     assert [step for step, one in enumerate(watches, start=1) if one.raised(step)] == [3, 17, 30]
-    assert end.summary(CONFIG)["sentence"].startswith("diverges since step 28: the policy was up to 0.3 nats")
+    assert end.summary(CONFIG)["sentence"].startswith("has been diverging since step 28: from step 28 on the")
 
 
 def test_alarms_are_in_the_order_of_their_first_steps() -> None:
@@ -159,8 +161,8 @@ def test_alarms_are_in_the_order_of_their_first_steps() -> None:
     ("metrics", "advice"),
     [
         ({"correction/mismatch_kl": 0.2}, "The engine's log-probs differ from the learner's at the same version: use"),
-        ({"staleness/mean": 0.1}, "The updates are too large: lower learner.lr (0.0005 -> 0.00025)"),
-        ({"staleness/mean": 1.5}, "The policy moves too far in the 1.5 steps after which a token is trained: set"),
+        ({"staleness/mean": 0.1}, "The updates are too large: resume with a lower learner.lr (0.0005 -> 0.00025)"),
+        ({"staleness/mean": 1.5}, "The policy moves too far in the 1.5 steps after which a token is trained: resume"),
     ],
 )
 def test_the_cause_is_named(metrics: dict[str, float], advice: str) -> None:
@@ -178,6 +180,11 @@ def test_an_alarm_is_no_reason_to_stop_while_the_reward_is_as_good_as_before() -
     assert watch(far)[-1].active and watch(far)[-1].stop_step is None
     worse = [step | {"reward/mean": 0.2} for step in far]
     watches = watch([*far, *worse, *changed([0.01] * 40)])
+    fallen = watches[36].summary(CONFIG)
+    assert (
+        fallen["collapsed"]
+        and "nats a token from the one that sampled the tokens, then the reward fell from 0.5 to" in fallen["sentence"]
+    )
     assert watches[29].stop_step is None and watches[-1].stop_step is None
     assert {one.stop_step for one in watches[34:59]} <= {32, 33, 34}
     assert watch([step | {"reward/mean": 0.0} for step in far])[-1].stop_step == 5, "it has never learned"
@@ -186,7 +193,7 @@ def test_an_alarm_is_no_reason_to_stop_while_the_reward_is_as_good_as_before() -
 def test_the_loss_that_bounds_nothing_is_named() -> None:
     config = small_config(algorithm__loss="decoupled_ppo", algorithm__max_divergence=0.1)
     sentence = watch([step | {"staleness/mean": 2.0} for step in changed([0.3] * 3)], config)[-1].summary(config)
-    assert "use algorithm.loss=ppo_clip, which bounds that, or lower learner.lr" in sentence["sentence"]
+    assert "a new run with algorithm.loss=ppo_clip, which bounds that, or replay.max_staleness=" in sentence["sentence"]
 
 
 @pytest.mark.parametrize("on_collapse", ["warn", "stop"])

@@ -16,25 +16,29 @@ from asyncrl.config import Config
 from asyncrl.errors import InvariantError
 from asyncrl.generator.engine import Completion, Sampling, Waking, check_request, check_whole
 from asyncrl.generator.vllm_backend.adapters import adapter_arguments, adapter_request, make_loader
-from asyncrl.generator.vllm_backend.completion import completion_of
 from asyncrl.generator.vllm_backend.recomputation import RecomputedTokens
 from asyncrl.generator.vllm_backend.requests import RequestBuilder
 from asyncrl.generator.vllm_backend.routing_records import RoutingRecords
 from asyncrl.generator.vllm_backend.sent_weights import SentWeights, Weights
 from asyncrl.generator.vllm_backend.setup import build_engine, uses_adapter
-from asyncrl.generator.vllm_backend.sleeping import sleep, wake
 from asyncrl.generator.vllm_backend.version_labels import VersionLabels, check_first_versions
 from asyncrl.generator.vllm_backend.workers import Workers
 from asyncrl.generator.weight_fit import Shapes
-from asyncrl.types import NO_VERSION
+from asyncrl.types import NO_VERSION, Status
 from asyncrl.util.memory import peak_memory_bytes
 from asyncrl.util.routing import replayed_routers
 from asyncrl.weights.bucket_plan import WeightPart
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from vllm import CompletionOutput
+    from vllm.v1.engine.llm_engine import LLMEngine
 
 log = structlog.get_logger()
+
+_PAUSE = 0
+"""vLLM's level of sleep at which only the scheduler sleeps."""
+_TAGS: dict[Waking, str] = {"weights": "weights", "cache": "kv_cache"}
 
 
 @dataclass(slots=True)
@@ -164,7 +168,7 @@ class VllmEngine:
         for output in self._workers.call(self._engine.step):
             request = self._requests.pop(output.request_id)
             routing = self._routing.pop(request.id) if self._routing and request.kind == "training" else None
-            completions.append(completion_of(output.request_id, output.outputs[0], routing))  # type: ignore[union-attr]
+            completions.append(_completion_of(output.request_id, output.outputs[0], routing))  # type: ignore[union-attr]
         return completions
 
     def num_generated(self, key: str) -> int:
@@ -257,11 +261,11 @@ class VllmEngine:
 
     def sleep(self, level: int) -> None:
         """Frees the device, as in `Engine.sleep`. vLLM frees nothing on a CPU: there only the caches are dropped."""
-        self._workers.call(lambda: sleep(self._engine, level))
+        self._workers.call(lambda: _sleep(self._engine, level))
 
     def wake(self, what: Waking) -> None:
         """Takes the device back, as in `Engine.wake`."""
-        self._workers.call(lambda: wake(self._engine, what))
+        self._workers.call(lambda: _wake(self._engine, what))
 
     def close(self) -> None:
         """Aborts all requests and frees the engine's memory and its process group."""
@@ -270,3 +274,40 @@ class VllmEngine:
         self._workers.close()
         self._engine.engine_core.shutdown()
         self._loader.close()
+
+
+def _completion_of(key: str, output: CompletionOutput, routing: NDArray[np.uint8] | None) -> Completion:
+    """Returns the completion in an output of vLLM, with the experts of its prompt and tokens if these are recorded."""
+    tokens = list(output.token_ids)
+    spans = output.weight_versions
+    if spans is None or output.logprobs is None:
+        raise InvariantError(f"request {key}: the engine returned no versions or log-probs")
+    versions = np.empty(len(tokens), dtype=np.int32)
+    for span in spans:
+        versions[span.start : span.end] = int(span.version)
+    logprobs = np.asarray(output.logprobs.logprobs, dtype=np.float32)  # type: ignore[union-attr]
+    if len(logprobs) != len(tokens):
+        raise InvariantError(f"request {key}: {len(tokens)} tokens with {len(logprobs)} log-probs")
+    status: Status = "completed" if output.finish_reason == "stop" else "truncated"
+    return Completion(key, tokens, logprobs, versions, status, routing=routing)
+
+
+def _sleep(engine: LLMEngine, level: int) -> None:
+    """Pauses the engine and frees its memory, also in its worker processes: the levels are vLLM's own. Running requests
+    are preempted and computed again later. Without vLLM's sleep mode, which a CPU does not have, memory stays."""
+    engine.sleep(level if _frees(engine) else _PAUSE, mode="keep")
+    if not _frees(engine):
+        engine.reset_prefix_cache(reset_running_requests=True)
+
+
+def _wake(engine: LLMEngine, what: Waking) -> None:
+    """Takes a part of the memory back; with the cache the engine continues."""
+    if _frees(engine):
+        engine.wake_up([_TAGS[what]])
+    elif what == "cache":
+        engine.wake_up(["scheduling"])
+
+
+def _frees(engine: LLMEngine) -> bool:
+    model: Any = engine.model_config
+    return model.enable_sleep_mode

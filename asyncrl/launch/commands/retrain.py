@@ -20,7 +20,8 @@ from asyncrl.launch.console import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, Int
 from asyncrl.launch.endpoints import run_endpoints
 from asyncrl.launch.local import LocalLauncher, find_launcher
 from asyncrl.launch.preflight import check_model
-from asyncrl.launch.resources.placement import RoleResources, place_roles
+from asyncrl.launch.resources.hosts import RoleResources
+from asyncrl.launch.resources.placement import place_roles
 from asyncrl.launch.role_group import with_peer_gpus
 from asyncrl.launch.run_dir import changes, refuse_changes
 from asyncrl.launch.worker import EXIT_CONFIG, RoleSpec

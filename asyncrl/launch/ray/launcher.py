@@ -21,9 +21,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.launcher import HOST_LOST, Launcher, RoleHandle
 from asyncrl.launch.local import KILL_S, LocalLauncher
 from asyncrl.launch.ray.logs import RemoteLogs
-from asyncrl.launch.resources.hosts import Host, num_devices
+from asyncrl.launch.resources.hosts import Host, RoleResources, num_devices
 from asyncrl.launch.resources.network import listening_address
-from asyncrl.launch.resources.placement import RoleResources
 from asyncrl.launch.worker import EXIT_CRASHED, RoleSpec
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.local import POLL_S, LocalLauncher, RoleProcess
 from asyncrl.launch.packages import package_versions
 from asyncrl.launch.resources.gpus import Gpu, visible_gpus
+from asyncrl.launch.resources.hosts import RoleResources
 from asyncrl.launch.resources.network import resolve_host
-from asyncrl.launch.resources.placement import RoleResources
 from asyncrl.launch.worker import RoleSpec
 
 PASSED = ("ASYNCRL_", "GLOO_", "HF_", "NCCL_", "PYTHONPATH", "VLLM_", "WANDB_")

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
-from asyncrl.launch.resources.hosts import Host, Member
+from asyncrl.launch.resources.hosts import Host, Member, RoleResources
 from asyncrl.launch.resources.memory import PROCESS_BYTES
-from asyncrl.launch.resources.role_resources import RoleResources
 
 _PROVEN_ENGINES = ("transformers",)
 """Engines that `make gpu-check` has shown to share a GPU."""

@@ -22,8 +22,9 @@ from asyncrl.launch.resources.engine_memory import (
     reward_model_parts,
     staging_parts,
 )
+from asyncrl.launch.resources.hosts import RoleResources
 from asyncrl.launch.resources.memory import GIB, Parts, critic_parts, learner_parts, longest_tokens
-from asyncrl.launch.resources.placement import Placement, RoleResources
+from asyncrl.launch.resources.placement import Placement
 from asyncrl.launch.resources.shape import Shape
 from asyncrl.rewards.reward_model import model_options
 

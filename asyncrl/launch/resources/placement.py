@@ -9,8 +9,7 @@ from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.resources.colocate import check_colocate, on_shared_cards
 from asyncrl.launch.resources.gpus import Gpu
-from asyncrl.launch.resources.hosts import Host, Member, deal_roles, num_devices, this_machine
-from asyncrl.launch.resources.role_resources import RoleResources
+from asyncrl.launch.resources.hosts import Host, Member, RoleResources, deal_roles, num_devices, this_machine
 
 
 @dataclass(frozen=True, slots=True)

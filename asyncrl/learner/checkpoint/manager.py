@@ -48,9 +48,9 @@ class Checkpoints:
         self._settings = config.checkpoint
         self._may_roll_back = config.learner.on_collapse == "rollback"
         self.alarmed = False
-        """True while an alarm of a collapse lasts."""
-        self._safe_step = 0
-        """A collapse that is found from now on has begun after this step; 0 if it is not known."""
+        """True while an alarm of a collapse is active."""
+        self._calm_step = 0
+        """Step of the newest checkpoint before the alarm; 0 before the first."""
         self._timeout_s = config.launch.progress_timeout_s
         self._names = (*(f"learner-{rank}" for rank in range(ranks.count)), *others)
         self._writer = PartWriter(f"learner-{ranks.rank}")
@@ -199,11 +199,12 @@ class Checkpoints:
         if self._settings.keep_best and self._finished:
             kept.add(max(self._finished, key=self._rank_of))
         if self._may_roll_back and self._finished:
-            # One from before the alarm, or before any that is not raised yet, and the one that takes its place.
-            if not self.alarmed:
-                self._safe_step = self._finished[-1] - ALARM_STEPS - 2
-            old = [step for step in self._finished if step <= self._safe_step]
-            kept.update(old[-1:], self._finished[len(old) : len(old) + 1])
+            # The newest from before any collapse that is found from now on, and all that may turn out to be before one.
+            if not (self.alarmed and self._calm_step):
+                self._calm_step = self._finished[-1]
+            earliest = self._calm_step - ALARM_STEPS - 2
+            kept.update([step for step in self._finished if step <= earliest][-1:])
+            kept.update(step for step in self._finished if earliest < step <= self._calm_step)
         return kept
 
     def _rank_of(self, step: int) -> tuple[bool, float, int]:

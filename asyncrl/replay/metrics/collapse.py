@@ -7,7 +7,7 @@
     reward        the policy has become worse                                < REWARD of its best
 
 An alarm is raised when a signal has lasted for its number of steps, and ends when it has been away for CALM_STEPS. A
-step that does not tell a signal, as one without tokens, neither makes nor ends one.
+step that lacks the metric of a signal, as one without tokens, changes nothing.
 
 With several updates a step the metrics are of all of them: they include how far the first ones have moved the policy,
 within the bounds of the loss. So the limits are wider by the number of updates.
@@ -98,7 +98,7 @@ class CollapseWatch(Durable):
     lowest_reward: float = 0.0
     """Smallest smoothed reward, at most 0."""
     stop_step: int | None = None
-    """First step in which an alarm lasted while the reward was worse: that of `learner.on_collapse`. None before, and
+    """First step with an active alarm and a worse reward, in which `learner.on_collapse` acts. None before, and
     after all alarms have ended. An alarm alone is no reason to stop: some runs learn at a large divergence."""
 
     @property
@@ -119,6 +119,11 @@ class CollapseWatch(Durable):
             return False
         smoothed = fmean(self.rewards)
         return smoothed < self._below_best(WORSE) or smoothed == self.best_reward == 0.0
+
+    @property
+    def has_collapsed(self) -> bool:
+        """True if an alarm is active and the reward is worse."""
+        return bool(self.active) and (self.is_worse or any(alarm.signal == "reward" for alarm in self.active))
 
     def raised(self, step: int) -> bool:
         """Returns True if an alarm was raised in this step."""
@@ -210,7 +215,7 @@ class CollapseWatch(Durable):
         return {
             "step": self.latest[0].since_step,
             "raised_step": min(alarm.raised_step for alarm in self.latest),
-            "collapsed": any(alarm.signal == "reward" for alarm in self.active),
+            "collapsed": self.has_collapsed,
             "active": bool(self.active),
             "alarms": [structs.asdict(alarm) for alarm in self.alarms],
             "sentence": _sentence(self, config),
@@ -218,43 +223,48 @@ class CollapseWatch(Durable):
 
 
 def _sentence(watch: CollapseWatch, config: Config) -> str:
-    first, active = watch.latest[0], watch.active
-    if any(alarm.signal == "reward" for alarm in active):
+    first, events = watch.latest[0], [_event(alarm) for alarm in watch.latest]
+    if watch.has_collapsed:
         what = f"collapsed at step {first.since_step}"
-    elif active:
-        what = f"diverges since step {first.since_step}"
+        if all(alarm.signal != "reward" for alarm in watch.active):
+            now, best = fmean(watch.rewards), watch.best_reward
+            events.append(
+                f"the reward fell from {best:.3g} to {now:.3g}" if now < best else f"the reward was {now:.3g}"
+            )
+    elif watch.active:
+        what = f"has been diverging since step {first.since_step}"
     else:
         what = f"diverged at step {first.since_step}, and recovered"
-    events = ", then ".join(map(_event, watch.latest))
-    return f"{what}: {events}. {_advice(first, config)}"
+    return f"{what}: {', then '.join(events)}. {_advice(first, config)}"
 
 
 def _event(alarm: Alarm) -> str:
     where = f"from step {alarm.since_step} " + ("on" if alarm.ended_step is None else f"to {alarm.ended_step}")
     match alarm.signal:
         case "divergence":
-            return f"the policy was up to {alarm.value:.2g} nats a token from the one that sampled its tokens {where}"
+            return f"{where} the policy was up to {alarm.value:.2g} nats a token from the one that sampled the tokens"
         case "ess":
-            return f"the effective sample size fell to {alarm.value:.2g} {where}"
+            return f"{where} the effective sample size fell to {alarm.value:.2g}"
         case "entropy":
-            return f"the entropy left its range ({alarm.value:.2g} nats, limit {alarm.limit:.2g}) {where}"
+            return f"{where} the entropy was out of its range ({alarm.value:.2g} nats, limit {alarm.limit:.2g})"
         case "reward":
-            return f"the reward was below {alarm.limit:.3g}, down to {alarm.value:.3g}, {where}"
+            return f"{where} the reward was below {alarm.limit:.3g}, down to {alarm.value:.3g}"
 
 
 def _advice(alarm: Alarm, config: Config) -> str:
-    """Returns the cause of a run's first alarm, and what to change."""
-    rate = f"lower learner.lr ({config.learner.lr:g} -> {config.learner.lr / 2:g})"
+    """Returns the cause of a run's first alarm, and what to change, on resuming it or in a new run."""
+    rate = f"resume with a lower learner.lr ({config.learner.lr:g} -> {config.learner.lr / 2:g})"
     if alarm.signal == "divergence" and alarm.mismatch > MISMATCH * alarm.value:
         cause = "The engine's log-probs differ from the learner's at the same version"
         return f"{cause}: use the same model.dtype and kernels on both sides, and see correction/mismatch_kl"
     if alarm.signal == "reward":
         return f"The policy did not diverge before: see what it writes (`asyncrl samples`) and its data, or {rate}"
-    limit, algorithm = config.replay.max_staleness, config.algorithm
-    if alarm.staleness < 0.5 or not limit:
+    replay, algorithm = config.replay, config.algorithm
+    if alarm.staleness < 0.5 or not replay.max_staleness:
         return f"The updates are too large: {rate}"
-    changes = ["use algorithm.loss=ppo_clip, which bounds that"] if algorithm.loss == "decoupled_ppo" else []
-    changes += ["set algorithm.max_divergence=0.02"] if algorithm.max_divergence is None else []
-    changes += [rate, f"lower replay.max_staleness ({limit} -> {limit // 2})"]
+    lower = replay.max_staleness // 2
+    changes = ["algorithm.loss=ppo_clip, which bounds that"] if algorithm.loss == "decoupled_ppo" else []
+    changes += ["algorithm.max_divergence=0.02"] if algorithm.max_divergence is None else []
+    changes += [f"replay.max_staleness={lower}" + (f" replay.min_staleness={lower}" * (replay.min_staleness > lower))]
     cause = f"The policy moves too far in the {alarm.staleness:.2g} steps after which a token is trained"
-    return f"{cause}: {', or '.join(changes)}"
+    return f"{cause}: {rate}, or start a new run with {', or '.join(changes)}"
