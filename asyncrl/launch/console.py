@@ -171,7 +171,7 @@ def _lines(summary: dict[str, Any]) -> list[str]:
 
 def _verdict(bottleneck: str, collapse: dict[str, Any]) -> list[str]:
     lines: list[str] = []
-    if collapse:
+    if collapse and not collapse["stopped"]:  # the error has the sentence otherwise
         lines = [f"[{'bold red' if collapse['active'] else 'yellow'}]collapse   {escape(collapse['sentence'])}[/]"]
     return lines if bottleneck == collapse.get("sentence") else [*lines, f"bottleneck {bottleneck}"]
 

@@ -94,7 +94,7 @@ def test_the_end_of_a_run_names_completions_without_a_reward() -> None:
 @pytest.mark.parametrize(("is_active", "bottleneck"), [(True, "collapsed at step 12 [x]"), (False, "learner-bound")])
 def test_the_end_of_a_run_tells_of_a_collapse_before_the_bottleneck(is_active: bool, bottleneck: str) -> None:
     text, sentence = io.StringIO(), "collapsed at step 12 [x]"
-    collapse = {"active": is_active, "sentence": sentence}
+    collapse = {"active": is_active, "stopped": False, "sentence": sentence}
     show_end(Console(file=text, width=200), SUMMARY | {"collapse": collapse, "bottleneck": bottleneck})
     assert ("bottleneck " in text.getvalue()) != is_active, "not twice"
     assert f"\ncollapse   {sentence}\n" in text.getvalue().partition("bottleneck")[0]
