@@ -264,9 +264,11 @@ def table(results: Sequence[Result], *, task: str) -> Iterator[str]:
 
 def table_of_presets(results: Sequence[Result]) -> Iterator[str]:
     """Yields the lines of a Markdown table with the presets at their own limits, and fields as in `table`."""
-    yield "| preset | staleness | |\n|---|---|---|"
+    shipped = [result for result in results if result.candidate == AS_SHIPPED]
+    if shipped:
+        yield "| preset | staleness | |\n|---|---|---|"
     for name in PRESETS:
-        if runs := [result for result in results if (result.task, result.candidate) == (name, AS_SHIPPED)]:
+        if runs := [result for result in shipped if result.task == name]:
             yield f"| `{name}` | {runs[0].staleness} | {_describe(runs, {})} |"
 
 
@@ -307,7 +309,7 @@ def main() -> None:
         left = [cell for cell in wanted if (cell.task, cell.candidate, cell.staleness, cell.seed) not in done]
         run(left, options.results, options.workers)
         results = read(options.results)
-    for task in options.tasks:
+    for task in dict.fromkeys(result.task for result in results if result.candidate in CANDIDATES):
         print("\n".join(table(results, task=task)), end="\n\n")
     print("\n".join(table_of_presets(results)))
 
