@@ -82,7 +82,7 @@ class GroupLink(Link):
         self._works.append(self._ranks.broadcast([bucket], self._options))
 
     def meet(self) -> None:
-        """Returns when all broadcasts have ended in all members. Fails at once if a member is gone."""
+        """Returns when all broadcasts have ended in all members. Fails at once if a member is dead."""
         while self._works:
             self._await_next()
         own = torch.zeros(1, device=self._device)
