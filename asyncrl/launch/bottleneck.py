@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 from asyncrl.config import Config
 from asyncrl.errors import observing
 from asyncrl.launch.resources.placement import Placement
-from asyncrl.observe.document import read_rollbacks
+from asyncrl.observe.rollbacks import read_rollbacks
 from asyncrl.plan.levers import (
     MOST_OF_RATE,
     divergence_sentence,
@@ -115,7 +115,7 @@ class BottleneckMonitor:
             max_staleness=self._config.replay.max_staleness,
             environments=environments,
         )
-        engine_cpu = self._run.recent("generator/engine_cpu_fraction", 0.0)
+        engine_cpu = self._run.recent("generator/engine_cpu_fraction", 0.0) if self._has_gpus else 0.0
         rate = self._run.recent("learner/lr_fraction", 1.0)
         may_be_older = not read_rollbacks(self._config.run_dir) and rate > MOST_OF_RATE
         verdict = after_collapse(verdict, collapse, may_be_older=may_be_older)
@@ -130,7 +130,7 @@ class BottleneckMonitor:
             ),
             divergence_sentence(rate),
             timeout_sentence(self._config, self._run.timed_out_fraction()),
-            thread_sentence(engine_cpu, self._config) if self._has_gpus else "",
+            thread_sentence(engine_cpu, self._config),
             link_sentence(links, self._config),
         ]
         more = " ".join(filter(None, sentences)) if verdict.bound != "collapse" else ""

@@ -19,7 +19,8 @@ from asyncrl.config import Config, load_config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.resources.fit import with_changes
 from asyncrl.launch.run_dir import read_summary
-from asyncrl.observe.document import ROLLBACKS, read_rollbacks
+from asyncrl.observe.curves import step_of
+from asyncrl.observe.rollbacks import ROLLBACKS, read_rollbacks
 from asyncrl.samples.book import EVALUATED, TRAINED, evaluated_versions
 from asyncrl.samples.book import FOLDER as SAMPLES
 from asyncrl.util.files import next_free_path, read_lines, replace_file
@@ -167,19 +168,11 @@ def put_aside(run_dir: Path, step: int, aside: Path) -> None:
 
 def cut_rows(file: Path, step: int, aside: Path) -> None:
     """Moves the rows of steps after `step` to a file of the same name in `aside`, unless that is done already."""
-    if all(_step_of(line) <= step for line in read_lines(file)):
+    if all((step_of(line) or 0) <= step for line in read_lines(file)):
         return
     aside.mkdir(exist_ok=True)
     kept = file.with_name(f".{file.name}.new")
     with kept.open("wb") as before, (aside / file.name).open("wb") as after:
         for line in read_lines(file):
-            (after if _step_of(line) > step else before).write(line)
+            (after if (step_of(line) or 0) > step else before).write(line)
     kept.replace(file)
-
-
-def _step_of(line: bytes) -> int:
-    """Returns the step of a row; 0 for a damaged line."""
-    try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return 0

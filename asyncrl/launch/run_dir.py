@@ -17,7 +17,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.fingerprints import changed_files, refuse_other_rows, save_fingerprints
 from asyncrl.launch.resources.hosts import Host
 from asyncrl.launch.worker import endpoints_of
-from asyncrl.observe.document import read_rollbacks
+from asyncrl.observe.rollbacks import read_rollbacks
 from asyncrl.util.files import next_free_path, read_json, replace_file
 from asyncrl.util.locks import is_locked, try_lock
 from asyncrl.util.redaction import redact, redact_named

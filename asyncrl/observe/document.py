@@ -21,18 +21,17 @@ from asyncrl.observe.curves import LATEST_STEPS, OF_STEP, Curves
 from asyncrl.observe.destinations import METRICS_FILE
 from asyncrl.observe.environment_tiles import environment_tiles
 from asyncrl.observe.group_time import group_times
+from asyncrl.observe.rollbacks import rollback_line
 from asyncrl.observe.timeline import timeline
 from asyncrl.samples import Samples
 from asyncrl.samples.book import CHOSEN
 from asyncrl.types import GOODPUT_FACTORS, STALENESS_BUCKETS, STALENESS_METRICS, goodput_of
-from asyncrl.util.files import read_json, read_lines
+from asyncrl.util.files import read_lines
 from asyncrl.util.redaction import redact
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-ROLLBACKS = "rollbacks.json"
-"""File with the rollbacks of a run, as they are in its summary."""
 REWARD_PART = "reward_part/"
 RUNNING, UNFINISHED = "running", "unfinished"
 """Status of a run in progress, and of one that ended without a summary: it was killed."""
@@ -67,21 +66,6 @@ def curves_of(run_dir: Path) -> Curves:
     """The curves of a run, of which nothing is read yet: all that CHARTS names, and the parts of its reward."""
     names = {name for charts in CHARTS.values() for lines in charts.values() for name in lines} | {OF_STEP}
     return Curves(run_dir / METRICS_FILE, wanted=lambda name: name in names or name.startswith(REWARD_PART))
-
-
-def read_rollbacks(run_dir: Path) -> list[dict[str, Any]]:
-    """Returns the rollbacks of a run so far, the last of which may not be complete."""
-    file = run_dir / ROLLBACKS
-    return read_json(file, kind=list) if file.is_file() else []
-
-
-def rollback_line(summary: Mapping[str, Any]) -> str:
-    """Returns a line about the rollbacks of a run; empty if it had none."""
-    rollbacks: Sequence[Mapping[str, Any]] = summary.get("rollbacks", [])
-    if not rollbacks:
-        return ""
-    steps = ", ".join(f"{record['stopped_at_step']} -> {record['to_step']}" for record in rollbacks)
-    return f"was rolled back (steps {steps}), the last time since it {rollbacks[-1]['sentence']}"
 
 
 def run_document(

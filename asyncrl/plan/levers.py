@@ -133,15 +133,14 @@ def _engine(config: Config, may_be_older: bool) -> str:
 
 
 def _admitted(config: Config, learner_idle: float, environments: float, may_be_older: bool) -> str:
-    if not may_be_older:
-        return "generators lack leases, and tokens cannot be older"
     if environments > BUSY:
-        return (
-            f"in {environments:.0%} of their time generators only wait for environments; raise "
-            "replay.max_staleness, and environment.max_episodes if it is set, or make environments faster"
-        )
+        older = "raise replay.max_staleness, and environment.max_episodes if it is set, or " if may_be_older else ""
+        waits = f"in {environments:.0%} of their time generators only wait for environments"
+        return f"{waits}; {older}make environments faster"
     if learner_idle < BUSY:
         return "generators wait for the learner, which is busy; add learners, or take fewer generators"
+    if not may_be_older:
+        return "generators lack leases while the learner waits too, and tokens cannot be older"
     limit = config.replay.max_staleness
     return f"generators lack leases while the learner waits too; raise replay.max_staleness above {limit}"
 

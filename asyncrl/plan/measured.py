@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from asyncrl.config import Config, load_config
 from asyncrl.errors import DataError
-from asyncrl.observe.document import read_metrics, read_rollbacks, rollback_line
+from asyncrl.observe.document import read_metrics
+from asyncrl.observe.rollbacks import read_rollbacks, rollback_line
 from asyncrl.plan.episodes import Episodes
 from asyncrl.plan.tail import TraceTail, read_metrics_tail
 from asyncrl.plan.trace import read_trace, signal_of, solved_fraction

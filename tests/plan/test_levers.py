@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from asyncrl.plan.levers import goodput_sentence, link_sentence, thread_sentence, timeout_sentence
+from asyncrl.plan.levers import divergence_sentence, goodput_sentence, link_sentence, thread_sentence, timeout_sentence
 from asyncrl.plan.trace import read_trace, signal_of, solved_fraction
 from tests.helpers.replay import small_config
 from tests.plan.made_runs import make_run
@@ -20,13 +20,19 @@ def sentence(
     learner_idle: float = 0.5,
     environments: float = 0.0,
     config: dict[str, Any] | None = None,
+    may_be_older: bool = True,
     **factors: float,
 ) -> str:
     values = {"engine": 0.9, "admitted": 0.9, "signal": 0.9, "trained": 0.9} | factors
     total = values["engine"] * values["admitted"] * values["signal"] * values["trained"]
     settings = small_config(**config or {})
     return goodput_sentence(
-        values | {"total": total}, settings, learner_idle=learner_idle, solved=solved, environments=environments
+        values | {"total": total},
+        settings,
+        learner_idle=learner_idle,
+        solved=solved,
+        environments=environments,
+        may_be_older=may_be_older,
     )
 
 
@@ -37,6 +43,24 @@ def test_the_smallest_factor_is_named_with_its_lever() -> None:
     assert "in flight or were returned" in sentence(trained=0.5)
     waits = sentence(admitted=0.5, learner_idle=0.02, environments=0.4)
     assert "in 40% of their time generators only wait for environments; raise replay.max_staleness, and" in waits
+
+
+@pytest.mark.parametrize(
+    ("factors", "says"),
+    [
+        ({"engine": 0.5}, "gets 4; raise replay.groups_per_step, or lower generator.max_running_groups"),
+        ({"admitted": 0.5}, "lack leases while the learner waits too, and tokens cannot be older"),
+        ({"admitted": 0.5, "learner_idle": 0.02}, "the learner, which is busy; add learners"),
+        ({"admitted": 0.5, "environments": 0.4}, "only wait for environments; make environments faster"),
+    ],
+)
+def test_no_lever_makes_tokens_older_that_cannot_be(factors: dict[str, float], says: str) -> None:
+    assert says in sentence(may_be_older=False, **factors)  # type: ignore[arg-type]
+
+
+def test_a_bound_that_takes_much_of_the_learning_rate_is_named() -> None:
+    assert divergence_sentence(0.97) == ""
+    assert divergence_sentence(0.123).startswith("algorithm.max_divergence leaves 0.12 of the learning rate; raise it")
 
 
 def test_the_time_limits_of_environments_are_named_when_they_bind() -> None:

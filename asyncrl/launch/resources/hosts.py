@@ -1,4 +1,4 @@
-"""The hosts of a run, and which roles each one gets."""
+"""The hosts of a run, which roles each one gets, and the resources of a role process."""
 
 from __future__ import annotations
 
