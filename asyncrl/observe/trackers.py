@@ -14,6 +14,7 @@ the last rows, at the end      all are sent                      CLOSE_S, FAILED
 from __future__ import annotations
 
 import inspect
+import shutil
 import threading
 import time
 from collections import deque
@@ -419,6 +420,8 @@ def _logged(path: Path) -> tuple[int, set[float], int]:
     killed process did not finish."""
     if torn := cut_unfinished_line(path):
         log.warning("an unfinished line is cut off", path=str(path), bytes=torn)
+    with observing(METRICS_FILE):
+        _take_over(path)
     num_bytes, evaluated = 0, set[float]()
     newest: deque[bytes] = deque(maxlen=LAST_LINES)
     for line in read_lines(path):
@@ -428,3 +431,16 @@ def _logged(path: Path) -> tuple[int, set[float], int]:
             with observing(METRICS_FILE):
                 evaluated.add(decode_row(line)["eval/version"])
     return max((step_of(line) or 0 for line in newest), default=0), evaluated, num_bytes
+
+
+def _take_over(path: Path) -> None:
+    """Replaces the file by a copy: an earlier learner, whose host was only silent, appends to a file that nobody reads.
+    Otherwise it adds its row of a step that this start trains again."""
+    if not path.is_file():
+        return
+    copy = path.with_name(f".{path.name}.new")
+    try:
+        shutil.copyfile(path, copy)
+        copy.replace(path)
+    finally:
+        copy.unlink(missing_ok=True)

@@ -36,6 +36,22 @@ def test_steps_are_logged_once_and_a_torn_line_is_cut(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in board.Scalars("reward/mean")] == [(1, 1), (2, 2), (3, 30), (4, 40)]
 
 
+def test_a_learner_that_was_replaced_while_it_stood_still_adds_no_row(tmp_path: Path) -> None:
+    config = small_config()
+    silent = make_trackers(config, tmp_path)
+    for step in (1, 2, 3):
+        silent.log(step, {"reward/mean": 0.5})
+    trackers = make_trackers(config, tmp_path)
+    for step in (4, 5):
+        trackers.log(step, {"reward/mean": 0.75})
+    silent.log(4, {"reward/mean": 0.25})
+    trackers.log(6, {"reward/mean": 0.75})
+    silent.close()
+    trackers.close()
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    assert not list(tmp_path.glob(".*"))
+
+
 def test_an_evaluation_after_the_last_step_is_logged_once(tmp_path: Path) -> None:
     config = small_config()
     trackers = make_trackers(config, tmp_path)
