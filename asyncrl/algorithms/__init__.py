@@ -1,1 +1,0 @@
-"""Pure tensor functions over flat action tokens: advantages, policy losses, off-policy corrections."""

@@ -1,1 +1,0 @@
-"""Starting, watching and stopping the roles of a run."""

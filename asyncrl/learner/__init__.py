@@ -1,1 +1,0 @@
-"""The learner: packs batches, runs the DeepSpeed engine, steps, and sends weights."""

@@ -1,1 +1,0 @@
-"""Logs, trackers, the live view and the report."""

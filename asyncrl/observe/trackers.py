@@ -436,11 +436,5 @@ def _logged(path: Path) -> tuple[int, set[float], int]:
 def _take_over(path: Path) -> None:
     """Replaces the file by a copy: an earlier learner, whose host was only silent, appends to a file that nobody reads.
     Otherwise it adds its row of a step that this start trains again."""
-    if not path.is_file():
-        return
-    copy = path.with_name(f".{path.name}.new")
-    try:
-        shutil.copyfile(path, copy)
-        copy.replace(path)
-    finally:
-        copy.unlink(missing_ok=True)
+    if path.is_file():
+        Path(shutil.copyfile(path, path.with_name(f".{path.name}.new"))).replace(path)

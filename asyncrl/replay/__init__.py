@@ -1,1 +1,0 @@
-"""The replay queue: admission, leases, finished groups, acknowledged commits and the ledger."""

@@ -1,1 +1,0 @@
-"""Files, processes and other helpers that know nothing of training."""

@@ -1,1 +1,0 @@
-"""Policy weights on their way from the learner to the generators."""
