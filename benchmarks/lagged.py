@@ -77,7 +77,7 @@ class Sampler:
             ended = list(self._runner.take(self._engine_step()))
             ended += self._runner.poll()
             for group, scored in self._runner.collect():
-                running -= 1
+                running, deadline_s = running - 1, time.monotonic() + DEADLINE_S
                 if problem := next(filter(None, scored.errors), None):
                     raise RuntimeError(f"a completion has no reward: {problem}")
                 rewards += scored.rewards
@@ -85,7 +85,7 @@ class Sampler:
                 if not refund_reason(config, pack_group(complete)[0], group_relative=self._group_relative):
                     groups.append(complete)
             if time.monotonic() > deadline_s:
-                raise TimeoutError(f"{running} groups were not scored within {DEADLINE_S:g} s")
+                raise TimeoutError(f"none of {running} groups was scored within {DEADLINE_S:g} s")
         return sorted(groups, key=lambda group: group.ticket), fmean(rewards)
 
     def _engine_step(self) -> list:
