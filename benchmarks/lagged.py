@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 TICK_S = 0.001
 """Pause while rewards and environments of other processes are waited for."""
 DEADLINE_S = 300.0
-"""Deadline for the groups of one batch."""
+"""Deadline for the next group that is scored."""
 
 
 class Sampler:
