@@ -41,7 +41,7 @@ STALENESS = (0, 1, 2, 4, 8)
 SEEDS = 5
 CELLS_PER_PROCESS = 12
 """At most: DeepSpeed keeps memory of the models that a process has trained."""
-CELL_S = 600.0
+CELL_S = 1800.0
 """Deadline of a training."""
 
 FOUR = "learner.minibatches=4"
