@@ -49,7 +49,12 @@ def _row(key: Key, name: str) -> str:
 
 def api_page() -> str:
     """Returns the page of the public interface, `asyncrl.__all__`; its text comes from the docstrings."""
-    lines = ["# Python API", "", "The names of the package `asyncrl`, as described in [the guide](python.md).", ""]
+    lines = [
+        "# Python API",
+        "",
+        "The names of the package `asyncrl`, as described in [Inspecting runs](runs.md#python).",
+        "",
+    ]
     for name in asyncrl.__all__:
         found = getattr(asyncrl, name)
         lines += _documented(f"{found.__module__}.{found.__qualname__}", name, members=name in ("Run", "Samples"))
