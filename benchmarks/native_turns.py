@@ -69,14 +69,14 @@ def play(episodes: Episodes, engine: InstantEngine, groups: int) -> int:
     """Plays this many groups, LIVE_GROUPS at a time; returns the number of turns."""
     import numpy as np
 
-    from asyncrl.generator.groups import Running
+    from asyncrl.generator.groups import GroupInProgress
     from asyncrl.types import Lease, Prompt
 
     prompt = Prompt(0, np.arange(PROMPT_TOKENS, dtype=np.int32), "", "made up")
     ended, started, turns, deadline_s = Counter[int](), 0, 0, time.monotonic() + TIMEOUT_S
     while len(ended) < groups or min(ended.values()) < GROUP_SIZE:
         while started < groups and episodes.num_live <= (LIVE_GROUPS - 1) * GROUP_SIZE:
-            group = Running(Lease(started, 0, prompt), GROUP_SIZE, 0, 0.0)
+            group = GroupInProgress(Lease(started, 0, prompt), GROUP_SIZE, 0, 0.0)
             for index, key in enumerate(group.engine_keys()):
                 episodes.start(group, index, key)
             started += 1

@@ -37,9 +37,9 @@ def engine_step(model: str, running: int) -> Callable[[], None]:
     set_environment(config)
     from vllm import TokensPrompt
 
-    from asyncrl.generator.vllm_backend.requests import sampling_params
+    from asyncrl.generator.vllm_backend.engine import sampling_params
+    from asyncrl.generator.vllm_backend.scheduling import VersionLabels
     from asyncrl.generator.vllm_backend.setup import build_engine
-    from asyncrl.generator.vllm_backend.version_labels import VersionLabels
     from benchmarks.synchronous import all_prompts
 
     use_batch_scheduling()

@@ -15,23 +15,31 @@ Every token of a `Completion` carries the log-prob and the version of the weight
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Container, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, cast
 
 import numpy as np
+import structlog
 from numpy.typing import NDArray
 
+from asyncrl.colocate import NoLock
 from asyncrl.config import Config
 from asyncrl.config.mappings import Lora
-from asyncrl.errors import ConfigError, InvariantError, RunError
+from asyncrl.errors import ConfigError, InvariantError, PeerTimeoutError, RunError
 from asyncrl.types import NO_VERSION, Status
 from asyncrl.util.user_code import resolve_function
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from asyncrl.weights.background import BackgroundReceiver
     from asyncrl.weights.bucket_plan import WeightPart
+    from asyncrl.weights.bucket_round import BucketRound
+    from asyncrl.weights.staging import StagedWeights
+
+log = structlog.get_logger()
 
 KEY = "generator.engine"
 ENGINES = {
@@ -42,9 +50,19 @@ ENGINES = {
 
 GPU_FRACTION = "ASYNCRL_GPU_MEMORY_FRACTION"
 """Environment variable with the fraction of the GPU's memory that the launcher assigns to the engine."""
+CPU_KV_CACHE_BYTES = 1 << 30
+"""Key-value cache on a CPU when `generator.kv_cache_bytes` is not set."""
+STEP_TOKENS = {"cpu": 2048, "cuda": 8192}
+"""Most tokens of a step of the engine on transformers, by kind of device, without `max_num_batched_tokens` in
+`generator.engine_options`."""
+_POLL_S = 0.005
+"""Longest wait between two calls of `meanwhile` in `WeightSwaps`."""
+_SHOWN = 5
+"""Faults of weights that an error names."""
 
 Waking = Literal["weights", "cache"]
 """The two parts of an engine that wakes up."""
+Shapes = Mapping[str, tuple[int, ...]]
 Sampling = Literal["training", "evaluation", "greedy"]
 """The sampling of a completion: as in section `generator`, as in section `eval`, or greedily."""
 
@@ -74,6 +92,38 @@ class Completion:
     def num_action_tokens(self) -> int:
         """Tokens sampled by the policy."""
         return len(self.tokens) if self.action_mask is None else int(self.action_mask.sum())
+
+
+class BucketLoader(Protocol):
+    """Loads a version part by part, in place of `Engine.swap`: `begin`, `load` once or more, `commit`. An update that
+    is not committed is followed by another `begin`."""
+
+    @property
+    def updating(self) -> bool:
+        """True if some weights may be of another version than others: from `begin` to `commit`. Then `Engine.step`
+        raises InvariantError, while requests in progress stay."""
+        ...
+
+    def takes_rows(self, name: str) -> bool:
+        """Returns True if `load` takes some rows of this parameter at a time."""
+        ...
+
+    def bucket_memory(self, num_bytes: int) -> Tensor | None:
+        """Returns host memory (uint8) from which `load` needs no further copy; None if it needs none from any."""
+        ...
+
+    def begin(self, version: int, shapes: Shapes) -> None:
+        """Begins an update of weights of these shapes. Raises RunError, and changes nothing, when they do not match the
+        model."""
+        ...
+
+    def load(self, parts: Sequence[WeightPart]) -> None:
+        """Loads some of the weights. On a GPU the copies may end after the return, in the order of the stream."""
+        ...
+
+    def commit(self, version: int) -> None:
+        """Ends the update, once all weights are loaded; then all is as after `Engine.swap`."""
+        ...
 
 
 class Engine(Protocol):
@@ -137,30 +187,8 @@ class Engine(Protocol):
         ...
 
     @property
-    def torn(self) -> bool:
-        """True if some weights may be of another version than others: from `begin` to `commit`. Then `step` raises
-        InvariantError, while requests in progress stay."""
-        ...
-
-    def takes_rows(self, name: str) -> bool:
-        """True if `load` takes some rows of this parameter at a time."""
-        ...
-
-    def bucket_memory(self, num_bytes: int) -> Tensor | None:
-        """Returns host memory (uint8) from which `load` needs no further copy; None if any is."""
-        ...
-
-    def begin(self, version: int, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Begins an update of weights of these shapes, in place of one that was not committed. Raises RunError, and
-        changes nothing, when they do not match the model."""
-        ...
-
-    def load(self, parts: Sequence[WeightPart]) -> None:
-        """Loads some of the weights. On a GPU the copies may end after the return, in the order of the stream."""
-        ...
-
-    def commit(self, version: int) -> None:
-        """Ends the update, once all weights are loaded; then all is as after `swap`."""
+    def loader(self) -> BucketLoader | None:
+        """Loads a version part by part (`weights.staging: buckets`); None if the engine only takes complete ones."""
         ...
 
     def use_own_weights(self, version: int) -> None:
@@ -193,9 +221,20 @@ class Engine(Protocol):
         ...
 
 
-def check_whole(engine: Engine) -> None:
-    """Raises InvariantError while the engine is torn."""
-    if engine.torn:
+def load_version(loader: BucketLoader, version: int, tensors: Sequence[tuple[str, Tensor]]) -> float:
+    """Loads a complete version; returns the time it took in ms."""
+    from asyncrl.weights.bucket_plan import WeightPart
+
+    started_s = time.perf_counter()
+    loader.begin(version, {name: tuple(tensor.shape) for name, tensor in tensors})
+    loader.load([WeightPart(name, tensor) for name, tensor in tensors])
+    loader.commit(version)
+    return (time.perf_counter() - started_s) * 1e3
+
+
+def check_not_updating(loader: BucketLoader) -> None:
+    """Raises InvariantError between two versions."""
+    if loader.updating:
         raise InvariantError("engine: a step between two versions; an update of the weights is not committed")
 
 
@@ -229,9 +268,116 @@ def make_engine(config: Config, *, seed: int) -> Engine:
     return cast(Engine, resolve_function(KEY, config.generator.engine, ENGINES)(config, seed=seed))
 
 
+def check_fit(version: int, given: Shapes, known: Shapes, path: str) -> None:
+    """Raises RunError unless the names and shapes that are given are the same as of the model at `path`."""
+    if given == known:
+        return
+    faults = [f"{name} is missing" for name in known.keys() - given.keys()]
+    faults += [f"{name} is unknown" for name in given.keys() - known.keys()]
+    faults += [
+        f"{name} has shape {given[name]}, the model {shape}"
+        for name, shape in known.items()
+        if name in given and given[name] != shape
+    ]
+    shown = "; ".join(sorted(faults)[:_SHOWN]) + ("; ..." if len(faults) > _SHOWN else "")
+    raise RunError(f"weights of version {version} do not fit model.path = {path}: {shown}")
+
+
 def make_own_engine(config: Config) -> Engine:
     """Returns an engine with the weights in `model.path` as version 0, which never gets others."""
     learner = config.learner.model_copy(update={"lora": Lora()})  # adapters come from a learner
     engine = make_engine(config.model_copy(update={"learner": learner}), seed=config.seed)
     engine.use_own_weights(0)
     return engine
+
+
+class WeightSwaps:
+    """Brings versions of a receiver into the engine between two steps: staged ones at once, others bucket by bucket.
+
+    From the first bucket until the version is proven the engine is updating: it makes no step, and its requests wait. A
+    round that fails in between is followed by another one, of the same version or of a later one, perhaps by another
+    learner. `meanwhile` is called in every wait, and returns False to end all of them.
+
+        waits for                          woken by                              deadline
+        a bucket, or the end of the round  the receiver's thread, or _POLL_S     the receiver's
+        another round, while updating      polled                                `launch.progress_timeout_s`
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        receiver: BackgroundReceiver,
+        *,
+        timeout_s: float,
+        meanwhile: Callable[[], bool],
+        turn: NoLock | None = None,
+    ) -> None:
+        """`timeout_s` is the longest time that the engine may be updating."""
+        self._engine, self._receiver, self._turn = engine, receiver, turn or NoLock()
+        self._timeout_s, self._meanwhile = timeout_s, meanwhile
+        self.stands_still = False
+        """True while the engine loads buckets."""
+        self._loaded: BucketRound | None = None
+        """The last round whose version was loaded; the receiver ends it a little later."""
+
+    def swap(self) -> float | None:
+        """Swaps to the version that is there, if there is one. Returns the stall in ms, or None if the engine keeps its
+        version, or the waits were ended: then it may be updating. Raises PeerTimeoutError if it is updating for too
+        long."""
+        started_s = time.perf_counter()
+        self.stands_still = True
+        staged = self._load_buckets()
+        self.stands_still = False
+        stall_ms = 1e3 * (time.perf_counter() - started_s)
+        if staged is None:
+            staged = self._receiver.staged()
+            if staged is None:
+                return None
+            stall_ms = self._engine.swap(staged.version, staged.tensors)
+        self._receiver.loaded(staged)
+        return stall_ms
+
+    def _load_buckets(self) -> StagedWeights | None:
+        """Takes part in rounds until the engine has a version that is proven, or needs none."""
+        since_s = None
+        while True:
+            current, loader = self._receiver.round(), self._engine.loader
+            current = None if current is self._loaded else current
+            if loader is None or (current is None and not loader.updating):
+                return None
+            staged = None if current is None else self._take_part(current, loader)
+            if staged is not None:
+                self._loaded = current
+                return staged
+            now_s = time.monotonic()
+            if loader.updating and since_s is None:
+                since_s = now_s
+                log.warning("the engine has parts of a version, and waits for all", version=self._engine.version)
+            if since_s is not None and now_s - since_s > self._timeout_s:
+                raise PeerTimeoutError(
+                    f"weights.staging = 'buckets': the engine has had parts of a version for {self._timeout_s:g} s "
+                    "(launch.progress_timeout_s), and no learner has sent another one"
+                )
+            if not self._meanwhile():
+                return None
+            time.sleep(_POLL_S if loader.updating else 0.0)
+
+    def _take_part(self, current: BucketRound, loader: BucketLoader) -> StagedWeights | None:
+        """Loads the buckets of a round. Returns the version if it is proven; None if the round has failed."""
+        self._turn.wake_weights()
+        current.accept()
+        has_begun = False
+        while True:
+            parts = current.take(_POLL_S)
+            if parts is not None:
+                if not has_begun:
+                    loader.begin(current.version, current.shapes)
+                    has_begun = True
+                loader.load(parts)
+                current.give_back()
+            elif current.committed is not None:
+                loader.commit(current.version)
+                return current.committed
+            elif current.is_over or not self._meanwhile():
+                self._turn.give_up()
+                return None

@@ -13,15 +13,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
 import structlog
 from msgspec import structs
 
 from asyncrl.config import Config
 from asyncrl.errors import InvariantError
-from asyncrl.generator.branch import Branch
 from asyncrl.generator.engine import Completion, Engine
-from asyncrl.generator.groups import EndedEpisode, Running
-from asyncrl.types import EpisodeOutcome
+from asyncrl.generator.groups import GroupInProgress
+from asyncrl.types import NO_VERSION, EpisodeOutcome, Status
 from asyncrl.wire.environment_messages import EpisodeEnded, GroupPlace
 
 if TYPE_CHECKING:
@@ -40,15 +40,71 @@ BACK_OFF_S, MAX_BACK_OFF_S = 1.0, 30.0
 
 
 @dataclass(slots=True)
+class Branch:
+    """One sequence of an episode, append-only. It begins with context: tokens that are not trained here."""
+
+    tokens: list[int]
+    """The context, the turns and the observations."""
+    turns: list[tuple[int, Completion]] = field(default_factory=list[tuple[int, Completion]])
+    """Each turn with the number of tokens before it."""
+    has_row_prompt: bool = False
+    """True if it begins with the prompt of the row."""
+    numbers: list[int] = field(default_factory=list[int])
+    """The number of each turn among those of the episode."""
+    in_engine: bool = False
+    """True while a turn is sampled."""
+
+    def act(self, turn: Completion) -> None:
+        """Appends a turn of the policy, which was sampled after these tokens."""
+        self.turns.append((len(self.tokens), turn))
+        self.tokens.extend(turn.tokens)
+
+    def drop_last_turn(self) -> int:
+        """Removes the last turn, and the observation before it. Returns the number of its tokens."""
+        begin, turn = self.turns.pop()
+        self.numbers.pop()
+        del self.tokens[begin:]
+        return len(turn.tokens)
+
+    @property
+    def num_action_tokens(self) -> int:
+        """Tokens sampled by the policy."""
+        return sum(len(turn.tokens) for _, turn in self.turns)
+
+    @property
+    def num_observation_tokens(self) -> int:
+        """Tokens of the environment between the first and the last turn."""
+        if not self.turns:
+            return 0
+        (first, _), (last, turn) = self.turns[0], self.turns[-1]
+        return last + len(turn.tokens) - first - self.num_action_tokens
+
+    def to_completion(self, key: str, status: Status, row_prompt_tokens: int) -> Completion:
+        """Returns everything after the prompt up to the last turn, as one completion, in which observations are masked.
+        The prompt is the row's or, if the branch does not begin with it, all that comes before the first turn."""
+        end = self.turns[-1][0] + len(self.turns[-1][1].tokens) if self.turns else len(self.tokens)
+        first = self.turns[0][0] if self.turns else len(self.tokens)
+        start = row_prompt_tokens if self.has_row_prompt else first
+        length = end - start
+        mask, logprobs = np.zeros(length, dtype=np.bool_), np.zeros(length, dtype=np.float32)
+        versions = np.full(length, NO_VERSION, dtype=np.int32)
+        for begin, turn in self.turns:
+            own = slice(begin - start, begin - start + len(turn.tokens))
+            mask[own], logprobs[own], versions[own] = True, turn.logprobs, turn.versions
+        prompt = None if self.has_row_prompt else np.asarray(self.tokens[:start], dtype=np.int32)
+        return Completion(key, self.tokens[start:end], logprobs, versions, status, mask, prompt)
+
+
+@dataclass(slots=True)
 class _Episode:
     """A member's episode. Its branches are by number; all but the first come from a conversation that was rewritten."""
 
-    group: Running
+    group: GroupInProgress
     index: int
     """Of the member in the group."""
     branches: dict[int, Branch] = field(default_factory=dict[int, Branch])
     num_turns: int = 0
-    """Turns that were asked for."""
+    """Turns that were requested."""
     tries: int = 0
     """Failed tries that count."""
     host_losses: int = 0
@@ -61,12 +117,12 @@ class _Episode:
     slow_turns: int = 0
 
     def asked(self) -> None:
-        """The environment was asked for what comes next."""
+        """Notes that the environment was asked for its next observation."""
         if self.waits:
             self.waits_since_s = time.monotonic()
 
     def answered(self, *, group_wait_s: float = 0.0) -> None:
-        """It has answered, after a time of which it has waited a part for the other members of its group."""
+        """Notes its answer, for which it has waited a part of the time for the other members of its group."""
         if not self.waits:
             return
         waited_s = max(0.0, time.monotonic() - self.waits_since_s - group_wait_s)
@@ -78,7 +134,6 @@ class _Episode:
 
     @property
     def num_action_tokens(self) -> int:
-        """Tokens of the turns that have ended."""
         return sum(branch.num_action_tokens for branch in self.branches.values())
 
     @property
@@ -92,8 +147,7 @@ class _Episode:
         return not any(branch.in_engine for branch in self.branches.values())
 
 
-def turn_key(episode: str, branch: int) -> str:
-    """The engine's key of a turn."""
+def _turn_key(episode: str, branch: int) -> str:
     return f"{episode}/{branch}" if branch else episode
 
 
@@ -119,7 +173,6 @@ class Episodes:
 
     @property
     def num_live(self) -> int:
-        """Episodes in progress."""
         return len(self._live)
 
     @property
@@ -139,13 +192,13 @@ class Episodes:
         running = sum(self._engine.num_generated(turn) for turn in self._turns_of(key))
         return one.lost_tokens + one.num_action_tokens + running
 
-    def start(self, group: Running, index: int, key: str) -> None:
+    def start(self, group: GroupInProgress, index: int, key: str) -> None:
         """Starts the episode of a member of the group."""
         self._live[key] = _Episode(group, index)
         self._play(key)
 
     def flush(self) -> None:
-        """Sends what the environments are to be told."""
+        """Sends pending turns to the environments."""
         self._pool.flush()
 
     def act(self, completion: Completion) -> None:
@@ -158,9 +211,10 @@ class Episodes:
         self._pool.said(key, completion.tokens, status, branch=number)
         self._live[key].asked()
 
-    def poll(self) -> list[EndedEpisode]:
-        """Adds the next turns to the engine, and returns the members that are complete."""
-        ended: list[EndedEpisode] = []
+    def poll(self) -> list[list[Completion]]:
+        """Adds the next turns to the engine, and returns the rows of the members that are complete: one for each
+        sequence of tokens; a conversation that was rewritten has several."""
+        ended: list[list[Completion]] = []
         arrived, idle = 0, not self._engine.num_running
         self._start_retries()
         for wish in self._pool.poll():
@@ -208,14 +262,14 @@ class Episodes:
         """Adds a turn to the engine. Raises InvariantError if its host sees another sequence than this process."""
         group, has_sampled = one.group, one.has_sampled
         branch = self._branch(one, wish)
-        branch.observe(wish.observation.tolist())
+        branch.tokens += wish.observation.tolist()
         branch.numbers.append(one.num_turns)
         one.num_turns += 1
         branch.in_engine = True
         seed = None
         if self._config.deterministic:
             seed = group.seed(self._config.seed, one.index, len(branch.turns), wish.branch)
-        turn = turn_key(wish.episode, wish.branch)
+        turn = _turn_key(wish.episode, wish.branch)
         self._turns[turn] = wish.episode, wish.branch
         self._engine.add(
             turn,
@@ -229,21 +283,20 @@ class Episodes:
         )
 
     def _branch(self, one: _Episode, wish: NextTurn) -> Branch:
-        """The branch of the wish, which is made when it is named for the first time."""
         branch = one.branches.get(wish.branch)
         if branch is None:
             prompt = one.group.lease.prompt.tokens
             source = one.branches[wish.source] if wish.branch else Branch(prompt.tolist())
-            branch = one.branches[wish.branch] = source.fork(wish.keep)
+            branch = one.branches[wish.branch] = Branch(source.tokens[: wish.keep])
             branch.has_row_prompt = wish.keep >= len(prompt) and (source.has_row_prompt or not wish.branch)
         if branch.in_engine or len(branch.tokens) != wish.keep:
             where = f"episode {wish.episode}, branch {wish.branch}"
-            raise InvariantError(f"{where}: {len(branch.tokens)} tokens, its host says {wish.keep}")
+            raise InvariantError(f"{where}: {len(branch.tokens)} tokens, its host has {wish.keep}")
         return branch
 
     def _turns_of(self, key: str) -> list[str]:
-        """The engine's keys of the turns of an episode that are being sampled."""
-        return [turn_key(key, number) for number, branch in self._live[key].branches.items() if branch.in_engine]
+        """Returns the engine's keys of the turns of an episode that are being sampled."""
+        return [_turn_key(key, number) for number, branch in self._live[key].branches.items() if branch.in_engine]
 
     def _abort(self, key: str) -> int:
         """Aborts the turns that are being sampled. Returns the number of their tokens."""
@@ -272,8 +325,8 @@ class Episodes:
         self._retries.append((time.monotonic() + pause_s, ended.episode))
         return True
 
-    def _end(self, one: _Episode, ended: EpisodeEnded) -> EndedEpisode:
-        """Removes the episode. Each of its branches in which the policy has said something is a row."""
+    def _end(self, one: _Episode, ended: EpisodeEnded) -> list[Completion]:
+        """Removes the episode. Each of its branches with a turn of the policy is a row."""
         key, prompt = ended.episode, one.group.lease.prompt.tokens
         one.lost_tokens += self._abort(key)
         for branch in one.branches.values():
@@ -282,18 +335,14 @@ class Episodes:
                 one.lost_tokens += branch.drop_last_turn()
         del self._live[key]
         branches = [one.branches[number] for number in sorted(one.branches) if one.branches[number].turns]
-        said = [
-            (number, turn.tokens) for one in branches for number, (_, turn) in zip(one.numbers, one.turns, strict=True)
-        ]
-        turns = [tokens for _, tokens in sorted(said, key=lambda pair: pair[0])]
+        turns = {number: turn.tokens for x in branches for number, (_, turn) in zip(x.numbers, x.turns, strict=True)}
         branches = branches or [Branch(prompt.tolist(), has_row_prompt=True)]
-        outcomes = [self._outcome(one, ended, branch, is_first=branch is branches[0]) for branch in branches]
-        rows = [branch.to_completion(key, ended.status, len(prompt)) for branch in branches]
-        episode = EndedEpisode(one.group, one.index, rows, outcomes, ended, turns)
-        one.group.note(episode)
-        return episode
+        group, index = one.group, one.index
+        group.ends[index], group.turns[index] = ended, [turns[number] for number in sorted(turns)]
+        group.outcomes[index] = [_outcome(one, ended, branch, is_first=branch is branches[0]) for branch in branches]
+        return [branch.to_completion(key, ended.status, len(prompt)) for branch in branches]
 
-    def _end_others(self, failed: _Episode, end: EpisodeEnded) -> list[EndedEpisode]:
+    def _end_others(self, failed: _Episode, end: EpisodeEnded) -> list[list[Completion]]:
         """Ends the other members of a group, which would be scored together with the one that has failed."""
         others = [key for key, one in self._live.items() if one.group is failed.group]
         self._pool.drop(others)
@@ -301,17 +350,18 @@ class Episodes:
         blank = structs.replace(end, error=error, unused=[], environment_s=0.0)
         return [self._end(self._live[key], structs.replace(blank, episode=key)) for key in others]
 
-    def _outcome(self, one: _Episode, ended: EpisodeEnded, branch: Branch, *, is_first: bool) -> EpisodeOutcome:
-        """The outcome of a row; what is of the complete episode is with the first one."""
-        rewards = ended.turn_rewards or [0.0] * one.num_turns
-        return EpisodeOutcome(
-            ended=ended.ended,
-            turn_rewards=[rewards[number] for number in branch.numbers if number < len(rewards)],
-            observation_tokens=branch.num_observation_tokens,
-            environment_s=ended.environment_s if is_first else 0.0,
-            tries=one.tries + one.host_losses if is_first else 0,
-            lost_tokens=one.lost_tokens if is_first else 0,
-            reset_s=one.reset_s if is_first else 0.0,
-            wait_s=one.wait_s if is_first else 0.0,
-            slow_turns=one.slow_turns if is_first else 0,
-        )
+
+def _outcome(one: _Episode, ended: EpisodeEnded, branch: Branch, *, is_first: bool) -> EpisodeOutcome:
+    """Returns the outcome of a row; the first one has the values of the complete episode."""
+    rewards = ended.turn_rewards or [0.0] * one.num_turns
+    return EpisodeOutcome(
+        ended=ended.ended,
+        turn_rewards=[rewards[number] for number in branch.numbers if number < len(rewards)],
+        observation_tokens=branch.num_observation_tokens,
+        environment_s=ended.environment_s if is_first else 0.0,
+        tries=one.tries + one.host_losses if is_first else 0,
+        lost_tokens=one.lost_tokens if is_first else 0,
+        reset_s=one.reset_s if is_first else 0.0,
+        wait_s=one.wait_s if is_first else 0.0,
+        slow_turns=one.slow_turns if is_first else 0,
+    )

@@ -1,4 +1,4 @@
-"""Leases in progress in a generator, and the groups and evaluation results built from them once they are scored."""
+"""Leases in progress in a generator, and the groups and evaluation results built from them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from asyncrl.config import Config
 from asyncrl.errors import InvariantError
 from asyncrl.generator.engine import Completion, Sampling
 from asyncrl.replay.codec import group_block
+from asyncrl.replay.evaluation.samples import EvaluatedRow
 from asyncrl.replay.ledger import wanted_groups
 from asyncrl.types import NO_VERSION, EpisodeOutcome, Group, Lease, Prompt, Trajectory
 from asyncrl.wire.environment_messages import EpisodeEnded
@@ -22,15 +23,6 @@ from asyncrl.wire.messages import Evaluated
 
 if TYPE_CHECKING:
     from asyncrl.rewards.workers import Scored
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """The last ask: the loaded version, and the numbers of groups and evaluation prompts asked for."""
-
-    version: int = NO_VERSION
-    groups: int = 0
-    evaluations: int = 0
 
 
 def free_capacity(config: Config, *, running: int, evaluating: int | None, denied: bool) -> tuple[int, int]:
@@ -58,8 +50,8 @@ def _task_seed(*words: int) -> int:
 
 
 @dataclass(slots=True)
-class Running:
-    """A lease in progress."""
+class GroupInProgress:
+    """A lease, from its start to its rewards."""
 
     lease: Lease
     size: int
@@ -73,9 +65,9 @@ class Running:
     outcomes: dict[int, list[EpisodeOutcome]] = field(default_factory=dict[int, list[EpisodeOutcome]])
     """The same of their episodes; empty without an environment."""
     ends: dict[int, EpisodeEnded] = field(default_factory=dict[int, EpisodeEnded])
-    """What their environments returned, by index in the group."""
+    """The results of their environments, by index in the group."""
     turns: dict[int, list[list[int]]] = field(default_factory=dict[int, list[list[int]]])
-    """The tokens of the turns of their episodes, by index in the group."""
+    """The tokens of the turns of their episodes, in the order of requests, by index in the group."""
     complete_s: float = 0.0
     """Time at which the last member ended."""
 
@@ -112,10 +104,10 @@ class Running:
         """The seed of the environments of the group."""
         return _task_seed(seed, int(self.lease.evaluation), self.lease.ticket)
 
-    def note(self, episode: EndedEpisode) -> None:
-        """Keeps what became of a member's episode; its rows are the caller's to add."""
-        index = episode.index
-        self.outcomes[index], self.ends[index], self.turns[index] = episode.outcomes, episode.ended, episode.turns
+    def num_ended_tokens(self, index: int) -> int:
+        """Sampled tokens of a member, with those of failed tries, once it has ended; before that 0."""
+        rows, outcomes = self.completions.get(index, []), self.outcomes.get(index, [])
+        return sum(row.num_action_tokens for row in rows) + sum(one.lost_tokens for one in outcomes)
 
     @property
     def scored_together(self) -> bool:
@@ -142,29 +134,15 @@ class Running:
         return [self.completions[index][0] for index in range(self.size)]
 
 
-class EndedEpisode(NamedTuple):
-    """A member of a group with an environment, which is complete."""
-
-    group: Running
-    index: int
-    rows: list[Completion]
-    """One for each sequence of tokens; a conversation that was rewritten has several."""
-    outcomes: list[EpisodeOutcome]
-    """Of each row."""
-    ended: EpisodeEnded
-    turns: list[list[int]]
-    """The tokens of its turns, in the order in which they were asked for."""
-
-
 def make_group(
-    running: Running,
+    running: GroupInProgress,
     scored: Scored,
     *,
     generator: int,
     truncated_penalty: float = 0.0,
     failed: Literal["exclude", "zero", "refund"] = "exclude",
 ) -> Group:
-    """The group of a complete lease with its rewards.
+    """Returns the group of a complete lease with its rewards.
 
     `truncated_penalty` is subtracted from the rewards of members cut at the token limit. A member without a reward gets
     the status "failed". With `failed="zero"` it gets the reward 0 instead, unless its environment failed or no member
@@ -183,7 +161,9 @@ def make_group(
         trajectory.member = index
         if index in running.outcomes:
             weight = 0.0 if error else scored.environment_weight
-            trajectory.episode = _weighted(running.outcomes[index][row], weight)
+            outcome = running.outcomes[index][row]
+            turn_rewards = [weight * reward for reward in outcome.turn_rewards]
+            trajectory.episode = replace(outcome, turn_rewards=turn_rewards)
         if not error:
             trajectory.reward, trajectory.reward_parts = scored.rewards[index], scored.parts[index]
         elif not counts_as_0 or running.environment_failed(index):
@@ -209,9 +189,9 @@ def make_group(
     )
 
 
-def _errors(running: Running, scored: Scored, failed: str) -> tuple[list[str], float | None]:
-    """Why members have no reward, and the reward of the greedy completion, whose error is that of all members unless it
-    counts as 0: without it they have no baseline."""
+def _errors(running: GroupInProgress, scored: Scored, failed: str) -> tuple[list[str], float | None]:
+    """Returns why members have no reward, and the reward of the greedy completion. Its error is an error of all members
+    unless it counts as 0: without it they have no baseline."""
     if not running.greedy:
         return scored.errors, None
     *errors, error = scored.errors
@@ -219,18 +199,11 @@ def _errors(running: Running, scored: Scored, failed: str) -> tuple[list[str], f
         return errors, scored.rewards[-1]
     if failed == "zero" and not running.environment_failed(len(errors)):
         return errors, 0.0
-    return [one or error for one in errors], None
+    return [own or error for own in errors], None
 
 
-def _weighted(outcome: EpisodeOutcome, weight: float) -> EpisodeOutcome:
-    """The outcome with the rewards of its turns times the weight."""
-    if weight == 1.0:
-        return outcome
-    return replace(outcome, turn_rewards=[weight * reward for reward in outcome.turn_rewards])
-
-
-def make_evaluated(running: Running, scored: Scored) -> Evaluated:
-    """The result of an evaluation lease. Raises InvariantError when its tokens are not all of one version."""
+def make_evaluated(running: GroupInProgress, scored: Scored) -> Evaluated:
+    """Returns the result of an evaluation lease. Raises InvariantError when its tokens are not all of one version."""
     lease, version = running.lease, running.start_version
     completions = [completion for rows in running.members for completion in rows]
     for completion in completions:
@@ -250,6 +223,20 @@ def make_evaluated(running: Running, scored: Scored) -> Evaluated:
         status=["failed" if bad else first.status for bad, first in zip(failed, running.firsts, strict=True)],
         tokens=sum(completion.num_action_tokens for completion in completions),
     )
+
+
+def evaluated_rows(running: GroupInProgress, scored: Scored) -> list[EvaluatedRow]:
+    """Returns what is recorded of a complete evaluation lease: its completions, or the rows of its episodes."""
+    if not running.ends:
+        return [EvaluatedRow(member, completion.tokens) for member, completion in enumerate(running.firsts)]
+    group = make_group(running, scored, generator=0)
+    rows: list[EvaluatedRow] = []
+    for member, row in zip(group.members, group.trajectories, strict=True):
+        rewards = [] if row.episode is None else row.episode.turn_rewards
+        # The last turns of an episode that failed before they had a reward get 0.
+        rewards = [*rewards, *[0.0] * (row.num_turns - len(rewards))]
+        rows.append(EvaluatedRow(member, row.tokens, row.action_mask, rewards))
+    return rows
 
 
 def _trajectories(prompt: Prompt, completions: Sequence[Completion]) -> tuple[list[Trajectory], Block]:

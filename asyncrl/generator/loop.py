@@ -3,12 +3,12 @@
     _await_weights     poll the replay queue until the first weights are staged
     tick, repeated:
       _swap_staged     a staged version -> engine.swap, unless an evaluation or `deterministic` pins the loaded one; or
-                       the buckets of a version -> engine.load, until it is complete (`weight_swaps.py`)
+                       the buckets of a version -> engine.loader, until it is complete (`WeightSwaps`)
       _exchange        a reply of the replay queue -> new leases -> groups.start; ask again when there is capacity
       engine.step      one decoding step of all sequences -> groups.take; a complete group -> reward workers
-      groups.poll      what environments say -> engine.add; ended episodes -> their groups
+      groups.poll      observations -> engine.add; ended episodes -> their groups
       groups.collect   scored groups -> the replay queue
-      card             with `launch.colocate`, it is the learner's turn -> engine.sleep (`colocated.py`)
+      turn             with `launch.colocate`, it is the learner's turn -> engine.sleep (`asyncrl/colocate.py`)
     release            return the leases of unfinished groups
 
     waits for               woken by                                   deadline
@@ -25,20 +25,22 @@ hold up decoding.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import structlog
+from numpy.typing import NDArray
 
+from asyncrl.colocate import NoLock
 from asyncrl.config import Config
 from asyncrl.errors import PeerTimeoutError
-from asyncrl.generator.colocated import OwnCard
-from asyncrl.generator.cost_model import StepCosts
-from asyncrl.generator.engine import Engine
-from asyncrl.generator.group_runner import GroupRunner, Member
-from asyncrl.generator.groups import Asked, Running, make_evaluated, make_group
-from asyncrl.generator.scoring import evaluated_rows
-from asyncrl.generator.weight_swaps import WeightSwaps
+from asyncrl.generator.engine import Engine, WeightSwaps
+from asyncrl.generator.group_runner import GroupRunner
+from asyncrl.generator.groups import GroupInProgress, evaluated_rows, make_evaluated, make_group
 from asyncrl.replay.client import GeneratorClient, LeaseReply
 from asyncrl.replay.evaluation.samples import pack_rows
 from asyncrl.types import NO_VERSION
@@ -67,6 +69,19 @@ _IDLE_S = 0.005
 """Longest wait for a reply while nothing runs; new weights and rewards are polled in between."""
 _ENVIRONMENTS_S = 0.001
 """The same while all episodes wait for their environments."""
+_STEPS_KEPT = 512
+"""Steps kept for each power of two of running sequences. Only the latest count, since costs change with lengths; one
+list per power keeps the cost of steps with few sequences known."""
+_MIN_STEPS = 32
+"""Steps needed for a fit."""
+
+
+class _LastAsk(NamedTuple):
+    """The loaded version, and the numbers of groups and evaluation prompts requested."""
+
+    version: int = NO_VERSION
+    groups: int = 0
+    evaluations: int = 0
 
 
 class GeneratorLoop:
@@ -84,9 +99,10 @@ class GeneratorLoop:
         should_stop: Callable[[], bool],
         greedy_baseline: bool = False,
         environments: EnvironmentPool | None = None,
-        card: OwnCard | None = None,
+        turn: NoLock | None = None,
     ) -> None:
-        """Without `rewards`, the reward of a group is that of the `environments`; without a `card`, it has its own."""
+        """Without `rewards`, groups have the rewards of the `environments`; without a `turn`, the engine always has
+        its device."""
         self.config = config
         self._slots = config.generator.max_running_groups * config.generator.group_size
         self.index = index
@@ -97,7 +113,7 @@ class GeneratorLoop:
         self.receiver = receiver
         self.client = client
         self.should_stop = should_stop
-        self.card = card or OwnCard()
+        self.turn = turn or NoLock()
         self.stats = GeneratorStats.of()
         self._watch = Stopwatch(GENERATOR_ACTIVITIES)
         self._phases = Stopwatch((_OTHER, *GENERATOR_PHASES))
@@ -108,7 +124,7 @@ class GeneratorLoop:
         self.done = False
         self._pinned = False
         """True while the loaded version is being evaluated and evaluation prompts may be left to lease."""
-        self._asked = Asked()
+        self._asked = _LastAsk()
         self._denied = False
         """True when the last reply had fewer training groups than asked for."""
         self._next_ask_s = self._heartbeat_s = 0.0
@@ -117,7 +133,7 @@ class GeneratorLoop:
         self._leave_s: float | None = None
         """Deadline for this generator to leave; None unless asked to leave."""
         self._swaps = WeightSwaps(
-            engine, receiver, card=self.card, timeout_s=config.launch.progress_timeout_s, meanwhile=self._keep_alive
+            engine, receiver, turn=self.turn, timeout_s=config.launch.progress_timeout_s, meanwhile=self._keep_alive
         )
 
     def run(self) -> None:
@@ -133,23 +149,22 @@ class GeneratorLoop:
 
     @property
     def _left(self) -> bool:
-        """True when this generator was asked to leave and has nothing left to finish, or no time left."""
         if self._leave_s is None:
             return False
         return not self.groups.unfinished or time.monotonic() > self._leave_s
 
     def tick(self) -> None:
         """Runs one iteration of the loop: swap, exchange, engine step, rewards."""
-        busy = self.engine.num_running > 0 and not self.card.asleep
+        busy = self.engine.num_running > 0 and not self.turn.asleep
         self._watch.switch("syncing")
         self._swap_staged()
-        if self.engine.torn:
+        if self.engine.loader is not None and self.engine.loader.updating:
             return  # the run is over
         episodes = self.groups.episodes
         in_environments = episodes is not None and episodes.num_live > 0
         self._watch.switch("working" if busy else "environments" if in_environments else "waiting")
         spent_s = self._exchange(0.0 if busy else _ENVIRONMENTS_S if in_environments else _IDLE_S)
-        running, began_s = 0 if self.card.asleep else self.engine.num_running, time.monotonic()
+        running, began_s = 0 if self.turn.asleep else self.engine.num_running, time.monotonic()
         if running:
             self._watch.switch("working")
             self._phases.switch("engine")
@@ -173,12 +188,12 @@ class GeneratorLoop:
             self._count_costs(now_s, spent_s + now_s - began_s, running)
         leases_come = self.client.outstanding and bool(self._asked.groups + self._asked.evaluations)
         idle = self._denied and not self.engine.num_running
-        self.card.sleep_after_step(busy=leases_come or self._keeps_version, idle=idle)
+        self.turn.sleep_after_step(busy=leases_come or self._keeps_version, idle=idle)
 
-    def _count_ended(self, members: Iterable[Member]) -> None:
-        for member in members:
-            if member.group.sampling(member.index) == "training":
-                self.stats.tokens += member.num_ended_tokens
+    def _count_ended(self, members: Iterable[tuple[GroupInProgress, int]]) -> None:
+        for group, index in members:
+            if group.sampling(index) == "training":
+                self.stats.tokens += group.num_ended_tokens(index)
                 self.stats.samples += 1
 
     def _count_costs(self, now_s: float, seconds: float, running: int) -> None:
@@ -206,7 +221,6 @@ class GeneratorLoop:
     # --- weights
 
     def _await_weights(self) -> None:
-        """Raises PeerTimeoutError after `launch.start_timeout_s` without weights and without learner progress."""
         limit_s = self.config.launch.start_timeout_s
         deadline_s = time.monotonic() + limit_s
         progress = self._progress
@@ -230,9 +244,8 @@ class GeneratorLoop:
         return bool(self._pinned or groups.num_evaluating or (self.config.deterministic and groups.running))
 
     def _swap_staged(self) -> None:
-        """Swaps to the staged version, unless the loaded one must be kept, or the card is the learner's."""
         self._phases.switch(_OTHER)
-        if not self.card.can_load(self.receiver):
+        if not self.turn.can_load(self.receiver):
             return
         if self._keeps_version:
             self.receiver.hold()
@@ -240,7 +253,7 @@ class GeneratorLoop:
         stall_ms = self._swaps.swap()
         if stall_ms is None:
             return
-        self.card.woken()
+        self.turn.woken()
         version = self.engine.version
         self.stats.stall_ms.append(stall_ms)
         self._next_ask_s = 0.0
@@ -248,7 +261,6 @@ class GeneratorLoop:
         log.info("weights loaded", version=version, stall_ms=round(stall_ms, 2))
 
     def _keep_alive(self) -> bool:
-        """Keeps the leases while the engine stands still. Returns False when the run is over."""
         self._exchange(0.0)
         self._phases.switch(_OTHER)
         return not (self.done or self._left or self.should_stop())
@@ -256,8 +268,6 @@ class GeneratorLoop:
     # --- leases
 
     def _exchange(self, wait_s: float) -> float:
-        """Handles a reply of the replay queue and asks for as many leases as there is capacity for. Returns the
-        seconds spent, without the wait for the reply."""
         self._phases.switch(_OTHER if wait_s else "messages")
         reply = self.client.poll(wait_s)
         self._phases.switch("messages")
@@ -280,7 +290,7 @@ class GeneratorLoop:
         groups, evaluations = self._free_capacity()
         renews = now_s >= self._heartbeat_s
         if renews or (groups + evaluations and now_s >= self._next_ask_s):
-            self._asked = Asked(self.engine.version, groups, evaluations)
+            self._asked = _LastAsk(self.engine.version, groups, evaluations)
             seconds = self._watch.seconds() | self._phases.seconds()
             del seconds[_OTHER]
             for name, spent_s in seconds.items():
@@ -306,27 +316,82 @@ class GeneratorLoop:
         asked = self._asked
         if asked.version != self.engine.version:
             return
-        self.card.batches = reply.batches
+        self.turn.batches = reply.batches
         self._pinned = self._pinned and reply.evaluations_left
         self._denied = sum(not lease.evaluation for lease in reply.leases) < asked.groups
         if len(reply.leases) < asked.groups + asked.evaluations:
             self._next_ask_s = now_s + max(reply.pause_s, _DENIED_S if self.groups.running else _DENIED_IDLE_S)
 
     def _free_capacity(self) -> tuple[int, int]:
-        """Numbers of groups and of evaluation prompts to ask for."""
+        """How many groups and evaluation prompts to request."""
         no_version = self.engine.version == NO_VERSION or self._swaps.stands_still
-        if no_version or self._leave_s is not None or self.card.asleep:
+        if no_version or self._leave_s is not None or self.turn.asleep:
             return 0, 0
         groups, evaluations = self.groups.free_capacity(evaluates=self._pinned, denied=self._denied)
-        return 0 if self.card.enough else groups, evaluations
+        return 0 if self.turn.enough else groups, evaluations
 
-    def _finish(self, group: Running, scored: Scored) -> None:
+    def _finish(self, group: GroupInProgress, scored: Scored) -> None:
         self._costs.scored(time.monotonic() - group.complete_s)
         if group.lease.evaluation:
             limit = self.config.generator.group_size if self.config.observe.samples else 0
             rows = pack_rows(evaluated_rows(group, scored), limit=limit)
             self.client.evaluated(make_evaluated(group, scored), rows)
             return
-        penalty, failed = self.config.algorithm.truncated_penalty, self.config.replay.failed
         self.stats.rewards_failed += sum(map(bool, scored.errors))
+        penalty, failed = self.config.algorithm.truncated_penalty, self.config.replay.failed
         self.client.finish(make_group(group, scored, generator=self.index, truncated_penalty=penalty, failed=failed))
+
+
+@dataclass(slots=True)
+class StepCosts:
+    """Least-squares fit of a step's seconds to its running sequences and its sequences that started or ended; an input
+    of the simulator."""
+
+    _steps: dict[int, deque[tuple[float, float, float]]] = field(
+        default_factory=dict[int, deque[tuple[float, float, float]]]
+    )
+    """Bit length of the number of running sequences -> (seconds, running, started or ended) of each step."""
+    _scored: int = 0
+    _scored_s: float = 0.0
+
+    def step(self, seconds: float, *, running: int, changed: int) -> None:
+        """Adds a step with the loop's work around it; `changed` sequences started or ended in it."""
+        alike = self._steps.setdefault(running.bit_length(), deque(maxlen=_STEPS_KEPT))
+        alike.append((seconds, running, changed))
+
+    def scored(self, seconds: float) -> None:
+        """Adds a group that was scored `seconds` after its last token."""
+        self._scored += 1
+        self._scored_s += seconds
+
+    @property
+    def reward_s(self) -> float:
+        """Mean seconds from the last token of a group to its rewards."""
+        return self._scored_s / max(self._scored, 1)
+
+    def solve(self) -> list[float]:
+        """Seconds per step, per sequence and step, and per sequence, none negative; empty before _MIN_STEPS steps."""
+        steps = [step for alike in self._steps.values() for step in alike]
+        if len(steps) < _MIN_STEPS:
+            return []
+        seconds, running, changed = np.array(steps).T
+        base_s, sequence_s, change_s = non_negative(np.stack([np.ones_like(running), running, changed], 1), seconds)
+        return [base_s, sequence_s, 2 * change_s]
+
+
+def non_negative(columns: NDArray[np.float64], values: NDArray[np.float64]) -> list[float]:
+    """The non-negative coefficients [k] of columns [n, k] with the least squared distance from values [n].
+
+    Tries every subset of coefficients as the non-zero ones, so use it for few columns: the best solution is the
+    unconstrained one of its non-zero coefficients.
+    """
+    best, least = [0.0] * columns.shape[1], float(values @ values)
+    for size in range(1, columns.shape[1] + 1):
+        for chosen in combinations(range(columns.shape[1]), size):
+            found = np.linalg.lstsq(columns[:, chosen], values)[0]
+            distance = float(np.square(columns[:, chosen] @ found - values).sum())
+            if found.min() >= 0.0 and distance < least:
+                best, least = [0.0] * columns.shape[1], distance
+                for column, coefficient in zip(chosen, found, strict=True):
+                    best[column] = float(coefficient)
+    return best

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import structlog
 
+from asyncrl.colocate import GeneratorTurn, generator_locks
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
-from asyncrl.generator.colocated import SharedCard, cards_of
 from asyncrl.generator.engine import make_engine
 from asyncrl.generator.loop import GeneratorLoop
 from asyncrl.replay.client import GeneratorClient
@@ -68,14 +68,20 @@ def run_generator(
         receiver = make_receiver(config, index, endpoints, run_dir, device="cuda:0" if on_gpu else "cpu")
         stack.callback(receiver.close)
         receiver.start()  # joins while the engine starts, so that the learners do not wait for it
-        if (cards := cards_of(config, index, run_dir)) is not None:
-            stack.callback(cards.leave)
-            cards.acquire(config.launch.progress_timeout_s)
+        locks = generator_locks(config, index, run_dir)
+        for lock in locks:
+            stack.callback(lock.leave)
+            lock.acquire(config.launch.progress_timeout_s)
         log.info("starts", generator=index, doing="building its engine")
         engine = make_engine(config, seed=engine_seed(config.seed, index, start))
         stack.callback(engine.close)
-        card = None if cards is None else SharedCard(config, engine, cards)
-        receiver.engine_is_up(engine if config.weights.staging == "buckets" else None)
+        turn = GeneratorTurn(config, engine, locks) if locks else None
+        if (by_buckets := config.weights.staging == "buckets") and engine.loader is None:
+            raise ConfigError(
+                f"weights.staging = 'buckets': the engine {config.generator.engine!r} has no `loader` "
+                "(asyncrl/generator/engine.py); use weights.staging=whole"
+            )
+        receiver.engine_is_up(engine.loader if by_buckets else None)
         if not on_gpu:
             try_batch_scheduling(set_time_slice)
         log.info("engine is up", generator=index, doing="joining the run")
@@ -98,14 +104,14 @@ def run_generator(
             should_stop=should_stop,
             greedy_baseline=greedy_baseline,
             environments=environments,
-            card=card,
+            turn=turn,
         ).run()
 
 
 def make_receiver(
     config: Config, index: int, endpoints: Endpoints, run_dir: Path, *, device: str
 ) -> BackgroundReceiver:
-    """The receiver of the run's weights: from the learner, or from a store."""
+    """Returns the receiver of the run's weights: from the learner, or from a store."""
     from asyncrl.weights.base import fingerprint_of
     from asyncrl.weights.files.receiver import FileReceiver
     from asyncrl.weights.files.sender import StoreOptions
@@ -141,7 +147,7 @@ def make_receiver(
 
 
 def engine_seed(seed: int, index: int, start: int) -> int:
-    """The engine's seed for the `start`-th start of generator `index`: no two starts draw the same samples."""
+    """Returns the engine's seed for the `start`-th start of generator `index`: no two starts draw the same samples."""
     return int(np.random.SeedSequence([seed, index, start]).generate_state(1)[0])
 
 
@@ -167,8 +173,8 @@ def try_batch_scheduling(how: Callable[[], None]) -> None:
 
 
 def _num_elements(file: Path, adapter_rank: int) -> int:
-    """The number of elements of all tensors in a safetensors file, or of adapters that each of them could have. The
-    model may have a tensor of the file in two or three, with an adapter each."""
+    """Returns the number of elements of all tensors in a safetensors file, or of adapters that each of them could have.
+    The model may have a tensor of the file in two or three, with an adapter each."""
     try:
         shapes = [tensor["shape"] for tensor in read_tensor_descriptions(file).values()]
         return sum(_TENSORS * adapter_rank * sum(shape) if adapter_rank else math.prod(shape) for shape in shapes)

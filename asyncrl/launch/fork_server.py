@@ -59,7 +59,7 @@ PRELOADED = (
 """Modules of all roles."""
 ENGINE_MODULES = {
     "vllm": (
-        "asyncrl.generator.vllm_backend.weight_transfer",
+        "asyncrl.generator.vllm_backend.worker_side",
         "vllm.v1.engine.llm_engine",
         "vllm.v1.worker.cpu_worker",
         "vllm.model_executor.model_loader.default_loader",

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from asyncrl.config import Config, LearnerConfig
 from asyncrl.config.mappings import Lora
 from asyncrl.errors import ConfigError
-from asyncrl.generator.transformers_backend.setup import STEP_TOKENS
+from asyncrl.generator.engine import STEP_TOKENS
 from asyncrl.generator.vllm_backend.setup import LORA_RANKS, uses_adapter
 from asyncrl.launch.placement import Placement, RoleResources
 from asyncrl.rewards.reward_model import model_options

@@ -13,6 +13,8 @@ from asyncrl.generator.engine import GPU_FRACTION
 from asyncrl.launch.machine import Gpu, visible_gpus
 from asyncrl.wire.endpoints import LOOPBACK
 
+PROVEN_ENGINES = ("transformers",)
+"""Engines that `make gpu-check` has shown to share a GPU."""
 Member = tuple[str, int]
 """A role and its index."""
 
@@ -180,14 +182,12 @@ def place_roles(config: Config, *, reward_model: bool = False, hosts: Sequence[H
     and cores. Raises ConfigError if there are GPUs, but fewer than learner
     ranks or critic ranks, and if a host has fewer GPUs or cores than one of its generators needs.
     """
-    from asyncrl.launch.resources.colocate import check_colocate, on_shared_cards  # which imports this module
-
     hosts = list(hosts or [this_machine()])
     gpus = tuple(gpu for host in hosts for gpu in host.gpus)
     if gpus:
         _check_ranks(config, gpus)
     if config.launch.colocated:
-        check_colocate(config, hosts)
+        _check_colocate(config, hosts)
     placed: dict[Member, RoleResources] = {}
     parallel, pin = num_devices(config, "generator"), config.launch.pin_cores
     dealt = deal_roles(config, hosts, reward_model=reward_model)
@@ -197,7 +197,7 @@ def place_roles(config: Config, *, reward_model: bool = False, hosts: Sequence[H
         if _split(members)[0]:
             _check_parallel(host, parallel)
         if config.launch.colocated:
-            own = on_shared_cards(config, host, members)
+            own = _on_shared(config, host, members)
         else:
             own = _on_gpus(host, members, parallel) if host.gpus else _on_cores(host, members, parallel, pin=pin)
         placed |= {member: replace(resources, host=host.name) for member, resources in own.items()}
@@ -210,6 +210,49 @@ def place_roles(config: Config, *, reward_model: bool = False, hosts: Sequence[H
     shared = head.cpus if head.gpus or config.launch.colocated else head.cpus[_cut(head, dealt[0], parallel, pin=pin) :]
     replay = RoleResources(shared or head.cpus, threads=1, host=head.name)
     return Placement(of("generator"), of("learner"), replay, of("critic"), next(iter(of("reward_model")), None), gpus)
+
+
+def _check_colocate(config: Config, hosts: Sequence[Host]) -> None:
+    """Raises ConfigError if roles cannot share the devices of these hosts."""
+    key = f"launch.colocate = {config.launch.colocate!r}"
+    if len(hosts) > 1:
+        raise ConfigError(
+            f"{key} on {len(hosts)} hosts: the locks of the devices are files that processes of one machine lock; use "
+            "one host, or launch.colocate=off"
+        )
+    engine = config.generator.engine
+    if hosts[0].gpus and config.launch.colocate != "force" and engine not in PROVEN_ENGINES:
+        raise ConfigError(
+            f"{key} on GPUs with generator.engine = {engine!r}: its sleep is not proven on a GPU by a stage of "
+            "`make gpu-check`; launch.colocate=force uses it all the same, generator.engine=transformers is proven, "
+            "launch.colocate=off takes separate GPUs"
+        )
+
+
+def _on_shared(config: Config, host: Host, members: Sequence[Member]) -> dict[Member, RoleResources]:
+    """Device r, a GPU or a part of the host's cores, belongs to learner rank r and to generator
+    r // `generator.tensor_parallel`. A generator that joined later has separate GPUs, or on a CPU all cores."""
+    devices, parallel = config.launch.learners, config.generator.tensor_parallel
+    last = min(devices, len(host.gpus) - 1)
+    placed: dict[Member, RoleResources] = {}
+    for role, index in members:
+        if role == "reward_model":
+            own = range(last, last + 1) if host.gpus else range(devices)
+        else:
+            count = parallel if role == "generator" else 1
+            own = range(index * count, (index + 1) * count)
+        each = len(host.cpus) // devices
+        if host.gpus:
+            if own.stop > len(host.gpus):
+                raise ConfigError(f"no GPU of {host.name or 'this machine'} is free: it has {len(host.gpus)}")
+            gpus = tuple(host.gpus[device].name for device in own)
+            placed[role, index] = RoleResources(host.cpus, max(1, each), gpus)
+        elif config.launch.pin_cores and each and own.stop <= devices:
+            cpus = tuple(host.cpus[own.start * each : own.stop * each])
+            placed[role, index] = RoleResources(cpus, each * len(own))
+        else:
+            placed[role, index] = RoleResources(host.cpus, max(1, each * len(own)))
+    return placed
 
 
 def _check_ranks(config: Config, gpus: Sequence[Gpu]) -> None:

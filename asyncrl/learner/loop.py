@@ -34,6 +34,7 @@ from typing import Any
 import structlog
 import torch
 
+from asyncrl.colocate import NoLock
 from asyncrl.config import Config
 from asyncrl.errors import InvariantError, PeerTimeoutError, RunError, observer_failures, observing
 from asyncrl.learner.batch import Batch
@@ -41,7 +42,6 @@ from asyncrl.learner.checkpoint.files import Files, bytes_file
 from asyncrl.learner.checkpoint.hf_export import save_model
 from asyncrl.learner.checkpoint.manager import Checkpoints
 from asyncrl.learner.collate import collate
-from asyncrl.learner.colocated import OwnCard
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.metrics.flops import device_peak, utilization
 from asyncrl.learner.metrics.profiler import StepProfiler
@@ -80,7 +80,7 @@ class Learner:
     """Step of the checkpoint that the trainer comes from."""
     book: SampleBook | None = None
     """The record of samples; None on the other ranks, or when none are recorded."""
-    card: OwnCard = field(default_factory=OwnCard)
+    card: NoLock = field(default_factory=NoLock)
     """True if this rank has its card; without `launch.colocate` it always has."""
     watch: Stopwatch = field(default_factory=Stopwatch)
     """A step's times run from commit to commit: its checkpoint and weight times are those of the step before."""

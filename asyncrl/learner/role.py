@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
+from asyncrl.colocate import DeviceLock, LearnerTurn, NoLock, device_path
 from asyncrl.config import Config
 from asyncrl.errors import RunError
 from asyncrl.learner.algorithm import make_algorithm
 from asyncrl.learner.checkpoint.files import CHECKPOINTS
 from asyncrl.learner.checkpoint.manager import Checkpoints
-from asyncrl.learner.colocated import OwnCard, SharedCard
 from asyncrl.learner.critic.remote import RemoteCritic
 from asyncrl.learner.critic.value_function import Critic, ValueFunction
 from asyncrl.learner.distributed import Ranks, process_group
@@ -23,7 +23,6 @@ from asyncrl.learner.mismatch_check import MismatchCheck
 from asyncrl.learner.model.deepspeed_import import enable_determinism
 from asyncrl.learner.trainer import Trainer
 from asyncrl.samples.book import SampleBook
-from asyncrl.util.card_lock import CardLock, card_path
 from asyncrl.wire.directory import announce
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.store import StoreServer
@@ -187,7 +186,7 @@ def run_offline(
 @contextmanager
 def _training(
     config: Config, rank: int, endpoints: Endpoints, run_dir: Path, *, shares_card: bool = False
-) -> Iterator[tuple[Trainer, Checkpoints, ExitStack, OwnCard]]:
+) -> Iterator[tuple[Trainer, Checkpoints, ExitStack, NoLock]]:
     """Yields this rank's trainer, the checkpoints in `run_dir`, an exit stack for objects to close at the end, and its
     card, which it has by then."""
     launch = config.launch
@@ -205,11 +204,11 @@ def _training(
         ) as ranks,
         ExitStack() as parts,
     ):
-        card = OwnCard()
+        card = NoLock()
         if shares_card:
-            lock = CardLock(card_path(run_dir, rank), f"learner-{rank}")
+            lock = DeviceLock(device_path(run_dir, rank), f"learner-{rank}")
             parts.callback(lock.leave)
-            card = SharedCard(config, ranks, lock)
+            card = LearnerTurn(config, ranks, lock)
         critic: ValueFunction | None = None
         others: tuple[str, ...] = ()
         if algorithm.needs_critic and config.critic.ranks:

@@ -30,6 +30,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from asyncrl.algorithms.kl import AdaptiveKL, FixedKL
+from asyncrl.colocate import states_of, tensors_of
 from asyncrl.config import Config
 from asyncrl.learner.advantage_step import Estimates, Scores, estimate
 from asyncrl.learner.algorithm import Algorithm
@@ -45,7 +46,6 @@ from asyncrl.learner.metrics.phases import PhaseTimer
 from asyncrl.learner.metrics.step import StepMetrics
 from asyncrl.learner.mismatch_check import MismatchCheck
 from asyncrl.learner.model.policy import Policy, Reference
-from asyncrl.learner.model.states import states_of, tensors_of
 from asyncrl.learner.token_losses import token_losses
 from asyncrl.learner.update import (
     Minibatch,

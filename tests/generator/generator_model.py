@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,12 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from generator_fakes import FakeClient, FakeReceiver, FakeRewards
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.config import Config, load_config
 from asyncrl.generator.engine import Completion, Engine
+from asyncrl.generator.loop import GeneratorLoop
 from asyncrl.generator.vllm_backend.engine import VllmEngine
 
 EOS = (1, 2)
@@ -68,6 +70,32 @@ def small_config(model_path: str, **overrides: object) -> Config:
         "generator.kv_cache_bytes": 16 << 20,
     }
     return load_config(None, values | {name.replace("__", "."): value for name, value in overrides.items()})
+
+
+def make_loop(
+    engine: Any,
+    model_path: str,
+    answer: Any,
+    policies: Sequence[Qwen2ForCausalLM] = (),
+    *,
+    rewards: Any = None,
+    environments: Any = None,
+    index: int = 3,
+    should_stop: Callable[[], bool] = lambda: False,
+    **overrides: Any,
+) -> tuple[GeneratorLoop, FakeClient, FakeReceiver]:
+    """A loop whose receiver has the given policies as versions 0, 1, ..., and whose client answers asks with `answer`,
+    or is it. By default a completion has its length as its reward."""
+    client = answer if isinstance(answer, FakeClient) else FakeClient(answer)
+    receiver: Any = FakeReceiver()
+    receiver.versions.extend((version, weights_of(policy)) for version, policy in enumerate(policies))
+    rewards = FakeRewards() if rewards is None and environments is None else rewards
+    config, any_client = small_config(model_path, **overrides), client
+    loop = GeneratorLoop(
+        config, index=index, engine=engine, rewards=rewards, environments=environments, receiver=receiver,
+        client=any_client, should_stop=should_stop,  # type: ignore[arg-type]
+    )  # fmt: skip
+    return loop, client, receiver
 
 
 @contextmanager

@@ -6,13 +6,11 @@ import itertools
 from collections.abc import Callable, Iterator
 
 import pytest
-from generator_fakes import FakeClient, FakeReceiver, FakeRewards, lease, lease_reply
-from generator_model import close_all, run_all, small_config, weights_of
+from generator_fakes import lease, lease_reply
+from generator_model import close_all, make_loop, run_all, small_config, weights_of
 from transformers import Qwen2ForCausalLM
 
-from asyncrl.errors import InvariantError
 from asyncrl.generator.engine import Completion
-from asyncrl.generator.loop import GeneratorLoop
 from asyncrl.generator.vllm_backend.engine import VllmEngine
 from asyncrl.replay.client import LeaseReply
 from asyncrl.types import NO_VERSION, Group, Lease
@@ -74,17 +72,8 @@ def run_loop(engine: VllmEngine, model_path: str, policies: Policies, leases: li
     def answer(version: int, num_groups: int) -> LeaseReply:
         return lease_reply(list(itertools.islice(left, num_groups)), len(client.groups) == len(leases), "")
 
-    client, receiver = FakeClient(answer), FakeReceiver()
-    receiver.versions.append((0, weights_of(policies[0])))
-    GeneratorLoop(
-        small_config(model_path, **OPTIONS),
-        index=index,
-        engine=engine,
-        rewards=FakeRewards(),  # type: ignore[arg-type]
-        receiver=receiver,  # type: ignore[arg-type]
-        client=client,  # type: ignore[arg-type]
-        should_stop=lambda: False,
-    ).run()
+    loop, client, _ = make_loop(engine, model_path, answer, policies[:1], index=index, **OPTIONS)
+    loop.run()
     return client.groups
 
 
@@ -108,18 +97,8 @@ def test_completions_are_of_one_version(engines: list[VllmEngine], model_path: s
     engine = engines[0]
     engine.version = NO_VERSION
     left = iter([lease(0), lease(1)])
-    client = FakeClient(lambda _, number: lease_reply(list(itertools.islice(left, number)), False, ""))
-    receiver = FakeReceiver()
-    receiver.versions.append((0, weights_of(policies[0])))
-    loop = GeneratorLoop(
-        small_config(model_path, **OPTIONS),
-        index=0,
-        engine=engine,
-        rewards=FakeRewards(),  # type: ignore[arg-type]
-        receiver=receiver,  # type: ignore[arg-type]
-        client=client,  # type: ignore[arg-type]
-        should_stop=lambda: False,
-    )
+    answer = lambda _, number: lease_reply(list(itertools.islice(left, number)), False, "")  # noqa: E731
+    loop, client, receiver = make_loop(engine, model_path, answer, policies[:1], **OPTIONS)
     loop._swap_staged()
     while not loop.groups.running:
         loop.tick()
@@ -129,10 +108,3 @@ def test_completions_are_of_one_version(engines: list[VllmEngine], model_path: s
     assert all((group.start_version, group.end_version) == (0, 0) for group in client.groups)
     loop.tick()
     assert receiver.acknowledged == [0, 1]
-
-
-def test_a_seed_of_its_own_needs_the_option(make_engine: Callable[..., VllmEngine], policies: Policies) -> None:
-    engine = make_engine(weights__kv_cache="recompute")
-    engine.swap(0, weights_of(policies[0]))
-    with pytest.raises(InvariantError, match="request a: a seed of its own works with `deterministic` only"):
-        engine.add("a", [3, 4], seed=1)

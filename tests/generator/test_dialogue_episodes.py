@@ -13,21 +13,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from generator_fakes import FakeClient, FakeReceiver, lease_reply
-from generator_model import deterministic_engine, small_config
+from generator_fakes import lease_reply
+from generator_model import deterministic_engine, make_loop, small_config
 from test_episodes import Recording, finish, hf_logprobs
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.environments.dialogue import ChatDialogue
 from asyncrl.environments.pool import EnvironmentPool
 from asyncrl.generator.engine import Engine
-from asyncrl.generator.loop import GeneratorLoop
 from asyncrl.types import Group, Lease, Prompt
 from asyncrl.util.tokenizer import load_tokenizer
 from asyncrl.wire.endpoints import Endpoints
-from tests.helpers.chat_models import save_chat_model
+from tests.helpers.chat_models import THINKING, save_chat_model
+from tests.helpers.talking_models import save_talking_model
 
 GROUPS, TURNS = 8, 3
+TEXTS = ["<think>\nI think so.\n</think>\n\nfollow the answer", "<think>\nhello\n</think>\n\nyellow", "hello"]
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is the price of item 12?"}]
 ENVIRONMENT = """
 from asyncrl.environments import Environment, Step
@@ -78,10 +79,9 @@ def chat_engine(chat_path: str) -> Iterator[Engine]:
 def run(chat_path: str, engine: Engine, name: str, **settings: object) -> tuple[list[Group], Recording]:
     """The groups of a generator whose episodes are played by real hosts."""
     recording = Recording(engine)
-    config = small_config(
-        chat_path, deterministic=True, replay__max_staleness=0, environment__name=name,
-        **{f"environment__{key}": value for key, value in settings.items()},
-    )  # fmt: skip
+    options: dict[str, Any] = {"deterministic": True, "replay__max_staleness": 0, "environment__name": name}
+    options |= {f"environment__{key}": value for key, value in settings.items()}
+    config = small_config(chat_path, **options)
     dialogue = ChatDialogue(chat_path, trust_remote_code=False, max_observation_tokens=100)
     tokens = np.array(dialogue.begin(MESSAGES, ()), dtype=np.int32)
     left = deque(Lease(n, 0, Prompt(n, tokens, "12", "test", chat=MESSAGES)) for n in range(GROUPS))
@@ -89,12 +89,9 @@ def run(chat_path: str, engine: Engine, name: str, **settings: object) -> tuple[
     def answer(version: int, wanted: int) -> Any:
         return lease_reply([left.popleft() for _ in range(min(wanted, len(left)))], False, "")
 
-    client, endpoints = FakeClient(answer), Endpoints("run", "ipc://none", "ipc://none", "ipc://none")
+    endpoints = Endpoints("run", "ipc://none", "ipc://none", "ipc://none")
     pool = EnvironmentPool(config, window_tokens=engine.window_tokens, endpoints=endpoints)
-    loop = GeneratorLoop(
-        config, index=0, engine=recording, rewards=None, receiver=FakeReceiver(deque()), client=client,  # type: ignore[arg-type]
-        should_stop=lambda: False, environments=pool,
-    )  # fmt: skip
+    loop, client, _ = make_loop(recording, chat_path, answer, environments=pool, index=0, **options)
     try:
         finish(loop, client, GROUPS, lambda: time.sleep(0.001), ticks=60_000)
     finally:
@@ -173,3 +170,58 @@ def test_conversations_rendered_by_a_template_that_strips_nothing_are_the_same_a
                 assert np.array_equal(getattr(one, name), getattr(rows[0], name)), name
             same += 1
     assert same > GROUPS
+
+
+@pytest.fixture(scope="module")
+def thinking_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("thinking-model")
+    save_talking_model(folder, TEXTS, template=THINKING)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def thinking_engine(thinking_path: str) -> Iterator[Engine]:
+    with deterministic_engine(thinking_path) as engine:
+        yield engine
+
+
+def test_each_turn_is_trained_once_behind_what_the_template_renders(
+    thinking_path: str, thinking_engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "echo.py").write_text(ENVIRONMENT)
+    groups, recorded = run(thinking_path, thinking_engine, "echo.py:Echo", history="template")
+    policy = Qwen2ForCausalLM.from_pretrained(thinking_path, dtype=torch.float32).eval().requires_grad_(False)
+    dialogue = ChatDialogue(thinking_path, trust_remote_code=False, max_observation_tokens=100)
+    tokenizer, rows, worst = load_tokenizer(thinking_path), 0, 0.0
+    for group in groups:
+        assert len(group.firsts) == 2 and set(group.members) == {0, 1}, "group statistics are over members"
+        for member in range(2):
+            own = [row for row in group.trajectories if row.member == member]
+            keys = [key for key in recorded.prompts if key.partition("/")[0] == f"{group.ticket}.0.{member}"]
+            assert keys == [
+                f"{group.ticket}.0.{member}",
+                *(f"{group.ticket}.0.{member}/{n}" for n in range(1, len(own))),
+            ]
+            messages, sampled = list(MESSAGES), list[int]()
+            for row, key in zip(own, keys, strict=True):
+                trained = np.zeros(len(row.tokens), dtype=np.bool_)
+                for prompt, completion in zip(recorded.prompts[key], recorded.sampled[key], strict=True):
+                    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+                    assert tokenizer.decode(prompt) == text
+                    assert row.tokens[: len(prompt)].tolist() == prompt
+                    span = slice(len(prompt), len(prompt) + len(completion.tokens))
+                    assert row.tokens[span].tolist() == completion.tokens
+                    trained[span] = True
+                    sampled += completion.tokens
+                    message = dialogue.read(completion.tokens, ()).message
+                    said = f"{len(message['content'])} <|im_end|> {len(messages) // 2 - 1}"
+                    messages += [message, {"role": "user", "content": said}]
+                assert np.array_equal(row.action_mask, trained)
+                expected = hf_logprobs(policy, row.tokens)[row.action_mask[1:]]
+                worst = max(worst, float(np.abs(row.behavior_logprobs[row.action_mask] - expected).max()))
+            assert sum(row.num_action_tokens for row in own) == len(sampled)
+            assert [reward for row in own if row.episode for reward in row.episode.turn_rewards] == [0.5] * TURNS
+            rows += len(own)
+    assert worst <= 1e-5
+    assert GROUPS * 2 < rows <= GROUPS * 2 * TURNS, "some turns think and some do not"

@@ -10,13 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from generator_model import EOS, kept_cache_logprobs, reference_logprobs, run_all, swap_in_flight, weights_of
+from generator_model import kept_cache_logprobs, reference_logprobs, run_all, small_config, swap_in_flight, weights_of
 from transformers import Qwen2ForCausalLM
 
-from asyncrl.errors import ConfigError, InvariantError, RunError
-from asyncrl.generator.engine import Completion
+from asyncrl.errors import ConfigError, InvariantError
+from asyncrl.generator.engine import Completion, Sampling
+from asyncrl.generator.vllm_backend import engine as requests_module
 from asyncrl.generator.vllm_backend import plugin
 from asyncrl.generator.vllm_backend.engine import VllmEngine
+from asyncrl.util.tokenizer import load_decoder
 
 TOLERANCE = 1e-4
 DIFFERENT = 1e-2
@@ -25,6 +27,9 @@ EngineMaker = Callable[..., VllmEngine]
 Policies = list[Qwen2ForCausalLM]
 
 
+PROMPTS = {str(i): [3 + (7 * i + 5 * j) % 60 for j in range(4 + i)] for i in range(8)}
+DETERMINISTIC = {"deterministic": True, "replay__max_staleness": 0}
+MINIMUM = 8
 IN_FLIGHT = pytest.mark.parametrize("ahead", [False, True], ids=["one at a time", "a batch in flight"])
 
 
@@ -52,30 +57,13 @@ def max_difference(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.abs(a - b).max())
 
 
-@pytest.mark.parametrize(("mode", "temperature"), [(recomputing, 1.0), (keeping, 0.7)])
-def test_logprobs_are_those_of_the_model_at_the_temperature(
-    make_engine: EngineMaker, policies: Policies, mode: Any, temperature: float
-) -> None:
-    engine = mode(make_engine)
-    engine.swap(0, weights_of(policies[0]))
-    requests = prompts(8)
-    done = complete(engine, requests)
-    assert done.keys() == requests.keys()
-    for key, completion in done.items():
-        expected = reference_logprobs(policies[0], requests[key], completion.tokens, temperature)
-        assert max_difference(completion.logprobs, expected) < TOLERANCE
-        assert completion.logprobs.dtype == np.float32
-        assert completion.versions.dtype == np.int32
-        assert np.all(completion.versions == 0)
-
-
 @pytest.mark.parametrize("kept", [True, False])
 def test_layers_are_made_anew_only_where_the_engine_gave_up_their_weights(
     make_engine: EngineMaker, policies: Policies, kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm.model_executor.layers import utils
 
-    from asyncrl.generator.vllm_backend import weight_transfer as transfer
+    from asyncrl.generator.vllm_backend import worker_side as transfer
 
     assert policies[0].config.tie_word_embeddings  # the head is not among the weights that are sent
     reloads: list[torch.nn.Module] = []
@@ -94,13 +82,12 @@ def test_layers_are_made_anew_only_where_the_engine_gave_up_their_weights(
     assert len(reloads) == (0 if kept else len(policies))
 
 
-@IN_FLIGHT
-def test_recompute_makes_every_token_exactly_one_version(
-    make_engine: EngineMaker, policies: Policies, ahead: bool
+def test_recompute_with_a_batch_in_flight_makes_every_token_exactly_one_version(
+    make_engine: EngineMaker, policies: Policies
 ) -> None:
     requests = prompts(8)
-    engine = recomputing(make_engine, ahead)
-    for key, completion in swap_in_flight(engine, policies, requests, dropped=int(ahead)).items():
+    engine = recomputing(make_engine, ahead=True)
+    for key, completion in swap_in_flight(engine, policies, requests, dropped=1).items():
         for version in np.unique(completion.versions):
             here = completion.versions == version
             own, other = (
@@ -111,12 +98,11 @@ def test_recompute_makes_every_token_exactly_one_version(
             assert max_difference(completion.logprobs[here], other) > DIFFERENT
 
 
-@IN_FLIGHT
-def test_keep_continues_on_the_keys_and_values_there_are(
-    make_engine: EngineMaker, policies: Policies, ahead: bool
+def test_keep_with_a_batch_in_flight_continues_on_the_keys_and_values_there_are(
+    make_engine: EngineMaker, policies: Policies
 ) -> None:
     requests = prompts(8)
-    for key, completion in swap_in_flight(keeping(make_engine, ahead), policies, requests).items():
+    for key, completion in swap_in_flight(keeping(make_engine, ahead=True), policies, requests).items():
         expected = kept_cache_logprobs(policies, requests[key], completion, 0.7)
         assert max_difference(completion.logprobs, expected) < TOLERANCE
         early = replace(completion, versions=np.append(completion.versions[1:], completion.versions[-1]))
@@ -164,55 +150,20 @@ def test_a_cached_prompt_is_never_used_under_other_weights(
         assert max_difference(done[key].logprobs, expected) < TOLERANCE
 
 
-def test_the_end_token_is_the_last_and_a_cut_completion_is_truncated(
-    make_engine: EngineMaker, policies: Policies
-) -> None:
-    engine = recomputing(make_engine)
-    engine.swap(0, weights_of(policies[0]))
-    done = [completion for _ in range(6) for completion in complete(engine, prompts(40)).values()]
-    ended = [completion for completion in done if completion.status == "completed"]
-    cut = [completion for completion in done if completion.status == "truncated"]
-    assert ended and cut
-    assert {completion.tokens[-1] for completion in ended} == set(EOS)
-    assert all(len(completion.tokens) == 24 for completion in cut)
-    assert not any(set(EOS) & set(completion.tokens[:-1]) for completion in done)
-    assert all(len(completion.tokens) == len(completion.logprobs) == len(completion.versions) for completion in done)
-
-
-@IN_FLIGHT
-def test_requests_can_be_dropped_and_counted(make_engine: EngineMaker, policies: Policies, ahead: bool) -> None:
-    engine = recomputing(make_engine, ahead)
+def test_requests_can_be_dropped_with_a_batch_in_flight(make_engine: EngineMaker, policies: Policies) -> None:
+    engine = recomputing(make_engine, ahead=True)
     engine.swap(0, weights_of(policies[0]))
     for key, prompt in prompts(8).items():
         engine.add(key, prompt)
     finished = [completion for _ in range(3) for completion in engine.step()]
     running = sorted(set(prompts(8)) - {completion.key for completion in finished})
     assert engine.num_running == len(running) >= 2
-    assert {engine.num_generated(key) for key in running} == {3 - ahead}  # not the one in flight
+    assert {engine.num_generated(key) for key in running} == {2}  # not the one in flight
     engine.abort(running[:-1])
     assert engine.num_running == 1
     assert set(run_all(engine)) == {running[-1]}
     core: Any = engine._engine.engine_core
     assert core.engine_core.scheduler.get_num_unfinished_requests() == 0
-
-
-def test_what_cannot_be_started_is_refused(make_engine: EngineMaker, policies: Policies, model_path: str) -> None:
-    engine = recomputing(make_engine)
-    engine.swap(0, weights_of(policies[0]))
-    engine.add("a", [5, 6])
-    with pytest.raises(InvariantError, match="the key is in use"):
-        engine.add("a", [5, 6])
-    for length in (0, 512, 600):
-        with pytest.raises(RunError, match=f"request b: a prompt of {length} tokens does not fit the window of 512"):
-            engine.add("b", [5] * length)
-    assert engine.num_running == 1
-    run_all(engine)
-
-
-def test_nothing_runs_before_the_first_version(make_engine: EngineMaker) -> None:
-    engine = make_engine(generator__max_new_tokens=4)
-    with pytest.raises(InvariantError, match="no version yet"):
-        engine.add("a", [5, 6])
 
 
 def test_registering_the_plugin_twice_is_fine() -> None:
@@ -224,3 +175,66 @@ def test_engine_options_reach_the_engine(make_engine: EngineMaker) -> None:
     assert recomputing(make_engine)._engine.vllm_config.scheduler_config.max_num_batched_tokens == 256
     with pytest.raises(ConfigError, match=r"generator.engine_options = \{'block_size': -1\}: vLLM refuses: "):
         make_engine(generator__engine_options={"block_size": -1})
+
+
+def complete_with(engine: VllmEngine, policy: Qwen2ForCausalLM, kind: Sampling = "training") -> dict[str, Completion]:
+    engine.swap(engine.version + 1, weights_of(policy))
+    seeded = engine._config.deterministic
+    for key, prompt in PROMPTS.items():
+        engine.add(key, prompt, kind=kind, seed=100 + int(key) if seeded else None)
+    return run_all(engine)
+
+
+def test_a_stop_text_ends_a_completion_at_the_token_that_completes_it(
+    make_engine: EngineMaker, policies: Policies, model_path: str
+) -> None:
+    decoder = load_decoder(model_path)
+
+    def decode(tokens: list[int]) -> str:
+        return decoder([tokens], special_tokens=True)[0]
+
+    free = complete_with(make_engine(**DETERMINISTIC), policies[0])
+    stop = [decode(completion.tokens[2:4]) for completion in free.values() if len(completion.tokens) > 4]
+    assert len(stop) > 4 and all(len(text) == 3 for text in stop)  # two characters with a space between
+    engine = make_engine(**DETERMINISTIC, generator__stop=stop)
+    for kind in ("training", "evaluation"):
+        for key, completion in complete_with(engine, policies[0], kind).items():
+            tokens = free[key].tokens
+            ends = [n for n in range(1, len(tokens) + 1) if any(text in decode(tokens[:n]) for text in stop)]
+            length = min([*ends, len(tokens)])
+            assert completion.tokens == tokens[:length]
+            assert completion.logprobs.tobytes() == free[key].logprobs[:length].tobytes()
+            assert np.all(completion.versions == engine.version) and len(completion.versions) == length
+            assert completion.status == ("completed" if ends else free[key].status)
+    assert engine.num_running == 0
+
+
+def test_a_text_of_one_request_ends_this_request_only(
+    make_engine: EngineMaker, policies: Policies, model_path: str
+) -> None:
+    free = complete_with(make_engine(**DETERMINISTIC), policies[0])
+    key = next(key for key, completion in free.items() if len(completion.tokens) > 4)
+    text = load_decoder(model_path)([free[key].tokens[2:4]])[0]
+    engine = make_engine(**DETERMINISTIC)
+    engine.swap(0, weights_of(policies[0]))
+    for name, stop in (("with", [text]), ("without", [])):
+        engine.add(name, PROMPTS[key], seed=100 + int(key), stop=stop)
+    ended = run_all(engine)
+    assert ended["with"].tokens == free[key].tokens[:4] and ended["with"].status == "completed"
+    assert ended["without"].tokens == free[key].tokens
+
+
+def test_a_special_token_is_a_stop_text(make_engine: EngineMaker, policies: Policies) -> None:
+    engine = make_engine(**DETERMINISTIC, generator__stop="<pad>", generator__max_new_tokens=200)
+    ended = [completion.tokens[-1] for completion in complete_with(engine, policies[0]).values()]
+    assert 0 in ended
+
+
+def test_other_end_tokens_than_the_learner_has_are_refused(
+    model_path: str, monkeypatch: pytest.MonkeyPatch, make_engine: EngineMaker
+) -> None:
+    engine = make_engine(generator__min_new_tokens=MINIMUM, generator__stop=["!", "#", "$", "%", "&"])
+    monkeypatch.setattr(requests_module, "end_tokens", lambda *_, **__: [1])
+    with pytest.raises(InvariantError, match=r"ends completions with the tokens \[1, 2\], the learner expects \[1\]"):
+        engine._builder.check_end_tokens()
+    assert small_config(model_path).generator.stop_texts == []

@@ -12,12 +12,10 @@ import torch
 from generator_model import EOS, close_all, kept_cache_logprobs, reference_logprobs, run_all, small_config, weights_of
 from transformers import Qwen2ForCausalLM
 
+from asyncrl.colocate import GeneratorTurn
 from asyncrl.errors import InvariantError, RunError
-from asyncrl.generator.colocated import SharedCard
-from asyncrl.generator.engine import ENGINES, Completion, Engine, Sampling, make_engine
-from asyncrl.generator.weight_swaps import WeightSwaps
+from asyncrl.generator.engine import ENGINES, Completion, Engine, Sampling, WeightSwaps, make_engine
 from asyncrl.types import NO_VERSION
-from asyncrl.util.card_lock import Cards
 from asyncrl.util.tokenizer import load_decoder
 from asyncrl.weights.bucket_plan import WeightPart, plan_buckets
 from asyncrl.weights.buckets import WeightManifest
@@ -206,7 +204,7 @@ def hand_over(engine: Engine, policy: Qwen2ForCausalLM, cleanup: Callable[[Calla
     fake = FakeCard()
     own, learner = FakeLock(fake, "generator"), FakeLock(fake, "learner")
     own.acquire(1.0)
-    card = SharedCard(config, engine, Cards([own]))  # type: ignore[list-item]
+    card = GeneratorTurn(config, engine, [own])  # type: ignore[list-item]
     learner.acquire(1.0)
     weights = weights_of(policy)
     manifest = WeightManifest.of((name, tensor.dtype, tensor.shape) for name, tensor in weights)
@@ -218,8 +216,8 @@ def hand_over(engine: Engine, policy: Qwen2ForCausalLM, cleanup: Callable[[Calla
     receiver = WeightReceiver(address, rank=1, transport="ipc", timeout_s=20.0, max_bytes=1 << 26)
     cleanup(receiver.close)
     receiver.start()
-    receiver.engine_is_up(engine)
-    swaps = WeightSwaps(engine, receiver, card=card, timeout_s=20.0, meanwhile=lambda: True)
+    receiver.engine_is_up(engine.loader)
+    swaps = WeightSwaps(engine, receiver, turn=card, timeout_s=20.0, meanwhile=lambda: True)
     end_s, version = time.monotonic() + 30.0, engine.version + 1
     while not any(peer.up for peer in sender._membership.present()):
         assert time.monotonic() < end_s
@@ -367,12 +365,12 @@ def test_versions_come_in_buckets_and_nothing_is_sampled_between_two(
     with pytest.raises(InvariantError, match="a step between two versions"):
         engine.step()
     with pytest.raises(RunError, match="is missing"):
-        engine.begin(first + 1, dict(list(shapes_of(policies[1]).items())[1:]))
-    assert engine.torn and engine.version == first and engine.num_running == len(requests) - len(done)
+        engine.loader.begin(first + 1, dict(list(shapes_of(policies[1]).items())[1:]))
+    assert engine.loader.updating and engine.version == first and engine.num_running == len(requests) - len(done)
     load(engine, policies[1], buckets=buckets)
-    engine.commit(first + 1)
+    engine.loader.commit(first + 1)
     done |= run_all(engine)
-    assert not engine.torn and done.keys() == requests.keys()
+    assert not engine.loader.updating and done.keys() == requests.keys()
     assert {int(version) - first for one in done.values() for version in one.versions} == {0, 1}
     for key, one in done.items():
         for version in np.unique(one.versions):
@@ -394,7 +392,7 @@ def in_buckets(engine: Engine, policy: Qwen2ForCausalLM) -> list[list[WeightPart
         view.copy_(tensor)
     shares = shares_of_ranks(layout, 2, BUCKET_BYTES, by_parameter=True)
     found: list[list[WeightPart]] = []
-    for bucket in plan_buckets(layout, shares, BUCKET_BYTES, engine.takes_rows):
+    for bucket in plan_buckets(layout, shares, BUCKET_BYTES, engine.loader.takes_rows):
         memory = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
         for piece in bucket.pieces:
             memory[piece.at : piece.at + piece.num_bytes] = whole[piece.start : piece.start + piece.num_bytes]
@@ -403,9 +401,9 @@ def in_buckets(engine: Engine, policy: Qwen2ForCausalLM) -> list[list[WeightPart
 
 
 def load(engine: Engine, policy: Qwen2ForCausalLM, *, buckets: list[list[WeightPart]]) -> None:
-    engine.begin(engine.version + 1, shapes_of(policy))
+    engine.loader.begin(engine.version + 1, shapes_of(policy))
     for parts in buckets:
-        engine.load(parts)
+        engine.loader.load(parts)
 
 
 def test_what_cannot_be_started_is_refused(maker: Maker, keeping: Engine, policies: Policies) -> None:

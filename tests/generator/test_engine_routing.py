@@ -29,8 +29,8 @@ from asyncrl.config import Config
 from asyncrl.errors import ConfigError, InvariantError
 from asyncrl.generator.engine import Completion
 from asyncrl.generator.vllm_backend.engine import VllmEngine
-from asyncrl.generator.vllm_backend.routing_records import RoutingRecords
-from asyncrl.generator.vllm_backend.routing_setup import explaining_routing, record_routing
+from asyncrl.generator.vllm_backend.scheduling import RoutingRecords
+from asyncrl.generator.vllm_backend.setup import _explaining_routing, _record_routing
 from asyncrl.learner.collate import make_batch
 from asyncrl.learner.model.loading import load_policy_model
 from asyncrl.learner.model.policy import PolicyNetwork
@@ -264,11 +264,11 @@ def test_what_cannot_be_recorded_is_refused(model_path: str) -> None:
     with pytest.raises(ConfigError, match=r"routing_replay = 'engine': the model of type qwen2 at .* has no experts"):
         VllmEngine(config_of(Path(model_path)), seed=1)
     with pytest.raises(ConfigError, match=r"model runner V2 only, and uses V1 here; use generator.engine=transformers"):
-        record_routing(SimpleNamespace(use_v2_model_runner=False), on_gpu=True)  # type: ignore[arg-type]
+        _record_routing(SimpleNamespace(use_v2_model_runner=False), on_gpu=True)  # type: ignore[arg-type]
     refused = r"the routers of model.path = 'm' do not tell vLLM their choice .*OtherRouter.*; use generator.engine="
-    with pytest.raises(ConfigError, match=refused), explaining_routing("m"):
+    with pytest.raises(ConfigError, match=refused), _explaining_routing("m"):
         raise ValueError("Routed-experts capture is not supported with router OtherRouter.")
-    with pytest.raises(ValueError, match="something else"), explaining_routing("m"):
+    with pytest.raises(ValueError, match="something else"), _explaining_routing("m"):
         raise ValueError("something else")
 
 

@@ -170,7 +170,7 @@ def test_a_bucket_is_filled_while_workers_read_the_one_before(monkeypatch: pytes
 
 
 def test_only_workers_wait_for_the_copies_of_new_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    from asyncrl.generator.vllm_backend import weight_transfer
+    from asyncrl.generator.vllm_backend import worker_side as weight_transfer
 
     waits: list[str] = []
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: waits.append("synchronize"))

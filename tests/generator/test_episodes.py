@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 import torch
 from generator_fakes import FakeClient, FakeReceiver, FakeRewards, lease, lease_reply
-from generator_model import small_config, weights_of
+from generator_model import make_loop, small_config, weights_of
 from transformers import Qwen2ForCausalLM
 
 from asyncrl.environments.pool import NextTurn
 from asyncrl.generator import episodes
 from asyncrl.generator.engine import Engine
-from asyncrl.generator.evaluator import Evaluator
-from asyncrl.generator.groups import Running
+from asyncrl.generator.group_runner import Evaluator
+from asyncrl.generator.groups import GroupInProgress
 from asyncrl.generator.loop import GeneratorLoop
 from asyncrl.replay.codec import pack_group
 from asyncrl.replay.refunds import refund_reason
@@ -123,29 +123,16 @@ class Recording:
         return getattr(self.engine, name)
 
 
-def make_loop(
-    model_path: str,
-    engine: Any,
-    pool: FakePool,
-    receiver: FakeReceiver,
-    *,
-    groups: int = 2,
-    rewards: Any = None,
-    **overrides: object,
-) -> tuple[GeneratorLoop, FakeClient]:
+def episode_loop(
+    model_path: str, engine: Any, pool: FakePool, policies: list[Qwen2ForCausalLM], *, groups: int = 2, **options: Any
+) -> tuple[GeneratorLoop, FakeClient, FakeReceiver]:
     left = deque(range(groups))
 
     def answer(version: int, wanted: int) -> Any:
-        leases = [lease(left.popleft()) for _ in range(min(wanted, len(left)))]
-        return lease_reply(leases, False, "")
+        return lease_reply([lease(left.popleft()) for _ in range(min(wanted, len(left)))], False, "")
 
-    config = small_config(model_path, **{"environment.name": "guess", **overrides})
-    client = FakeClient(answer)
-    loop = GeneratorLoop(
-        config, index=0, engine=engine, rewards=rewards, receiver=receiver, client=client, should_stop=lambda: False,
-        environments=pool,  # type: ignore[arg-type]
-    )  # fmt: skip
-    return loop, client
+    options = {"environment__name": "guess", "environments": pool, **options}
+    return make_loop(engine, model_path, answer, policies[:1], index=0, **options)
 
 
 def finish(
@@ -175,8 +162,7 @@ def test_what_is_trained_is_what_the_engine_got_and_sampled(
     model_path: str, make_engine: MakeEngine, policies: list[Qwen2ForCausalLM]
 ) -> None:
     engine, pool = Recording(make_engine()), FakePool(delay=2)
-    receiver = FakeReceiver(deque([(0, weights_of(policies[0]))]))
-    loop, client = make_loop(model_path, engine, pool, receiver, groups=3)
+    loop, client, _ = episode_loop(model_path, engine, pool, policies, groups=3)
     finish(loop, client, 3)
     turns = 0
     for group in client.groups:
@@ -210,8 +196,7 @@ def test_a_swap_between_two_turns_changes_the_versions_of_the_later_ones(
     model_path: str, make_engine: MakeEngine, policies: list[Qwen2ForCausalLM]
 ) -> None:
     engine, pool = Recording(make_engine()), FakePool(delay=8)
-    receiver = FakeReceiver(deque([(0, weights_of(policies[0]))]))
-    loop, client = make_loop(model_path, engine, pool, receiver, groups=1)
+    loop, client, receiver = episode_loop(model_path, engine, pool, policies, groups=1)
 
     def swap_after_the_first_turns() -> None:
         if len(pool.said_tokens) == 2 and not receiver.acknowledged[1:] and not receiver.versions:
@@ -234,8 +219,7 @@ def test_a_failed_episode_is_tried_again_and_its_tokens_are_counted(
         return failed(episode) if episode == "0.0.1" and tries == 0 and turns == 2 else None
 
     engine, pool = Recording(make_engine()), FakePool(fails)
-    receiver = FakeReceiver(deque([(0, weights_of(policies[0]))]))
-    loop, client = make_loop(model_path, engine, pool, receiver, groups=1)
+    loop, client, _ = episode_loop(model_path, engine, pool, policies, groups=1)
     finish(loop, client, 1)
     first_s, second_s = pool.started_s["0.0.1"]
     assert second_s - first_s > BACK_OFF_S
@@ -263,8 +247,7 @@ def test_an_episode_that_fails_again_refunds_its_group(
         return failed(episode, ended) if episode == "0.0.0" and turns == (0 if ended == "overlong" else 1) else None
 
     pool = FakePool(fails)
-    receiver = FakeReceiver(deque([(0, weights_of(policies[0]))]))
-    loop, client = make_loop(model_path, make_engine(), pool, receiver, groups=1)
+    loop, client, _ = episode_loop(model_path, make_engine(), pool, policies, groups=1)
     finish(loop, client, 1)
     (group,) = client.groups
     bad, good = group.trajectories
@@ -281,8 +264,7 @@ def test_a_group_that_is_scored_together_ends_with_the_member_that_fails(
         return failed(episode, "timeout", scored_together=True) if episode == "0.0.0" and turns == 1 else None
 
     pool = FakePool(fails)
-    receiver = FakeReceiver(deque([(0, weights_of(policies[0]))]))
-    loop, client = make_loop(model_path, make_engine(), pool, receiver, groups=2, **{"environment.retries": 0})
+    loop, client, _ = episode_loop(model_path, make_engine(), pool, policies, groups=2, environment__retries=0)
     finish(loop, client, 2)
     group = next(one for one in client.groups if not one.ticket)
     assert set(pool.tries.values()) == {0} and pool.dropped == ["0.0.1"], "the other is in the middle of its episode"
@@ -305,8 +287,7 @@ def test_a_member_is_not_tried_again_when_another_has_its_score(
         return failed(episode, "host")
 
     pool = FakePool(ends)
-    receiver = FakeReceiver(deque([(0, weights_of(policies[0]))]))
-    loop, client = make_loop(model_path, make_engine(), pool, receiver, groups=1)
+    loop, client, _ = episode_loop(model_path, make_engine(), pool, policies, groups=1)
     finish(loop, client, 1)
     assert pool.tries == {"0.0.0": 0, "0.0.1": 0}
     header, _ = pack_group(client.groups[0])
@@ -324,9 +305,8 @@ def test_slots_are_free_while_episodes_wait_for_their_environment(
             )
             or pool.wishes.append((0, pool.wishes.pop()[1]))
         )
-        receiver = FakeReceiver(deque([(0, weights_of(policies[0]))]))
-        settings = {} if limit is None else {"environment.max_episodes": limit}
-        loop, _ = make_loop(model_path, make_engine(), pool, receiver, groups=10, **settings)
+        settings = {} if limit is None else {"environment__max_episodes": limit}
+        loop, _, _ = episode_loop(model_path, make_engine(), pool, policies, groups=10, **settings)
         loop._await_weights()
         for _ in range(400):
             loop.tick()
@@ -341,7 +321,7 @@ def test_places_are_filled_ahead_with_the_episodes_that_usually_arrive(model_pat
     numbers = count()
 
     def start() -> None:
-        group = Running(lease(next(numbers)), 8, 0, 0.0)
+        group = GroupInProgress(lease(next(numbers)), 8, 0, 0.0)
         for index, key in enumerate(group.engine_keys()):
             running.start(group, index, key)
 
@@ -403,8 +383,7 @@ def test_the_time_that_episodes_wait_for_their_environment_is_counted(
 
     pool.poll = count_poll  # type: ignore[method-assign]
     monkeypatch.setattr(episodes, "time", SimpleNamespace(monotonic=lambda: polls[0] * 0.05))
-    receiver = FakeReceiver(deque([(0, weights_of(policies[0]))]))
-    loop, client = make_loop(model_path, make_engine(), pool, receiver, groups=1)
+    loop, client, _ = episode_loop(model_path, make_engine(), pool, policies, groups=1)
     live, waiting = set[int](), set[int]()
 
     def look() -> None:
@@ -461,8 +440,7 @@ def test_turns_have_the_priority_of_their_ticket(
     model_path: str, make_engine: MakeEngine, policies: list[Qwen2ForCausalLM]
 ) -> None:
     engine, pool = Recording(make_engine(environment__name="guess")), FakePool()
-    receiver = FakeReceiver(deque([(0, weights_of(policies[0]))]))
-    loop, client = make_loop(model_path, engine, pool, receiver, groups=3)
+    loop, client, _ = episode_loop(model_path, engine, pool, policies, groups=3)
     finish(loop, client, 3)
     assert set(engine.priorities) == {(str(ticket), ticket) for ticket in range(3)}
 
@@ -471,8 +449,7 @@ def test_released_leases_report_the_tokens_of_all_turns(
     model_path: str, make_engine: MakeEngine, policies: list[Qwen2ForCausalLM]
 ) -> None:
     engine, pool = Recording(make_engine()), FakePool()
-    receiver = FakeReceiver(deque([(0, weights_of(policies[0]))]))
-    loop, client = make_loop(model_path, engine, pool, receiver, groups=1)
+    loop, client, _ = episode_loop(model_path, engine, pool, policies, groups=1)
     loop._await_weights()
     while len(pool.said_tokens) < 3:
         loop.tick()
@@ -488,16 +465,9 @@ def test_deterministic_turns_have_seeds_of_their_own(
     model_path: str, make_engine: MakeEngine, policies: list[Qwen2ForCausalLM]
 ) -> None:
     def run(groups: int) -> list[Group]:
-        pool, receiver = FakePool(), FakeReceiver(deque([(0, weights_of(policies[0]))]))
-        settings = {"deterministic": True, "replay.max_staleness": 0}
-        loop, client = make_loop(
-            model_path,
-            make_engine(deterministic=True, replay__max_staleness=0),
-            pool,
-            receiver,
-            groups=groups,
-            **settings,
-        )
+        settings = {"deterministic": True, "replay__max_staleness": 0}
+        engine = make_engine(**settings)
+        loop, client, _ = episode_loop(model_path, engine, FakePool(), policies, groups=groups, **settings)
         finish(loop, client, groups)
         return sorted(client.groups, key=lambda group: group.ticket)
 
@@ -538,8 +508,7 @@ def test_a_rewritten_conversation_is_a_row_of_its_own_and_what_nobody_read_is_lo
                     self.wishes.append((0, end))
 
     engine, pool, rewards = Recording(make_engine()), Rewriting(), FakeRewards()
-    receiver = FakeReceiver(deque([(0, weights_of(policies[0]))]))
-    loop, client = make_loop(model_path, engine, pool, receiver, groups=2, rewards=rewards)
+    loop, client, _ = episode_loop(model_path, engine, pool, policies, groups=2, rewards=rewards)
     finish(loop, client, 2)
     for group in client.groups:
         assert [row.member for row in group.trajectories] == [0, 0, 1, 1]

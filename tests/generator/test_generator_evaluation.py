@@ -9,14 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from generator_fakes import FakeClient, FakeReceiver, FakeRewards, lease, lease_reply
-from generator_model import reference_logprobs, run_all, small_config, weights_of
+from generator_fakes import FakeClient, FakeRewards, lease, lease_reply
+from generator_model import make_loop, run_all, weights_of
 from transformers import Qwen2ForCausalLM
 
-from asyncrl.errors import InvariantError
 from asyncrl.generator.engine import Completion, Engine
-from asyncrl.generator.groups import Running, make_evaluated
-from asyncrl.generator.loop import GeneratorLoop
+from asyncrl.generator.groups import GroupInProgress, make_evaluated
 from asyncrl.replay.client import LeaseReply
 from asyncrl.rewards.workers import Scored
 from asyncrl.types import NO_VERSION, Lease
@@ -62,28 +60,16 @@ class Queue:
         return lease_reply(leases, False, "", evaluations_left=bool(waiting))
 
 
-def make_loop(
-    engine: Engine, model_path: str, queue: Queue, policies: Policies, **overrides: Any
-) -> tuple[GeneratorLoop, FakeClient, FakeReceiver]:
-    queue.client, receiver = FakeClient(queue), FakeReceiver()
-    receiver.versions.extend((version, weights_of(policy)) for version, policy in enumerate(policies))
-    loop = GeneratorLoop(
-        small_config(model_path, **EVALUATING, **overrides),
-        index=3,
-        engine=engine,
-        rewards=FakeRewards(),  # type: ignore[arg-type]
-        receiver=receiver,  # type: ignore[arg-type]
-        client=queue.client,  # type: ignore[arg-type]
-        should_stop=lambda: False,
-    )
-    return loop, queue.client, receiver
+def evaluating_loop(engine: Engine, model_path: str, queue: Queue, policies: Policies, **overrides: Any) -> Any:
+    queue.client = FakeClient(queue)
+    return make_loop(engine, model_path, queue.client, policies, **EVALUATING, **overrides)
 
 
 def test_due_version_stays_until_its_evaluation_is_done_and_training_goes_on(
     engine: Engine, model_path: str, policies: Policies
 ) -> None:
     queue = Queue({0: 12, 2: 5})
-    loop, client, receiver = make_loop(engine, model_path, queue, policies)
+    loop, client, receiver = evaluating_loop(engine, model_path, queue, policies)
     loop._swap_staged()
     beside: list[int] = []
     while len(client.evaluations) < 12:
@@ -108,20 +94,6 @@ def test_due_version_stays_until_its_evaluation_is_done_and_training_goes_on(
     assert loop.stats.tokens >= sum(group.num_action_tokens for group in client.groups)
 
 
-def test_evaluation_is_greedy_at_temperature_0_while_training_samples(
-    engine: Engine, model_path: str, policies: Policies
-) -> None:
-    engine.swap(0, weights_of(policies[0]))
-    for index in range(4):
-        engine.add(f"greedy {index}", [5, 6, 7], kind="evaluation")
-        engine.add(f"sampled {index}", [5, 6, 7])
-    done = run_all(engine)
-    greedy = [done[f"greedy {index}"].tokens for index in range(4)]
-    assert all(tokens == greedy[0] for tokens in greedy)
-    assert len({tuple(done[f"sampled {index}"].tokens) for index in range(4)}) > 1
-    assert greedy_choice(policies[0], [5, 6, 7], greedy[0]) == greedy[0]
-
-
 @pytest.mark.parametrize(
     ("sampling", "is_greedy"),
     [({"top_k": 1}, True), ({"min_p": 1.0}, True), ({"top_k": 1, "repetition_penalty": 50.0}, False)],
@@ -140,15 +112,8 @@ def test_the_sampling_of_evaluation_is_that_of_the_config(
     assert (done["cut 0"].tokens == done["greedy"].tokens) == is_greedy
 
 
-def greedy_choice(policy: Qwen2ForCausalLM, prompt: list[int], tokens: list[int]) -> list[int]:
-    import torch
-
-    logits = policy(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-    return logits.argmax(-1).tolist()
-
-
 def test_a_queue_without_prompts_does_not_hold_a_version(engine: Engine, model_path: str, policies: Policies) -> None:
-    loop, _, receiver = make_loop(engine, model_path, Queue({}), policies)
+    loop, _, receiver = evaluating_loop(engine, model_path, Queue({}), policies)
     loop._swap_staged()
     for _ in range(6):
         loop.tick()
@@ -159,7 +124,7 @@ def test_evaluation_takes_half_of_the_engine_and_all_when_training_may_not_start
     engine: Engine, model_path: str, policies: Policies
 ) -> None:
     queue = Queue({0: 100})
-    loop, client, _ = make_loop(engine, model_path, queue, policies[:1], generator__max_running_groups=8)
+    loop, client, _ = evaluating_loop(engine, model_path, queue, policies[:1], generator__max_running_groups=8)
     loop._swap_staged()
 
     def highest(ticks: int) -> int:
@@ -178,7 +143,7 @@ def test_evaluation_takes_half_of_the_engine_and_all_when_training_may_not_start
 
 
 def test_stopping_gives_evaluation_prompts_back(engine: Engine, model_path: str, policies: Policies) -> None:
-    loop, client, _ = make_loop(engine, model_path, Queue({0: 100}), policies[:1])
+    loop, client, _ = evaluating_loop(engine, model_path, Queue({0: 100}), policies[:1])
     loop._swap_staged()
     for _ in range(3):
         loop.tick()
@@ -191,31 +156,10 @@ def test_stopping_gives_evaluation_prompts_back(engine: Engine, model_path: str,
     assert engine.num_running == 0
 
 
-def test_tokens_of_two_versions_in_an_evaluation_are_an_error() -> None:
-    running = Running(eval_lease(7), 1, 4, 0.0)
-    versions = np.array([4, 5], dtype=np.int32)
-    running.completions[0] = [Completion("x", [1, 2], np.zeros(2, dtype=np.float32), versions, "completed")]
-    with pytest.raises(InvariantError, match=r"evaluation ticket 7 of version 4 has tokens of the versions \[4, 5\]"):
-        make_evaluated(running, Scored("x", [1.0], [{}], [""]))
-
-
 def test_a_failed_reward_is_0_and_marked() -> None:
-    running = Running(eval_lease(7), 2, 4, 0.0)
+    running = GroupInProgress(eval_lease(7), 2, 4, 0.0)
     for index in range(2):
         logprobs, versions = np.zeros(1, dtype=np.float32), np.array([4], dtype=np.int32)
         running.completions[index] = [Completion("x", [1], logprobs, versions, "truncated")]
     result = make_evaluated(running, Scored("x", [float("nan"), 1.0], [{}, {}], ["it broke", ""]))
     assert (result.rewards, result.status, result.tokens) == ([0.0, 1.0], ["failed", "truncated"], 2)
-
-
-def test_the_models_own_weights_are_those_of_its_folder(make_engine: Callable[..., Engine], model_path: str) -> None:
-    engine = make_engine(generator__max_new_tokens=8)
-    engine.use_own_weights(0)
-    engine.add("a", [5, 6, 7])
-    (completion,) = run_all(engine).values()
-    policy = Qwen2ForCausalLM.from_pretrained(model_path).requires_grad_(False)
-    expected = reference_logprobs(policy, [5, 6, 7], completion.tokens, 1.0)
-    assert np.abs(completion.logprobs - expected).max() < 1e-4
-    assert np.all(completion.versions == 0)
-    with pytest.raises(InvariantError, match="version 0 is loaded already"):
-        engine.use_own_weights(1)

@@ -9,14 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from generator_fakes import FakeClient, FakeReceiver, FakeRewards, lease, lease_reply
-from generator_model import EOS, reference_logprobs, small_config, weights_of
+from generator_fakes import FakeClient, FakeRewards, lease, lease_reply
+from generator_model import EOS, make_loop, reference_logprobs, small_config, weights_of
 from transformers import Qwen2ForCausalLM
 
 from asyncrl.errors import PeerTimeoutError
 from asyncrl.generator import loop as loop_module
 from asyncrl.generator.engine import Engine
-from asyncrl.generator.loop import _DENIED_IDLE_S, GeneratorLoop
+from asyncrl.generator.groups import free_capacity
+from asyncrl.generator.loop import _DENIED_IDLE_S, _MIN_STEPS, StepCosts, non_negative
 from asyncrl.replay.client import LeaseReply
 from asyncrl.types import NO_VERSION, Lease
 
@@ -29,31 +30,6 @@ def engine(make_engine: Callable[..., Engine]) -> Engine:
     engine.abort(list(engine._requests))
     engine.version = NO_VERSION
     return engine
-
-
-def make_loop(
-    engine: Engine,
-    model_path: str,
-    answer: Callable[[int, int], LeaseReply],
-    policies: Policies | tuple[()] = (),
-    *,
-    rewards: FakeRewards | None = None,
-    should_stop: Callable[[], bool] = lambda: False,
-    **overrides: Any,
-) -> tuple[GeneratorLoop, FakeClient, FakeReceiver]:
-    """A loop whose receiver has the given policies as versions 0, 1, ..."""
-    client, receiver = FakeClient(answer), FakeReceiver()
-    receiver.versions.extend((version, weights_of(policy)) for version, policy in enumerate(policies))
-    loop = GeneratorLoop(
-        small_config(model_path, **overrides),
-        index=3,
-        engine=engine,
-        rewards=rewards or FakeRewards(),  # type: ignore[arg-type]
-        receiver=receiver,  # type: ignore[arg-type]
-        client=client,  # type: ignore[arg-type]
-        should_stop=should_stop,
-    )
-    return loop, client, receiver
 
 
 class Leases:
@@ -361,3 +337,63 @@ def test_phases_and_completions_are_told_with_every_ask(
     phases_s = stats.engine_s + stats.requests_s + stats.rewards_s + stats.messages_s
     assert phases_s < time.monotonic() - before_s
     assert stats.peak_memory_bytes > 10e6
+
+
+@pytest.mark.parametrize(("running", "groups"), [(0, 18), (16, 10), (31, 2), (32, 2), (33, 1), (35, 0), (36, 0)])
+def test_an_eighth_more_groups_than_run_wait_in_the_engine(model_path: str, running: int, groups: int) -> None:
+    config = small_config(model_path, generator__max_running_groups=16)  # of 2
+    assert free_capacity(config, running=running, evaluating=None, denied=False) == (groups, 0)
+
+
+def test_evaluation_gets_half_of_the_places_and_none_of_those_that_wait(model_path: str) -> None:
+    config = small_config(model_path, generator__max_running_groups=16, eval__samples=4)
+    assert free_capacity(config, running=0, evaluating=0, denied=False) == (10, 4)
+    assert free_capacity(config, running=36, evaluating=16, denied=False) == (0, 0)
+    assert free_capacity(config, running=16, evaluating=16, denied=True) == (2, 4)
+
+
+def test_costs_are_found_again() -> None:
+    dice, costs = np.random.default_rng(0), StepCosts()
+    for _ in range(500):
+        running, changed = int(dice.integers(1, 64)), int(dice.integers(0, 9))
+        noise = 1 + 0.1 * dice.standard_normal()
+        costs.step((0.01 + 2e-4 * running + 1e-3 * changed) * noise, running=running, changed=changed)
+    base_s, sequence_s, request_s = costs.solve()
+    assert base_s == pytest.approx(0.01, rel=0.1)
+    assert sequence_s == pytest.approx(2e-4, rel=0.1)
+    assert request_s == pytest.approx(2e-3, rel=0.1), "a sequence begins once and ends once"
+
+
+def test_steps_of_few_sequences_are_not_forgotten() -> None:
+    costs = StepCosts()
+    for running in [2, 8] * 40 + [64] * 20_000:
+        costs.step(0.01 + 2e-4 * running, running=running, changed=0)
+    assert costs.solve() == pytest.approx([0.01, 2e-4, 0.0])
+
+
+def test_nothing_is_known_of_few_steps() -> None:
+    costs = StepCosts()
+    for _ in range(_MIN_STEPS - 1):
+        costs.step(0.1, running=1, changed=0)
+    assert costs.solve() == []
+    costs.step(0.1, running=1, changed=0)
+    assert sum(costs.solve()[:2]) == pytest.approx(0.1)
+
+
+def test_rewards_take_their_mean() -> None:
+    costs = StepCosts()
+    assert costs.reward_s == 0.0
+    costs.scored(1.0)
+    costs.scored(2.0)
+    assert costs.reward_s == 1.5
+
+
+def test_no_cost_is_negative() -> None:
+    dice = np.random.default_rng(0)
+    for _ in range(50):
+        columns, values = dice.standard_normal((40, 3)), dice.standard_normal(40)
+        found = np.array(non_negative(columns, values))
+        assert found.min() >= 0
+        gradient = columns.T @ (columns @ found - values)
+        assert (gradient > -1e-8).all(), "a larger coefficient would be nearer"
+        assert np.abs(gradient[found > 0]).max(initial=0.0) < 1e-8

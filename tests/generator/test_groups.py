@@ -11,8 +11,7 @@ from generator_fakes import lease
 
 from asyncrl.errors import InvariantError
 from asyncrl.generator.engine import Completion
-from asyncrl.generator.groups import Running, make_evaluated, make_group
-from asyncrl.generator.scoring import evaluated_rows
+from asyncrl.generator.groups import GroupInProgress, evaluated_rows, make_evaluated, make_group
 from asyncrl.replay.codec import check_group, pack_group
 from asyncrl.replay.evaluation.samples import pack_rows, unpack_rows
 from asyncrl.rewards.workers import Scored
@@ -27,9 +26,9 @@ def completion(index: int, status: Status, version: int = 3) -> Completion:
     )
 
 
-def running() -> Running:
+def running() -> GroupInProgress:
     members = {0: [completion(0, "completed")], 1: [completion(1, "truncated")]}
-    return Running(lease(4), 2, 3, 0.0, completions=members)
+    return GroupInProgress(lease(4), 2, 3, 0.0, completions=members)
 
 
 def test_trajectories_are_the_prompt_and_a_completion_each() -> None:
@@ -130,7 +129,7 @@ def test_a_member_without_a_reward_is_failed_or_as_an_explicit_choice_gets_0() -
         assert [t.status for t in group.trajectories] == ["failed", "failed"]
 
 
-def played(error: str = "") -> Running:
+def played(error: str = "") -> GroupInProgress:
     """Two episodes of two turns, of which the second has the error of its environment."""
     one = running()
     outcome = EpisodeOutcome("done", [1.0, 2.0], 0, environment_s=1.0, tries=0, lost_tokens=0)

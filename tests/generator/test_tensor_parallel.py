@@ -109,11 +109,11 @@ def test_keep_continues_on_the_keys_and_values_of_both_workers(divided: VllmEngi
 
 def test_buckets_in_shared_memory_are_loaded_by_both_workers(divided: VllmEngine, policies: Policies) -> None:
     divided.swap(0, weights_of(policies[0]))
-    divided._loader._by_rows = frozenset(["model.embed_tokens.weight"])
+    divided.loader._by_rows = frozenset(["model.embed_tokens.weight"])
     try:
         load_from_shared_memory(divided, 1, policies[1])
     finally:
-        divided._loader._by_rows = frozenset()
+        divided.loader._by_rows = frozenset()
     for key, completion in complete(divided).items():
         expected = reference_logprobs(policies[1], PROMPTS[key], completion.tokens, 1.0)
         assert max_difference(completion.logprobs, expected) < TOLERANCE
@@ -125,19 +125,19 @@ def load_from_shared_memory(engine: VllmEngine, version: int, policy: Qwen2ForCa
     weights = weights_of(policy)
     layout = WeightManifest.of((name, tensor.dtype, tensor.shape) for name, tensor in weights)
     shares = shares_of_ranks(layout, 1, ROWS_BYTES, by_parameter=True)
-    plan = plan_buckets(layout, shares, ROWS_BYTES, engine.takes_rows)
+    plan = plan_buckets(layout, shares, ROWS_BYTES, engine.loader.takes_rows)
     assert sum(row is not None for bucket in plan for _, row in bucket.entries) > 2
-    memory = engine.bucket_memory(2 * max(bucket.num_bytes for bucket in plan))
+    memory = engine.loader.bucket_memory(2 * max(bucket.num_bytes for bucket in plan))
     assert memory is not None
-    engine.begin(version, {name: tuple(tensor.shape) for name, tensor in weights})
+    engine.loader.begin(version, {name: tuple(tensor.shape) for name, tensor in weights})
     for number, bucket in enumerate(plan):
         parts = bucket.parts(memory.chunk(2)[number % 2])
         for part in parts:
             tensor = dict(weights)[part.name]
             first = part.first_row or 0
             part.tensor.copy_(tensor[first : first + len(part.tensor)])
-        engine.load(parts)
-    engine.commit(version)
+        engine.loader.load(parts)
+    engine.loader.commit(version)
     assert len({file for file in shared_files(os.getpid()) if "asyncrl-weights" in file}) == 1, "no second memory"
 
 
@@ -225,19 +225,19 @@ def test_a_worker_that_ends_between_two_buckets_ends_the_engine(model_path: str,
     config = small_config(model_path, generator__tensor_parallel=2, weights__staging="buckets")
     engine = VllmEngine(config, seed=1)
     try:
-        assert engine.takes_rows("model.embed_tokens.weight")
+        assert engine.loader.takes_rows("model.embed_tokens.weight")
         load_from_shared_memory(engine, 0, policies[0])
         engine.add("a", PROMPTS["0"])
-        load = engine.load
+        load = engine.loader.load
 
         def load_and_kill(parts: Sequence[WeightPart]) -> None:
             load(parts)
             os.kill(pids_of(engine)[0], signal.SIGKILL)
 
-        engine.load = load_and_kill  # type: ignore[method-assign]
+        engine.loader.load = load_and_kill  # type: ignore[method-assign]
         with pytest.raises(PeerTimeoutError, match=r"worker 0 of the engine .* was killed by signal SIGKILL"):
             load_from_shared_memory(engine, 1, policies[1])
-        assert engine.torn
+        assert engine.loader.updating
         with pytest.raises(InvariantError, match="a step between two versions"):
             engine.step()
     finally:

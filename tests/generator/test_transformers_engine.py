@@ -15,12 +15,11 @@ from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 from asyncrl.config.mappings import Sampling
 from asyncrl.errors import ConfigError
-from asyncrl.generator.transformers_backend import sizes, varlen
+from asyncrl.generator.transformers_backend import attention as varlen
+from asyncrl.generator.transformers_backend import decoder as sizes
+from asyncrl.generator.transformers_backend.attention import gathered_attention, padded_attention, table_attention
 from asyncrl.generator.transformers_backend.cache import HeadShape, PagedCache
-from asyncrl.generator.transformers_backend.engine import TransformersEngine
-from asyncrl.generator.transformers_backend.sampler import sample
-from asyncrl.generator.transformers_backend.stops import StopTexts
-from asyncrl.generator.transformers_backend.varlen import gathered_attention, padded_attention, table_attention
+from asyncrl.generator.transformers_backend.engine import StopTexts, TransformersEngine, sample
 from benchmarks.families import save_family
 
 TOLERANCE = 5e-5

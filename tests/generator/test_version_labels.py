@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import InvariantError, RunError
-from asyncrl.generator.vllm_backend.version_labels import VersionLabels, check_first_versions
+from asyncrl.generator.vllm_backend.scheduling import VersionLabels, check_first_versions, watched_scheduler
 
 
 class LateFuture(Future):
@@ -65,7 +65,7 @@ def make_core(labels: VersionLabels, batches: int) -> Any:
     from vllm.v1.engine.core import EngineCore
 
     core: Any = EngineCore.__new__(EngineCore)
-    core.scheduler = labels.scheduler(FakeScheduler)()  # type: ignore[arg-type]
+    core.scheduler = watched_scheduler(FakeScheduler, labels)()  # type: ignore[arg-type]
     core.model_executor = FakeExecutor()
     core.batch_queue_size, core.batch_queue = batches, deque(maxlen=batches)
     core.is_mm_encoder_only = core.is_pooling_model = core.check_for_draft_tokens = False

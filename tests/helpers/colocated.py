@@ -14,19 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from asyncrl.colocate import GeneratorTurn, HostMemory, LearnerTurn
 from asyncrl.config import Config
-from asyncrl.generator.colocated import SharedCard as GeneratorCard
 from asyncrl.generator.engine import Completion
 from asyncrl.generator.loop import GeneratorLoop
 from asyncrl.learner.batch import Batch
-from asyncrl.learner.colocated import SharedCard as LearnerCard
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.loop import Learner
 from asyncrl.replay.client import LeaseReply
 from asyncrl.rewards.workers import Scored
 from asyncrl.types import NO_VERSION, Group, Lease, Prompt, Shard
-from asyncrl.util.card_lock import Cards
-from asyncrl.util.host_memory import HostMemory
 from asyncrl.weights.background import WeightSyncStats
 from asyncrl.weights.staging import StagedWeights
 from asyncrl.wire.learner_messages import Committed
@@ -289,7 +286,7 @@ class CountingEngine:
         self._card = card
         self.version = NO_VERSION
         self.window_tokens = 64
-        self.torn = False
+        self.loader = None
         self.recomputed_tokens = 0
         self.versions: dict[str, list[int]] = {}
         self._awake = {"weights": True, "cache": True}
@@ -532,10 +529,10 @@ class World:
             lock: Any = FakeLock(self.card, "generator")
             lock.acquire(DEADLINE_S)
             engine: Any = self.make_engine()
-            card = GeneratorCard(self.config, engine, Cards([lock]))
+            turn = GeneratorTurn(self.config, engine, [lock])
             others: Any = {"rewards": Rewards(), "receiver": self.receiver(), "client": client}
             GeneratorLoop(
-                self.config, index=0, engine=engine, card=card, should_stop=self.over.is_set, **others
+                self.config, index=0, engine=engine, turn=turn, should_stop=self.over.is_set, **others
             ).run()  # fmt: skip
         except Died:
             client.bury()
@@ -547,7 +544,7 @@ class World:
         over = threading.Event()
         try:
             lock: Any = FakeLock(self.card, "learner")
-            card = LearnerCard(self.config, Ranks(0, 1, torch.device("cpu")), lock)
+            card = LearnerTurn(self.config, Ranks(0, 1, torch.device("cpu")), lock)
             card._memory = Memory(self.card)
             trainer: Any = FakeTrainer(self.card)
             self.staleness = trainer.staleness

@@ -126,25 +126,26 @@ class HandedEngine(CountingEngine):
     def __init__(self, card: FakeCard) -> None:
         super().__init__(card)
         self.loaded: float | None = None
+        self.loader, self.updating = self, False
 
     def begin(self, version: int, shapes: Mapping[str, Any]) -> None:
-        self.torn = True
+        self.updating = True
 
     def load(self, parts: Sequence[WeightPart]) -> None:
-        assert self._awake == {"weights": True, "cache": False} and self.torn
+        assert self._awake == {"weights": True, "cache": False} and self.updating
         self.loaded = float(parts[0].tensor[0])
         self._card.note("generator", "load")
 
     def commit(self, version: int) -> None:
         assert self._awake["weights"] and self.loaded == version, "these are not the weights of the version"
         self._card.note("generator", "swap")
-        self.version, self.torn = version, False
+        self.version, self.updating = version, False
 
     def swap(self, version: int, tensors: Any) -> float:
         raise AssertionError("nothing is staged")
 
     def step(self) -> list[Any]:
-        assert not self.torn
+        assert not self.updating
         return super().step()
 
     def sleep(self, level: int) -> None:
@@ -152,7 +153,7 @@ class HandedEngine(CountingEngine):
         super().sleep(level)
 
     def is_on(self, version: int) -> bool:
-        return self.version == version and not self.torn
+        return self.version == version and not self.updating
 
 
 class HandOverWorld(World):

@@ -9,9 +9,9 @@ import pytest
 import yaml
 from test_memory import QWEN2_05B, QWEN2_7B, fitted, shape_of
 
+from asyncrl.colocate import generator_locks
 from asyncrl.config import Config, load_config, parse_override
 from asyncrl.errors import ConfigError
-from asyncrl.generator.colocated import cards_of
 from asyncrl.launch import machine as gpus
 from asyncrl.launch.memory import GIB, PIECE, PROCESS_BYTES, Models, choose_staging, make_cards
 from asyncrl.launch.placement import Host, check_transport, place_roles
@@ -95,12 +95,12 @@ def test_cores_are_divided_into_cards() -> None:
     assert placement.generators[1].cpus == (0, 1, 2, 3)
 
 
-def test_the_card_of_a_generator_is_that_of_its_ranks(tmp_path: Any) -> None:
+def test_a_generator_has_the_devices_of_its_ranks(tmp_path: Any) -> None:
     config = on(launch__generators=2, launch__learners=4, generator__tensor_parallel=2)
-    assert cards_of(config, 1, tmp_path) is not None
-    assert sorted(path.name for path in (tmp_path / "cards").iterdir()) == ["card-2", "card-3"]
-    assert cards_of(config, 2, tmp_path) is None, "one that joined"
-    assert cards_of(small_config(), 0, tmp_path) is None
+    assert len(generator_locks(config, 1, tmp_path)) == 2
+    assert sorted(path.name for path in (tmp_path / "devices").iterdir()) == ["device-2", "device-3"]
+    assert not generator_locks(config, 2, tmp_path), "one that joined"
+    assert not generator_locks(small_config(), 0, tmp_path)
 
 
 def test_gpus_are_shared_with_an_unproven_engine_only_by_force(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from worlds import make_config
 
 from asyncrl.config import Config
 from asyncrl.generator.engine import Completion
-from asyncrl.generator.groups import Running, make_group
+from asyncrl.generator.groups import GroupInProgress, make_group
 from asyncrl.generator.transformers_backend.engine import TransformersEngine
 from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.model.policy import Policy
@@ -59,7 +59,9 @@ def groups_of(config: Config, engine: TransformersEngine) -> list[Group]:
     """Samples a group for each of PROMPTS, as a generator makes it."""
     size = config.generator.group_size
     leases = [
-        Running(Lease(ticket, 0, Prompt(ticket, np.array(tokens, np.int32), "", "test")), size, engine.version, 0.0)
+        GroupInProgress(
+            Lease(ticket, 0, Prompt(ticket, np.array(tokens, np.int32), "", "test")), size, engine.version, 0.0
+        )
         for ticket, tokens in enumerate(PROMPTS)
     ]
     for running in leases:

@@ -14,7 +14,7 @@ from test_members import FakeRanks
 from asyncrl.algorithms.group_advantages import grpo
 from asyncrl.config import Config
 from asyncrl.generator.engine import Completion
-from asyncrl.generator.groups import Running, make_group
+from asyncrl.generator.groups import GroupInProgress, make_group
 from asyncrl.learner.advantage_step import Scores, estimate
 from asyncrl.learner.algorithm import make_algorithm
 from asyncrl.learner.batch import Batch
@@ -58,7 +58,7 @@ def scored_group(reward: RewardTable, lease: Lease, texts: list[str], **options:
         Completion(str(at), list(range(n)), np.full(n, -0.5, np.float32), np.zeros(n, np.int32), "completed")
         for at, n in enumerate(LENGTHS[: len(texts)])
     ]
-    running = Running(lease, len(texts), 0, 0.0, completions={at: [one] for at, one in enumerate(completions)})
+    running = GroupInProgress(lease, len(texts), 0, 0.0, completions={at: [one] for at, one in enumerate(completions)})
     scored = Scored((lease.ticket, 0), [reward or 0.0 for reward in rewards], list(parts), list(errors))
     return make_group(running, scored, generator=0, **options)
 

@@ -15,10 +15,10 @@ import pytest
 from torch import Tensor
 from worlds import GAE_CONFIG, critic_endpoints, make_config, running
 
+from asyncrl.colocate import DeviceLock, LearnerTurn, device_path
 from asyncrl.config import Config
 from asyncrl.learner.algorithm import make_algorithm
 from asyncrl.learner.checkpoint.manager import Checkpoints
-from asyncrl.learner.colocated import SharedCard
 from asyncrl.learner.critic.remote import RemoteCritic
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.loop import Learner
@@ -29,7 +29,6 @@ from asyncrl.replay.codec import pack_group, unpack_group
 from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.types import EpisodeOutcome, Lease, Prompt, Shard
-from asyncrl.util.card_lock import CardLock, card_path
 from asyncrl.wire.learner_messages import Committed
 from asyncrl.wire.messages import Evaluated, GeneratorStats
 from tests.helpers.metric_names import documented, undocumented, unwritten
@@ -117,7 +116,7 @@ class Sender:
     def wait(self) -> None: ...
 
 
-class Lock(CardLock):
+class Lock(DeviceLock):
     """Of a card that no generator wants."""
 
     last = ""  # type: ignore[assignment]
@@ -149,7 +148,7 @@ def run_dir(
         trainer = Trainer(config, one_rank, make_algorithm(config), critic)
         checkpoints = Checkpoints(config, out / "checkpoints", one_rank, others=critic.parts)
         trackers = make_trackers(config, out)
-        card = SharedCard(config, one_rank, Lock(card_path(out, 0), "learner-0"))
+        card = LearnerTurn(config, one_rank, Lock(device_path(out, 0), "learner-0"))
         Learner(config, trainer, batches, Sender(), trackers, out, checkpoints, card=card).run(lambda: False)
         for part in (trackers, checkpoints, critic, batches):
             part.close()

@@ -18,7 +18,7 @@ import pytest
 
 from asyncrl.errors import ConfigError
 from asyncrl.generator.engine import Completion
-from asyncrl.generator.groups import Running, make_group
+from asyncrl.generator.groups import GroupInProgress, make_group
 from asyncrl.replay.codec import pack_group
 from asyncrl.replay.refunds import refund_reason
 from asyncrl.rewards import workers
@@ -352,7 +352,7 @@ def test_one_completion_that_hangs_costs_its_siblings_nothing(make_pool) -> None
         index: [Completion(str(index), one, np.zeros(len(one), np.float32), np.zeros(len(one), np.int32), "completed")]
         for index, one in enumerate(completions)
     }
-    group = Running(Lease(3, 0, prompt()), 4, 0, 0.0, completions=members)
+    group = GroupInProgress(Lease(3, 0, prompt()), 4, 0, 0.0, completions=members)
     pool = make_pool("mine.py:score", timeout_s=1.0)
     submit(pool, group.key, completions, group.lease.prompt)
     (scored,) = gather(pool, 1).values()

@@ -19,6 +19,7 @@ LEVELS = [
     {"config", "samples", "sandbox"},
     {"wire", "algorithms"},
     {"rewards", "environments", "data", "replay", "weights", "observe"},
+    {"colocate"},
     {"generator", "learner", "plan"},
     {"launch"},
     {"api", "board"},

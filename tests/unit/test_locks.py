@@ -54,7 +54,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.run_dir import RunFolder, is_running
 from asyncrl.replay.journal.folder import lock
 from asyncrl.sandbox.run import Sandbox
-from asyncrl.util.card_lock import CardLock
+from asyncrl.colocate import DeviceLock
 from asyncrl.wire.socket_folder import socket_folder
 from tests.helpers.replay import small_config
 
@@ -73,7 +73,7 @@ def sandbox():
     with Sandbox():
         pass
 def card():
-    assert CardLock(Path("cards/card-0"), "learner-0").try_acquire()
+    assert DeviceLock(Path("devices/device-0"), "learner-0").try_acquire()
 for call in (run, looked, lambda: lock(Path("journal")), card, sockets, sandbox):
     try:
         call()
@@ -110,7 +110,7 @@ def test_without_any_lock_each_place_names_the_way_out_and_temporary_folders_wor
     library: Path, tmp_path: Path, number: int
 ) -> None:
     run, looked, journal, card, sockets, sandbox = outcomes(library, tmp_path, BOTH, number)
-    for error, name in [(run, "runs/.one.lock"), (looked, "runs/.one.lock"), (journal, "journal"), (card, "card-0")]:
+    for error, name in [(run, "runs/.one.lock"), (looked, "runs/.one.lock"), (journal, "journal"), (card, "device-0")]:
         assert error.startswith(f"{name}: its file system has no locks ({os.strerror(number)}); mount it with locks")
         assert error.endswith("or set runs_dir to a folder of another one")
     assert sockets == sandbox == "works"
@@ -119,7 +119,7 @@ def test_without_any_lock_each_place_names_the_way_out_and_temporary_folders_wor
 def test_one_kind_of_lock_is_enough_for_all_but_shared_cards(library: Path, tmp_path: Path) -> None:
     assert outcomes(library, tmp_path, "flock", errno.ENOSYS) == ["works"] * 6
     run, looked, journal, card, sockets, sandbox = outcomes(library, tmp_path, "fcntl", errno.EINVAL)
-    assert {run, looked, journal, sockets, sandbox} == {"works"} and card.startswith("card-0: its file system has no")
+    assert {run, looked, journal, sockets, sandbox} == {"works"} and card.startswith("device-0: its file system has no")
 
 
 def test_a_lock_ends_with_its_descriptor_and_not_with_another_of_the_same_file(tmp_path: Path) -> None:

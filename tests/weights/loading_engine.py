@@ -12,7 +12,7 @@ from nccl_like import await_true
 from rank_parts import slices
 from weight_parts import joined, make_receiver, weights
 
-from asyncrl.generator.weight_swaps import WeightSwaps
+from asyncrl.generator.engine import WeightSwaps
 from asyncrl.types import NO_VERSION
 from asyncrl.weights.background import BackgroundSender
 from asyncrl.weights.bucket_plan import WeightPart
@@ -24,7 +24,7 @@ class LoadingEngine:
 
     def __init__(self, *, by_rows: bool = True) -> None:
         self.parameters = {name: torch.zeros_like(tensor) for name, tensor in weights(0)}
-        self.version, self.torn = NO_VERSION, False
+        self.version, self.updating = NO_VERSION, False
         self.versions: list[int] = []
         """Those that were loaded."""
         self.steps: list[int] = []
@@ -34,6 +34,10 @@ class LoadingEngine:
         """Address and size of the memory of the buckets."""
         self.on_load: Callable[[], None] = lambda: None
 
+    @property
+    def loader(self) -> LoadingEngine:
+        return self
+
     def takes_rows(self, name: str) -> bool:
         return self.by_rows
 
@@ -42,10 +46,10 @@ class LoadingEngine:
 
     def begin(self, version: int, shapes: Mapping[str, tuple[int, ...]]) -> None:
         assert shapes == {name: tuple(tensor.shape) for name, tensor in self.parameters.items()}
-        self.torn = True
+        self.updating = True
 
     def load(self, parts: Sequence[WeightPart]) -> None:
-        assert self.torn
+        assert self.updating
         for part in parts:
             storage = part.tensor.untyped_storage()
             self.memory.add((storage.data_ptr(), storage.nbytes()))
@@ -54,14 +58,14 @@ class LoadingEngine:
         self.on_load()
 
     def commit(self, version: int) -> None:
-        self.version, self.torn = version, False
+        self.version, self.updating = version, False
         self.versions.append(version)
 
     def swap(self, version: int, tensors: object) -> float:
         raise AssertionError("nothing is staged")
 
     def step(self) -> None:
-        assert not self.torn
+        assert not self.updating
         for name, tensor in weights(self.version):
             assert torch.equal(self.parameters[name], tensor), f"{name} is not of version {self.version}"
         self.steps.append(self.version)

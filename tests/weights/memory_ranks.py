@@ -175,8 +175,8 @@ def receive(rank: int, places: Endpoints, out: Path) -> None:
 
 
 def generate(rank: int, places: Endpoints, model: str, out: Path) -> None:
+    from asyncrl.generator.engine import WeightSwaps
     from asyncrl.generator.vllm_backend.engine import VllmEngine
-    from asyncrl.generator.weight_swaps import WeightSwaps
 
     config = Config.model_validate(
         {
@@ -192,7 +192,7 @@ def generate(rank: int, places: Endpoints, model: str, out: Path) -> None:
     swaps = WeightSwaps(engine, receiver, timeout_s=TIMEOUT_S, meanwhile=lambda: True)
     peak = Peak("self", *(pid for pid in engine._workers.pids if pid is not None))
     receiver.start()
-    receiver.engine_is_up(engine)
+    receiver.engine_is_up(engine.loader)
     while engine.version != VERSIONS - 1:
         swaps.swap()
         time.sleep(0.001)

@@ -123,8 +123,8 @@ def await_engines(sender: WeightSender, count: int) -> None:
 
 
 def generate(rank: int, address: str, folder: str, transport: str) -> None:
+    from asyncrl.generator.engine import WeightSwaps
     from asyncrl.generator.transformers_backend.engine import TransformersEngine
-    from asyncrl.generator.weight_swaps import WeightSwaps
 
     settings = {
         "model.path": folder, "data.train": "unused", "generator.engine": "transformers", "generator.group_size": 2,
@@ -133,11 +133,11 @@ def generate(rank: int, address: str, folder: str, transport: str) -> None:
     }  # fmt: skip
     engine = TransformersEngine(load_config(None, settings), seed=rank)
     receiver = WeightReceiver(address, rank=rank, transport=transport, timeout_s=TIMEOUT_S, max_bytes=1 << 26)
-    commit = engine.commit
-    engine.commit = lambda version: (at("commit"), commit(version))[1]  # type: ignore[method-assign]
+    commit = engine.loader.commit
+    engine.loader.commit = lambda version: (at("commit"), commit(version))[1]  # type: ignore[method-assign]
     swaps = WeightSwaps(engine, receiver, timeout_s=60.0, meanwhile=lambda: True)
     receiver.start()
-    receiver.engine_is_up(engine)
+    receiver.engine_is_up(engine.loader)
     number = 0
     while True:
         swaps.swap()

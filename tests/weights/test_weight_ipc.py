@@ -195,7 +195,7 @@ def test_a_version_that_was_given_up_is_sent_once_more(address: str, cleanup: li
     generator.engine.on_load = fail
     sender.send(0, own)
     sender.copied()
-    assert sender._delivery.gone == 0 and sender.is_missed and generator.engine.torn
+    assert sender._delivery.gone == 0 and sender.is_missed and generator.engine.updating
     generator.engine.on_load = lambda: None
     sender._delivery.timeout_s = 20.0
     joined(sender, 1, up=True)

@@ -75,7 +75,7 @@ def test_a_version_is_offered_again_when_a_generator_ends_in_it(address: str, cl
     learner.update()
     generators[1].await_version(1)
     assert generators[1].engine.versions == [0, 1] and generators[0].engine.versions == [0]
-    assert generators[0].engine.torn
+    assert generators[0].engine.updating
     learner.send(2)
     learner.update()
     generators[1].await_version(2)
@@ -100,10 +100,10 @@ def test_a_learner_that_ends_in_a_version_leaves_the_engine_torn_until_the_next_
 
     generator.engine.on_load = end
     learner.send(1)
-    await_true(lambda: generator.engine.torn and generator.receiver.round() is None, "the round is over")
+    await_true(lambda: generator.engine.updating and generator.receiver.round() is None, "the round is over")
     steps = len(generator.engine.steps)
     time.sleep(0.3)
-    assert len(generator.engine.steps) == steps and generator.engine.torn and generator.error is None
+    assert len(generator.engine.steps) == steps and generator.engine.updating and generator.error is None
     generator.engine.on_load = lambda: None
     another = Learner(1, address, cleanup)
     joined(another.first, 1, up=True)
@@ -137,7 +137,7 @@ def test_a_version_that_does_not_arrive_is_given_up(
     monkeypatch.setattr(PieceStreams, "take", fail)
     learner.send(1)
     learner.update()
-    assert generator.engine.torn and generator.engine.versions == [0] and learner.first._delivery.gone == 1
+    assert generator.engine.updating and generator.engine.versions == [0] and learner.first._delivery.gone == 1
     assert calls == 10, "one round"
     learner.send(2)
     learner.update()

@@ -1,33 +1,42 @@
-"""The policy with its key-value cache: logits behind the rows of a step, and weights that are overwritten in place."""
+"""The policy with its key-value cache: logits for the last token of each row, and weights overwritten in place.
+
+Decoding is checked against the model's own forward pass before it is used.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import numpy as np
+import structlog
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
+from asyncrl.colocate import HostMemory
 from asyncrl.config import Config
-from asyncrl.generator.transformers_backend.attention import padded_attention
-from asyncrl.generator.transformers_backend.batch import Batch, Row, sort_rows
-from asyncrl.generator.transformers_backend.cache import HeadShape, PagedCache
-from asyncrl.generator.transformers_backend.loading import (
-    CHECKED,
-    check_logits,
-    fits,
-    load_model,
-    misfit,
-    own_logits,
-    sequences,
+from asyncrl.errors import AsyncrlError, ConfigError
+from asyncrl.generator.engine import CPU_KV_CACHE_BYTES, GPU_FRACTION, STEP_TOKENS, Shapes, check_fit
+from asyncrl.generator.transformers_backend.attention import PAGED, choose_kernel, padded_attention
+from asyncrl.generator.transformers_backend.cache import Batch, HeadShape, PagedCache, Row, sort_rows, token_bytes
+from asyncrl.util.routing import Routers, replayed_routers, router_modules
+from asyncrl.weights.adapters import (
+    ADAPTER,
+    MATRIX_NAMES,
+    MergedWeights,
+    adapted_layers,
+    adapter_shapes,
+    matrices_of,
+    peft_settings,
 )
-from asyncrl.generator.transformers_backend.parameters import parameters_of
-from asyncrl.generator.transformers_backend.routing import RoutingRecorder
-from asyncrl.generator.transformers_backend.sizes import cache_pages, step_tokens, window_of
-from asyncrl.generator.transformers_backend.varlen import choose_kernel
-from asyncrl.util.host_memory import HostMemory
-from asyncrl.util.routing import replayed_routers
 from asyncrl.weights.bucket_plan import WeightPart
+
+log = structlog.get_logger()
 
 
 class Decoder:
@@ -37,7 +46,7 @@ class Decoder:
         """Raises ConfigError if the model cannot be decoded, or the memory is too small."""
         self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         self._model, self._output = load_model(config, self.device)
-        self._parameters = parameters_of(config, self._model)
+        self.loader = make_loader(config, self._model)
         self._freed: list[tuple[torch.UntypedStorage, int]] = []
         """The memory that `free` dropped, and its size."""
         self._host = HostMemory(self.device)
@@ -46,13 +55,14 @@ class Decoder:
         )
         self.routers = None if routers is None else RoutingRecorder(self._model, routers, config.model.path)
         """Records the experts of every step; None without `algorithm.routing_replay`."""
-        self.window_tokens = window_of(config, self._model)
-        self.step_tokens = step_tokens(config, self.device, self.window_tokens)
         text, dtype = self._model.config.get_text_config(), self._model.dtype
+        self.window_tokens: int = config.generator.max_model_tokens or text.max_position_embeddings
+        """The longest sequence, of prompt and completion."""
+        self.step_tokens = _step_tokens(config, self.device, self.window_tokens)
         self._kernel = padded_attention
         shapes = self._shapes(self.step_tokens if self.device.type == "cuda" else 2)
         self._kernel, page_tokens = choose_kernel(shapes, text.num_attention_heads, dtype=dtype, device=self.device)
-        pages = cache_pages(
+        pages = _cache_pages(
             config,
             shapes,
             page_tokens=page_tokens,
@@ -63,15 +73,6 @@ class Decoder:
         )
         self.cache = PagedCache(shapes, num_pages=pages, page_tokens=page_tokens, dtype=dtype, device=self.device)
         self._check(text.vocab_size)
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the tensors of a version."""
-        return self._parameters.shapes
-
-    def load(self, parts: Sequence[WeightPart]) -> None:
-        """Loads weights. On a GPU the copies may end after the return, in the order of the thread's stream."""
-        self._parameters.load(parts)
 
     def free(self, *, keep_weights: bool) -> None:
         """Gives up the memory of the cache and of the parameters, which move to the host or are dropped."""
@@ -87,7 +88,7 @@ class Decoder:
             torch.cuda.empty_cache()
 
     def restore_weights(self) -> None:
-        """Takes the memory of the parameters back; if they were dropped, `load` must fill it."""
+        """Takes the memory of the parameters back; if they were dropped, a version must fill it."""
         self._host.reload()
         for one, num_bytes in self._freed:
             one.resize_(num_bytes)
@@ -95,7 +96,8 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, rows: Sequence[Row]) -> Tensor:
-        """Returns the logits [rows, vocabulary] behind each row, in float32. The rows have the order of `sort_rows`."""
+        """Returns the logits [rows, vocabulary] for the last token of each row, in float32. The rows have the order of
+        `sort_rows`."""
         batch = Batch(rows, self.cache, self.device)
         hidden = self._hidden(batch).index_select(0, batch.last)
         output = self._output
@@ -150,3 +152,245 @@ class Decoder:
         for owned in pages:
             self.cache.give_back(owned)
         check_logits(self._model, torch.stack(found), torch.stack(expected))
+
+
+CONTEXT_BYTES = 1 << 30
+"""CUDA's context and the workspaces of its libraries."""
+
+
+SAMPLER_COPIES = 5
+"""Arrays in float32 of the size of the logits that sampling holds at the same time."""
+
+
+def _step_tokens(config: Config, device: torch.device, window: int) -> int:
+    """Returns the most tokens that a step computes."""
+    given = config.generator.engine_settings.get("max_num_batched_tokens")
+    tokens = int(given or STEP_TOKENS[device.type])
+    return max(tokens, window) if config.deterministic else tokens  # prompts are not split
+
+
+def _cache_pages(
+    config: Config,
+    shapes: Mapping[int, HeadShape],
+    *,
+    page_tokens: int,
+    window: int,
+    vocabulary: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> int:
+    """Returns the number of pages of the cache, by `generator.kv_cache_bytes` or what is left of the GPU, but no more
+    than all sequences can fill. Raises ConfigError if one sequence of the window does not fit."""
+    sequences = config.generator.max_running_groups * config.generator.group_size
+    page_bytes = page_tokens * token_bytes(shapes, dtype)
+    given = config.generator.kv_cache_bytes
+    if given is None:
+        given = _left_bytes(config, sequences * vocabulary) if device.type == "cuda" else CPU_KV_CACHE_BYTES
+    least = -(-window // page_tokens)
+    pages = min(given // page_bytes, sequences * least)
+    if pages < least:
+        raise ConfigError(
+            f"generator.kv_cache_bytes: a sequence of {window:,} tokens needs {least * page_bytes:,} bytes of keys and "
+            f"values, but there are {max(given, 0):,}; raise it, or lower generator.engine_options.max_model_len"
+        )
+    log.info("key-value cache", tokens=pages * page_tokens, bytes=pages * page_bytes, page_tokens=page_tokens)
+    return pages
+
+
+def _left_bytes(config: Config, logits: int) -> int:
+    """Returns the bytes of this process's share of the GPU that weights and steps leave. The peak is that of a step
+    without logits."""
+    fraction = float(os.environ.get(GPU_FRACTION, config.generator.gpu_memory_utilization))
+    free, total = torch.cuda.mem_get_info()
+    used = torch.cuda.max_memory_reserved() + SAMPLER_COPIES * 4 * logits + CONTEXT_BYTES
+    held = torch.cuda.max_memory_reserved() - torch.cuda.memory_reserved()
+    return min(int(fraction * total) - used, free - held - SAMPLER_COPIES * 4 * logits)
+
+
+UNFIT = (AttributeError, IndexError, KeyError, NotImplementedError, TypeError)
+"""Errors raised by a model that does not support a custom attention or the keyword arguments of a batch."""
+
+
+HOW_TO_FIX = (
+    "decoding needs a model whose layers mix tokens by plain attention alone, such as Llama, Qwen3 or Gemma 3 "
+    "(docs/models.md has a table)"
+)
+
+
+TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+"""Upper limit of the distance between logits of paged decoding and of the model's own attention, relative to the norm
+of the latter. Rounding causes 1e-6 in float32 and up to 0.03 in bfloat16."""
+
+
+LENGTHS = (12, 9)
+"""Tokens of the sequences by which decoding is checked."""
+
+
+CHECKED = ((5, 0), (3, 4), (1, 3), (1, 1), (1, 1), (1, 0))
+"""Tokens of each that a step of the check computes."""
+
+
+def load_model(config: Config, device: torch.device) -> tuple[PreTrainedModel, nn.Module]:
+    """Returns the causal language model at `model.path`, and its output layer. Raises ConfigError if it cannot be
+    decoded."""
+    disable_progress_bar()
+    key = f"model.path = {config.model.path!r}"
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            config.model.path,
+            dtype=getattr(torch, config.model.dtype),
+            attn_implementation=PAGED,
+            trust_remote_code=config.model.trust_remote_code,
+            use_safetensors=True,  # other formats are pickles
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{key}: the model cannot be loaded: {error}") from error
+    except UNFIT as error:
+        raise ConfigError(
+            f"{key}: the model cannot be loaded for paged decoding ({type(error).__name__}: {error}); {HOW_TO_FIX}"
+        ) from error
+    output = model.get_output_embeddings()
+    if not isinstance(output, nn.Module):
+        raise ConfigError(f"{key}: {type(model).__name__} has no output layer; use a causal language model")
+    return model.to(device).eval().requires_grad_(False), output  # type: ignore[arg-type]
+
+
+def fits(model: PreTrainedModel, forward: Callable[[], Tensor]) -> Tensor:
+    """Returns what a forward pass of the model returns. Raises ConfigError for an error that shows that the model
+    cannot be decoded."""
+    try:
+        return forward()
+    except (AsyncrlError, torch.OutOfMemoryError):
+        raise
+    except (*UNFIT, RuntimeError, ValueError) as error:
+        raise misfit(model, f"{type(error).__name__}: {error}") from error
+
+
+def misfit(model: PreTrainedModel, why: str) -> ConfigError:
+    """Returns the error for a model that cannot be decoded."""
+    return ConfigError(
+        f"model.path = {model.name_or_path!r}: a model of type {model.config.model_type} cannot be decoded ({why}); "
+        f"{HOW_TO_FIX}"
+    )
+
+
+def sequences(vocabulary: int) -> list[list[int]]:
+    """Returns sequences whose tokens are spread over the vocabulary."""
+    return [[(7919 * i * i + 104729 * i + 11 + 31 * n) % vocabulary for i in range(n)] for n in LENGTHS]
+
+
+def own_logits(model: PreTrainedModel, tokens: list[int], device: torch.device) -> Tensor:
+    """Returns the logits [tokens, vocabulary] of the model's own attention."""
+    model.set_attn_implementation("eager")
+    try:
+        call: Any = model
+        return call(torch.tensor([tokens], device=device), use_cache=False).logits[0].float()
+    finally:
+        model.set_attn_implementation(PAGED)
+
+
+def check_logits(model: PreTrainedModel, found: Tensor, expected: Tensor) -> None:
+    """Raises ConfigError unless the logits of paged decoding are those of the model's own attention."""
+    difference = float((found - expected).norm() / expected.norm())
+    tolerance = TOLERANCES[model.dtype]
+    if not difference <= tolerance:
+        raise misfit(
+            model,
+            f"its logits differ by {difference:.2g} of their norm from those of its own forward pass, but rounding "
+            f"explains at most {tolerance:g}: it has a state beside keys and values, or changes its logits",
+        )
+
+
+class ParameterLoader:
+    """Loads versions of all parameters of the model, tied ones once. On a GPU the copies may end after the return, in
+    the order of the thread's stream."""
+
+    def __init__(self, path: str, named: Iterable[tuple[str, Tensor]]) -> None:
+        self.updating = False
+        self.committed: Callable[[int], None] = lambda version: None
+        """Called with each version once it is loaded."""
+        self._path = path
+        self._parameters = dict(named)
+        self._shapes: Shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
+
+    def takes_rows(self, name: str) -> bool:
+        return True
+
+    def bucket_memory(self, num_bytes: int) -> Tensor | None:
+        return None
+
+    def begin(self, version: int, shapes: Shapes) -> None:
+        check_fit(version, shapes, self._shapes, self._path)
+        self.updating = True
+
+    def commit(self, version: int) -> None:
+        self.updating = False
+        self.committed(version)
+
+    @torch.no_grad()
+    def load(self, parts: Iterable[WeightPart]) -> None:
+        for part in parts:
+            parameter, first = self._parameters[part.name], part.first_row
+            (parameter if first is None else parameter[first : first + len(part.tensor)]).copy_(part.tensor)
+
+
+class MergedAdapters(ParameterLoader):
+    """Loads the weights of the adapted layers, whose original values are in host memory."""
+
+    def __init__(self, config: Config, model: PreTrainedModel) -> None:
+        settings = config.learner.lora
+        layers = adapted_layers(model, settings)
+        super().__init__(config.model.path, ((f"{name}.weight", layer.weight) for name, layer in layers.items()))
+        self._base = {name: weight.to("cpu", copy=True) for name, weight in self._parameters.items()}
+        self._scale, self._device = settings.scale, model.device
+        self._shapes = adapter_shapes(model, settings)
+
+    def load(self, parts: Iterable[WeightPart]) -> None:
+        """Overwrites the weights by the original ones plus the adapters, which come at once."""
+        sent = [(part.name, part.tensor) for part in parts]
+        weights = MergedWeights(self._base, sent, self._scale, device=self._device).items()
+        super().load(WeightPart(name, weight) for name, weight in weights)
+
+
+def make_loader(config: Config, model: PreTrainedModel) -> ParameterLoader:
+    """Returns the loader for `learner.lora`. Puts adapters that are not merged into the model; they change nothing
+    before the first version."""
+    settings = config.learner.lora
+    if not settings.rank:
+        return ParameterLoader(config.model.path, model.named_parameters())
+    if settings.load == "merged":
+        return MergedAdapters(config, model)
+    from peft import inject_adapter_in_model
+
+    names = list(adapted_layers(model, settings))
+    inject_adapter_in_model(peft_settings(model, settings, config.model.path), model, ADAPTER)
+    model.eval().requires_grad_(False)
+    matrices = {name: matrices_of(model.get_submodule(name)) for name in names}
+    sent = (
+        (pattern.format(name), matrix)
+        for name, of in matrices.items()
+        for pattern, matrix in zip(MATRIX_NAMES, of, strict=True)
+    )
+    return ParameterLoader(config.model.path, sent)
+
+
+class RoutingRecorder:
+    """Hooks on the routers of a model, which keep the experts of the latest forward pass."""
+
+    def __init__(self, model: nn.Module, routers: Routers, path: str) -> None:
+        self._routers = routers
+        self._chosen: list[Tensor] = [torch.empty(0)] * routers.layers
+        for layer, module in enumerate(router_modules(model, routers, path)):
+            module.register_forward_hook(partial(self._keep, layer))
+
+    def _keep(self, layer: int, module: nn.Module, inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
+        self._chosen[layer] = output[2]
+
+    def new_record(self, tokens: int) -> NDArray[np.uint8]:
+        """Returns zeros for the experts of a sequence of at most this many tokens."""
+        return np.zeros((tokens, self._routers.layers, self._routers.chosen), dtype=np.uint8)
+
+    def taken(self, lengths: Sequence[int]) -> list[NDArray[np.uint8]]:
+        """Returns the experts [length, layers, chosen] of the latest forward pass, of rows of these lengths."""
+        chosen = torch.stack(self._chosen, dim=1).to(torch.uint8).cpu().numpy()
+        return np.split(chosen, np.cumsum(lengths)[:-1])

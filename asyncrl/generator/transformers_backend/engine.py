@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
@@ -15,32 +14,36 @@ from torch import Tensor
 from asyncrl.config import Config
 from asyncrl.config.mappings import Sampling as How
 from asyncrl.errors import InvariantError
-from asyncrl.generator.engine import Completion, Sampling, Waking, check_request, check_whole
+from asyncrl.generator.engine import (
+    Completion,
+    Sampling,
+    Waking,
+    check_not_updating,
+    check_request,
+    load_version,
+)
+from asyncrl.generator.transformers_backend.cache import Request, Scheduler
 from asyncrl.generator.transformers_backend.decoder import Decoder
-from asyncrl.generator.transformers_backend.sampler import sample
-from asyncrl.generator.transformers_backend.scheduler import Request, Scheduler
-from asyncrl.generator.transformers_backend.stops import StopTexts
-from asyncrl.generator.weight_fit import Shapes, check_fit
 from asyncrl.types import NO_VERSION
 from asyncrl.util.memory import peak_memory_bytes
-from asyncrl.util.tokenizer import end_tokens
-from asyncrl.weights.bucket_plan import WeightPart
+from asyncrl.util.tokenizer import end_tokens, load_decoder
 
 
 class TransformersEngine:
-    """The transformers library, with continuous batching of asyncrl's own: for models that vLLM lacks, and where it
-    cannot be installed.
+    """The transformers library with asyncrl's continuous batching: for models that vLLM lacks, and where it cannot be
+    installed.
 
     Not thread-safe. There is no cache of prompts, so that a `salt` means nothing. With `deterministic` requests run one
-    after the other, each with random numbers of its own.
+    after the other, each with a separate random generator.
     """
 
     def __init__(self, config: Config, *, seed: int) -> None:
         self.version = NO_VERSION
-        self.torn = False
         self._config = config
         self._decoder = Decoder(config)
         self._device = self._decoder.device
+        self.loader = self._decoder.loader
+        self.loader.committed = self._set_loaded
         self.window_tokens = self._decoder.window_tokens
         self._ends = frozenset(end_tokens(config.model.path, trust_remote_code=config.model.trust_remote_code))
         self._early = torch.tensor(sorted(self._ends), device=self._device)
@@ -65,7 +68,6 @@ class TransformersEngine:
 
     @property
     def num_running(self) -> int:
-        """Number of completions in progress."""
         return len(self._requests)
 
     def add(
@@ -80,7 +82,6 @@ class TransformersEngine:
         stop: Sequence[str] = (),
         priority: int = 0,
     ) -> None:
-        """Starts a completion, as in `Engine.add`."""
         config, generator = self._config, self._config.generator
         deterministic, keys = self._config.deterministic, self._requests
         check_request(self, key, len(prompt), seed=seed, deterministic=deterministic, keys=keys)
@@ -108,8 +109,8 @@ class TransformersEngine:
 
     def step(self) -> list[Completion]:
         """Runs one decoding step of all requests and returns the completions that ended in it. Raises InvariantError
-        while the engine is torn."""
-        check_whole(self)
+        while an update is not committed."""
+        check_not_updating(self.loader)
         requests, rows = self._scheduler.schedule()
         if not rows:
             return []
@@ -148,7 +149,6 @@ class TransformersEngine:
         return [one for one in requests if self._is_complete(one) or one.num_generated >= one.max_tokens]
 
     def _is_complete(self, request: Request) -> bool:
-        """True if the last token ends the completion."""
         if request.tokens[-1] in self._ends:
             return True
         if not request.stop or request.num_generated < request.min_tokens:
@@ -168,48 +168,23 @@ class TransformersEngine:
         )
 
     def num_generated(self, key: str) -> int:
-        """Tokens sampled so far for a running request."""
         return self._requests[key].num_generated
 
     def abort(self, keys: Iterable[str]) -> None:
-        """Drops requests in progress."""
         self._scheduler.remove([self._requests.pop(key) for key in list(keys)])
 
     def swap(self, version: int, tensors: Sequence[tuple[str, Tensor]]) -> float:
         """Copies weights into the model between two steps, as in `Engine.swap`. On a GPU the copies may end after the
         return, in the order of the calling thread's stream."""
-        started_s = time.perf_counter()
-        self.begin(version, {name: tuple(tensor.shape) for name, tensor in tensors})
-        self.load([WeightPart(name, tensor) for name, tensor in tensors])
-        self.commit(version)
-        return (time.perf_counter() - started_s) * 1e3
+        return load_version(self.loader, version, tensors)
 
-    def takes_rows(self, name: str) -> bool:
-        """True: all parameters are overwritten in place."""
-        return True
-
-    def bucket_memory(self, num_bytes: int) -> Tensor | None:
-        """None: there is no other process."""
-        return None
-
-    def begin(self, version: int, shapes: Shapes) -> None:
-        """As `Engine.begin`."""
-        check_fit(version, shapes, self._decoder.shapes, self._config.model.path)
-        self.torn = True
-
-    def load(self, parts: Sequence[WeightPart]) -> None:
-        """As `Engine.load`."""
-        self._decoder.load(parts)
-
-    def commit(self, version: int) -> None:
-        """As `Engine.commit`."""
-        self.version, self.torn = version, False
+    def _set_loaded(self, version: int) -> None:
+        self.version = version
         # A prompt is of one version, also if it is computed in several steps.
         self._scheduler.recompute(all_requests=self._config.weights.kv_cache == "recompute")
 
     @property
     def recomputed_tokens(self) -> int:
-        """As `Engine.recomputed_tokens`."""
         return self._scheduler.recomputed_tokens
 
     def peak_memory_bytes(self) -> int:
@@ -217,18 +192,15 @@ class TransformersEngine:
         return peak_memory_bytes()
 
     def use_own_weights(self, version: int) -> None:
-        """Uses the weights in `model.path` as `version`, instead of a first `swap`."""
         if self.version != NO_VERSION:
             raise InvariantError(f"engine: version {self.version} is loaded already, over the model's own weights")
         self.version = version
 
     def sleep(self, level: int) -> None:
-        """Frees the device, as in `Engine.sleep`."""
         self._scheduler.preempt()
         self._decoder.free(keep_weights=level == 1)
 
     def wake(self, what: Waking) -> None:
-        """Takes the device back, as in `Engine.wake`."""
         if what == "weights":
             self._decoder.restore_weights()
         else:
@@ -242,3 +214,71 @@ class TransformersEngine:
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def sample(
+    logits: Tensor, how: How, generator: torch.Generator | None, histories: Sequence[tuple[list[int], int]]
+) -> tuple[Tensor, Tensor]:
+    """Returns tokens [rows] and their log-probs [rows] for logits [rows, vocabulary] in float32.
+
+    `histories` has the tokens of each row so far, and how many of them are the prompt.
+    """
+    if how.repetition_penalty != 1.0 or how.presence_penalty or how.frequency_penalty:
+        logits = _penalized(logits, how, histories)
+    if how.temperature not in (0.0, 1.0):
+        logits = logits / how.temperature
+    if how.temperature and how.min_p:
+        least = logits.max(dim=-1, keepdim=True).values + torch.log(torch.tensor(how.min_p)).item()
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    if how.temperature and (how.top_k or how.top_p < 1.0):
+        logits = _most_likely(logits, how)
+    logprobs = logits.log_softmax(dim=-1)
+    if how.temperature:
+        tokens = torch.multinomial(logprobs.exp(), 1, generator=generator)
+    else:
+        tokens = logprobs.argmax(dim=-1, keepdim=True)
+    return tokens[:, 0], logprobs.gather(1, tokens)[:, 0]
+
+
+def _most_likely(logits: Tensor, how: How) -> Tensor:
+    """Excludes all but the `top_k` most likely tokens, and of those all after the probability mass `top_p`."""
+    ordered, tokens = logits.sort(dim=-1, descending=True)
+    if 0 < how.top_k < ordered.shape[-1]:
+        ordered = ordered.masked_fill(ordered < ordered[:, how.top_k - 1 : how.top_k], -torch.inf)
+    if how.top_p < 1.0:
+        probs = ordered.softmax(dim=-1)
+        before = probs.cumsum(dim=-1) - probs
+        ordered = ordered.masked_fill(before >= how.top_p, -torch.inf)
+    return torch.empty_like(logits).scatter_(1, tokens, ordered)
+
+
+def _penalized(logits: Tensor, how: How, histories: Sequence[tuple[list[int], int]]) -> Tensor:
+    """Applies the penalties for tokens that a row already has."""
+    logits = logits.clone()
+    for row, (tokens, num_prompt) in zip(logits, histories, strict=True):
+        seen = torch.tensor(tokens, device=logits.device).unique()
+        old = row[seen]
+        row[seen] = torch.where(old > 0, old / how.repetition_penalty, old * how.repetition_penalty)
+        if len(tokens) > num_prompt:
+            said, counts = torch.tensor(tokens[num_prompt:], device=logits.device).unique(return_counts=True)
+            row[said] -= how.frequency_penalty * counts + how.presence_penalty
+    return logits
+
+
+_MARGIN_TOKENS = 8
+"""Tokens that are decoded in front of those that may be part of the text, so that it is not at the beginning."""
+
+
+class StopTexts:
+    """Decodes the end of completions, with special tokens, as rewards see them."""
+
+    def __init__(self, config: Config) -> None:
+        self._decode = load_decoder(config.model.path, trust_remote_code=config.model.trust_remote_code)
+
+    def completed(self, tokens: Sequence[int], texts: Sequence[str]) -> bool:
+        """True if the last of the tokens completes one of the texts."""
+        longest = max(len(text.encode()) for text in texts)
+        end = list(tokens[-longest - _MARGIN_TOKENS :])
+        before, after = self._decode([end[:-1], end], special_tokens=True)
+        known = len(before.rstrip("\ufffd"))
+        return any(after.find(text, max(0, known - len(text) + 1)) >= 0 for text in texts)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import structlog
@@ -14,24 +15,38 @@ from numpy.typing import NDArray
 
 from asyncrl.config import Config
 from asyncrl.errors import InvariantError
-from asyncrl.generator.engine import Completion, Sampling, Waking, check_request, check_whole
-from asyncrl.generator.vllm_backend.adapters import adapter_arguments, adapter_request, make_loader
-from asyncrl.generator.vllm_backend.recomputation import RecomputedTokens
-from asyncrl.generator.vllm_backend.requests import RequestBuilder
-from asyncrl.generator.vllm_backend.routing_records import RoutingRecords
-from asyncrl.generator.vllm_backend.sent_weights import SentWeights, Weights
+from asyncrl.generator.engine import (
+    Completion,
+    Sampling,
+    Waking,
+    check_not_updating,
+    check_request,
+    load_version,
+)
+from asyncrl.generator.vllm_backend.scheduling import (
+    RecomputedTokens,
+    RoutingRecords,
+    VersionLabels,
+    check_first_versions,
+)
 from asyncrl.generator.vllm_backend.setup import build_engine, uses_adapter
-from asyncrl.generator.vllm_backend.version_labels import VersionLabels, check_first_versions
+from asyncrl.generator.vllm_backend.weights import (
+    SentWeights,
+    Weights,
+    adapter_arguments,
+    adapter_request,
+    make_loader,
+)
 from asyncrl.generator.vllm_backend.workers import Workers
-from asyncrl.generator.weight_fit import Shapes
 from asyncrl.types import NO_VERSION, Status
 from asyncrl.util.memory import peak_memory_bytes
 from asyncrl.util.routing import replayed_routers
-from asyncrl.weights.bucket_plan import WeightPart
+from asyncrl.util.tokenizer import end_tokens, load_tokenizer
 
 if TYPE_CHECKING:
-    from torch import Tensor
-    from vllm import CompletionOutput
+    from vllm import CompletionOutput, SamplingParams
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.llm_engine import LLMEngine
 
 log = structlog.get_logger()
@@ -39,6 +54,8 @@ log = structlog.get_logger()
 _PAUSE = 0
 """vLLM's level of sleep at which only the scheduler sleeps."""
 _TAGS: dict[Waking, str] = {"weights": "weights", "cache": "kv_cache"}
+_MAX_CACHED = 4096
+"""Sampling parameters that are kept for later requests."""
 
 
 @dataclass(slots=True)
@@ -54,8 +71,7 @@ class _Request:
     priority: int
 
 
-def _peak_of(worker: object) -> int:
-    """Is called in the process of a worker."""
+def _peak_of(worker: object) -> int:  # called in the process of a worker
     return peak_memory_bytes()
 
 
@@ -85,7 +101,7 @@ class VllmEngine:
             config, seed, self._labels, more, routing=self._routing, recomputed=self._recomputed
         )
         self._workers = Workers(self._engine, timeout_s=config.launch.start_timeout_s)
-        self._loader = make_loader(config, self._sent, self._workers)
+        self.loader = make_loader(config, self._sent, self._workers, self._set_loaded)
         self._builder = RequestBuilder(config, self._engine)
         self._warm_up()
         self._builder.check_end_tokens()
@@ -162,8 +178,8 @@ class VllmEngine:
 
     def step(self) -> list[Completion]:
         """Runs one decoding step of all requests and returns the completions that ended in it. Raises InvariantError
-        while the engine is torn."""
-        check_whole(self)
+        while an update is not committed."""
+        check_not_updating(self.loader)
         completions: list[Completion] = []
         for output in self._workers.call(self._engine.step):
             request = self._requests.pop(output.request_id)
@@ -193,36 +209,9 @@ class VllmEngine:
         order of the calling thread's stream. Raises RunError when the weights do not match the model, and ConfigError
         when the first weights cannot be loaded.
         """
-        started = time.perf_counter()
-        self.begin(version, {name: tuple(tensor.shape) for name, tensor in tensors})
-        self.load([WeightPart(name, tensor) for name, tensor in tensors])
-        self.commit(version)
-        return (time.perf_counter() - started) * 1e3
+        return load_version(self.loader, version, tensors)
 
-    @property
-    def torn(self) -> bool:
-        """True from `begin` to `commit`."""
-        return self._loader.torn
-
-    def takes_rows(self, name: str) -> bool:
-        """True if some rows of this parameter can be loaded at a time."""
-        return self._loader.takes_rows(name)
-
-    def bucket_memory(self, num_bytes: int) -> Tensor | None:
-        """Returns host memory that all processes of the engine have; None if it has no other process."""
-        return self._loader.bucket_memory(num_bytes)
-
-    def begin(self, version: int, shapes: Shapes) -> None:
-        """As `Engine.begin`."""
-        self._loader.begin(version, shapes)
-
-    def load(self, parts: Sequence[WeightPart]) -> None:
-        """As `Engine.load`."""
-        self._loader.load(parts, is_first=self.version == NO_VERSION)
-
-    def commit(self, version: int) -> None:
-        """As `Engine.commit`."""
-        self._loader.finish(is_first=self.version == NO_VERSION)
+    def _set_loaded(self, version: int) -> None:
         if self._builder.adapter is None and uses_adapter(self._config):
             self._builder.adapter = adapter_request()
         self._set_version(version)
@@ -235,7 +224,6 @@ class VllmEngine:
 
     @property
     def recomputed_tokens(self) -> int:
-        """As `Engine.recomputed_tokens`."""
         return self._recomputed.count
 
     def peak_memory_bytes(self) -> int:
@@ -260,12 +248,24 @@ class VllmEngine:
             self._start(key, request)
 
     def sleep(self, level: int) -> None:
-        """Frees the device, as in `Engine.sleep`. vLLM frees nothing on a CPU: there only the caches are dropped."""
-        self._workers.call(lambda: _sleep(self._engine, level))
+        """Frees the device, also for its worker processes; the levels are vLLM's own. vLLM frees nothing on a CPU,
+        where it has no sleep mode: there only the caches are dropped. Running requests are preempted and computed again
+        later."""
+        self._workers.call(partial(self._engine.sleep, level if self._frees else _PAUSE, mode="keep"))
+        if not self._frees:
+            self._engine.reset_prefix_cache(reset_running_requests=True)
 
     def wake(self, what: Waking) -> None:
-        """Takes the device back, as in `Engine.wake`."""
-        self._workers.call(lambda: _wake(self._engine, what))
+        """Takes a part of the device back; with the cache the engine continues."""
+        if self._frees:
+            self._workers.call(partial(self._engine.wake_up, [_TAGS[what]]))
+        elif what == "cache":
+            self._workers.call(partial(self._engine.wake_up, ["scheduling"]))
+
+    @property
+    def _frees(self) -> bool:
+        model: Any = self._engine.model_config
+        return model.enable_sleep_mode
 
     def close(self) -> None:
         """Aborts all requests and frees the engine's memory and its process group."""
@@ -273,7 +273,7 @@ class VllmEngine:
             self.abort(list(self._requests))
         self._workers.close()
         self._engine.engine_core.shutdown()
-        self._loader.close()
+        self.loader.close()
 
 
 def _completion_of(key: str, output: CompletionOutput, routing: NDArray[np.uint8] | None) -> Completion:
@@ -292,22 +292,126 @@ def _completion_of(key: str, output: CompletionOutput, routing: NDArray[np.uint8
     return Completion(key, tokens, logprobs, versions, status, routing=routing)
 
 
-def _sleep(engine: LLMEngine, level: int) -> None:
-    """Pauses the engine and frees its memory, also in its worker processes: the levels are vLLM's own. Running requests
-    are preempted and computed again later. Without vLLM's sleep mode, which a CPU does not have, memory stays."""
-    engine.sleep(level if _frees(engine) else _PAUSE, mode="keep")
-    if not _frees(engine):
-        engine.reset_prefix_cache(reset_running_requests=True)
+class RequestBuilder:
+    """Builds requests without an id, and keeps what later ones have in common with them."""
+
+    def __init__(self, config: Config, engine: LLMEngine) -> None:
+        self.adapter: LoRARequest | None = None
+        """Marks requests as those of the policy, where the engine has its adapter."""
+        self._config, self._engine = config, engine
+        self._last: tuple[list[int], Sampling, int | None, int, tuple[str, ...], EngineCoreRequest] | None = None
+        """The last prompt, kind, limit, salt and texts, with the request built from them."""
+        self._has_tokenizer = False
+        if config.generator.stop_texts:
+            self._load_tokenizer()
+        self._sampling: dict[Sampling, dict[str, float]] = {
+            # Of the full distribution: log-probs of a cut one would bias importance ratios.
+            "training": {"temperature": config.generator.temperature},
+            "evaluation": config.eval.sampling.model_dump(),
+            "greedy": {"temperature": 0.0},
+        }
+        """vLLM's sampling parameters; those that are left out exclude no token."""
+        self._params: dict[tuple[Sampling, int | None, tuple[str, ...]], SamplingParams] = {}
+        """Sampling parameters by kind, maximum length and texts that stop."""
+
+    @property
+    def prefix_caching(self) -> bool:
+        """True if the engine shares the keys and values of equal prompts."""
+        return bool(self._engine.vllm_config.cache_config.enable_prefix_caching)
+
+    @property
+    def kinds(self) -> list[Sampling]:
+        """The kinds of sampling."""
+        return list(self._sampling)
+
+    def build(
+        self,
+        prompt: list[int],
+        kind: Sampling,
+        *,
+        salt: int,
+        seed: int | None = None,
+        max_tokens: int | None = None,
+        stop: tuple[str, ...] = (),
+    ) -> EngineCoreRequest:
+        """Returns a request. The last one is cached and copied: the members of a group differ only in their id, and
+        checking and preparing a request is half of the cost of adding it. Prompts of different `salt` are not shared.
+        """
+        from vllm.inputs.engine import tokens_input
+
+        wanted = prompt, kind, max_tokens, salt, stop
+        if seed is None and self._last is not None and self._last[:5] == wanted:
+            return copy(self._last[5])
+        if stop:
+            self._load_tokenizer()
+        request = self._engine.input_processor.process_inputs(
+            "",
+            tokens_input(prompt, cache_salt=str(salt) if self.prefix_caching else None),
+            self.params(kind, seed, max_tokens, stop),
+            lora_request=self.adapter,
+            supported_tasks=self._engine.get_supported_tasks(),
+        )
+        self._last = (*wanted, copy(request)) if seed is None else None
+        return request
+
+    def params(
+        self, kind: Sampling, seed: int | None = None, max_tokens: int | None = None, stop: tuple[str, ...] = ()
+    ) -> SamplingParams:
+        """Returns the sampling parameters of a request; requests share them."""
+        if seed is None and (kind, max_tokens, stop) in self._params:
+            return self._params[kind, max_tokens, stop]
+        params = sampling_params(self._config, self._sampling[kind], seed, max_tokens, stop)
+        if seed is None and len(self._params) < _MAX_CACHED:
+            self._params[kind, max_tokens, stop] = params
+        return params
+
+    def check_end_tokens(self) -> None:
+        """Raises InvariantError if the engine excludes other tokens before `generator.min_new_tokens` than the learner,
+        whose log-probs would be those of another distribution."""
+        config = self._config
+        if not config.generator.min_new_tokens:
+            return
+        params = self.build([0], "training", salt=NO_VERSION).sampling_params
+        assert params is not None
+        expected = end_tokens(config.model.path, trust_remote_code=config.model.trust_remote_code)
+        if sorted(params.all_stop_token_ids) != expected:
+            raise InvariantError(
+                f"generator.min_new_tokens = {config.generator.min_new_tokens}: the engine ends completions with the "
+                f"tokens {sorted(params.all_stop_token_ids)}, the learner expects {expected}"
+            )
+
+    def _load_tokenizer(self) -> None:
+        """Loads the tokenizer of the texts that stop completions: vLLM may load another class than rewards."""
+        if self._has_tokenizer:
+            return
+        self._has_tokenizer = True
+        own = load_tokenizer(self._config.model.path, trust_remote_code=self._config.model.trust_remote_code)
+        self._engine.output_processor.tokenizer = own
 
 
-def _wake(engine: LLMEngine, what: Waking) -> None:
-    """Takes a part of the memory back; with the cache the engine continues."""
-    if _frees(engine):
-        engine.wake_up([_TAGS[what]])
-    elif what == "cache":
-        engine.wake_up(["scheduling"])
+def sampling_params(
+    config: Config,
+    sampling: Mapping[str, float],
+    seed: int | None = None,
+    max_tokens: int | None = None,
+    stop: Sequence[str] = (),
+) -> SamplingParams:
+    """Returns the sampling of completions, by the names of vLLM's parameters, and the outputs that the engine returns.
+    `max_tokens` is by default `generator.max_new_tokens`; `stop` are texts in addition to `generator.stop`."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
 
-
-def _frees(engine: LLMEngine) -> bool:
-    model: Any = engine.model_config
-    return model.enable_sleep_mode
+    return SamplingParams(
+        **cast("dict[str, Any]", sampling),
+        seed=seed,
+        max_tokens=max_tokens or config.generator.max_new_tokens,
+        min_tokens=min(config.generator.min_new_tokens, max_tokens or config.generator.min_new_tokens),
+        stop=[*config.generator.stop_texts, *stop],
+        detokenize=bool(config.generator.stop_texts or stop),
+        include_stop_str_in_output=True,  # keeps the tokens of the text that stops a completion
+        skip_special_tokens=False,
+        logprobs=0,
+        flat_logprobs=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,  # requests share them unchanged; a deep copy for each is slow
+    )

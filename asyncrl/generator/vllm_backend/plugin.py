@@ -37,7 +37,7 @@ def register() -> None:
 
     if NAME not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(
-            NAME, "asyncrl.generator.vllm_backend.weight_transfer", "StagedTransferEngine"
+            NAME, "asyncrl.generator.vllm_backend.worker_side", "StagedTransferEngine"
         )
     generator = os.environ.get(GENERATOR)
     if generator is None:
@@ -87,7 +87,7 @@ def _return_routing() -> None:
     """Makes vLLM's model runner on a GPU return the experts of every step."""
     from vllm.distributed.aux_output_connector import worker
 
-    from asyncrl.generator.vllm_backend.routing_worker import StepRouting
+    from asyncrl.generator.vllm_backend.worker_side import StepRouting
 
     worker.AuxOutputWorkerConnector = StepRouting  # type: ignore[assignment, misc]
 

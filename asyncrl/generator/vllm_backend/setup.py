@@ -15,16 +15,15 @@ import structlog
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
-from asyncrl.generator.engine import GPU_FRACTION
+from asyncrl.generator.engine import CPU_KV_CACHE_BYTES, GPU_FRACTION
 from asyncrl.generator.vllm_backend.plugin import GENERATOR, GROUP, NAME, ROUTING, register
-from asyncrl.generator.vllm_backend.recomputation import RecomputedTokens
-from asyncrl.generator.vllm_backend.routing_records import RoutingRecords
-from asyncrl.generator.vllm_backend.routing_setup import explaining_routing, record_routing, return_by_worker
-from asyncrl.generator.vllm_backend.version_labels import VersionLabels
+from asyncrl.generator.vllm_backend.scheduling import RecomputedTokens, RoutingRecords, VersionLabels, watched_scheduler
 from asyncrl.util.files import read_json
+from asyncrl.util.routing import KEY as ROUTING_KEY
 from asyncrl.wire.socket_folder import socket_base
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -59,9 +58,9 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The sizes that vLLM makes room for."""
 WITHOUT_ADAPTERS = "use learner.lora.load=merged"
-
-CPU_KV_CACHE_BYTES = 1 << 30
-"""Key-value cache on a CPU when `generator.kv_cache_bytes` is not set."""
+_ROUTING_REFUSAL = "outed-experts capture"
+"""In every message of vLLM about a router that does not tell its choice."""
+_WITHOUT_ROUTING = "use generator.engine=transformers, or algorithm.routing_replay=off"
 
 
 def build_engine(
@@ -86,10 +85,12 @@ def build_engine(
         check_cpu(config)
     arguments = {**_arguments(config, seed, on_gpu=on_gpu), **more}
     records = routing is not None
-    with _environment_of_workers(config.generator.tensor_parallel, records), explaining_routing(config.model.path):
+    with _environment_of_workers(config.generator.tensor_parallel, records), _explaining_routing(config.model.path):
         engine = _build(config, arguments, labels, routing, recomputed)
         if records and not engine.vllm_config.use_v2_model_runner:
-            return_by_worker(engine)
+            from asyncrl.generator.vllm_backend.worker_side import return_routing
+
+            engine.collective_rpc(return_routing)
     return engine
 
 
@@ -158,11 +159,8 @@ def _build(
     logging.getLogger("vllm.config.scheduler").setLevel(logging.ERROR)
     base = cast("type[Scheduler]", scheduler.get_scheduler_cls())
     if routing is not None:
-        record_routing(vllm_config, on_gpu=torch.cuda.is_available())
-        base = routing.scheduler(base)
-    if recomputed is not None:
-        base = recomputed.scheduler(base)
-    scheduler.scheduler_cls = labels.scheduler(base)
+        _record_routing(vllm_config, on_gpu=torch.cuda.is_available())
+    scheduler.scheduler_cls = watched_scheduler(base, labels, recomputed, routing)
     try:
         engine = LLMEngine.from_vllm_config(vllm_config, usage_context=context, disable_log_stats=True)
     except (AssertionError, NotImplementedError, ValueError) as error:
@@ -177,8 +175,33 @@ def _build(
     return engine
 
 
+def _record_routing(config: VllmConfig, *, on_gpu: bool) -> None:
+    """Makes vLLM's routers write down their choices. Raises ConfigError if the model runner cannot return them."""
+    if on_gpu and not config.use_v2_model_runner:
+        raise ConfigError(
+            f"{ROUTING_KEY}: vLLM returns experts by its model runner V2 only, and uses V1 here; {_WITHOUT_ROUTING}"
+        )
+    # After vLLM's own check, which demands a cache of prompts and, on a CPU, a model runner that is not there.
+    config.aux_output_config.enable_return_routed_experts = True
+    if config.model_config.get_sliding_window() is not None:
+        # A cached prompt has no blocks outside of the window, but its tokens there have experts.
+        config.cache_config.enable_prefix_caching = False
+
+
+@contextmanager
+def _explaining_routing(path: str) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        if _ROUTING_REFUSAL not in str(error):
+            raise
+        raise ConfigError(
+            f"{ROUTING_KEY}: the routers of model.path = {path!r} do not tell vLLM their choice ({error}); "
+            f"{_WITHOUT_ROUTING}"
+        ) from error
+
+
 def _arguments(config: Config, seed: int, *, on_gpu: bool) -> dict[str, Any]:
-    """Returns the arguments of `vllm.EngineArgs`."""
     from vllm.config import WeightTransferConfig
 
     generator = config.generator

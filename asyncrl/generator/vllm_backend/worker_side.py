@@ -1,24 +1,38 @@
-"""The weight transfer engine: loads weights into the part of the model that this process computes.
+"""The code of asyncrl in the processes in which vLLM computes a model: the generator's own or, with tensor parallelism,
+worker processes. It loads weights and adapters into the part of the model that a process computes, and returns the
+experts of tokens.
 
-Without tensor parallelism that is all of it, and the weights are in this process's memory. A worker process finds them
-in memory that the generator shares, a bucket at a time. vLLM's own loaders take what belongs to the part.
+Weights are in the memory of the generator's own process; a worker process finds them in memory that the generator
+shares, a bucket at a time. vLLM's own loaders take what belongs to the part.
+
+vLLM's routers write the experts into memory of the device, in CUDA graphs, too. Its own connector collects them by
+blocks of the cache; it needs a cache of prompts, and fails if that is emptied while a batch is in flight. `StepRouting`
+takes its place and returns those of each step. vLLM's first model runner, that of CPUs, has no connector:
+`return_routing` adds it. The tests run both runners on CPUs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from functools import cached_property, wraps
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-from torch import Tensor
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from torch import Tensor, nn
+from vllm.distributed.aux_output_connector.connector import AuxRequestOutput
+from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
+    RoutedExpertsCapturer,
+    bind_routed_experts_capturer,
+)
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
@@ -30,10 +44,17 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from asyncrl.generator.vllm_backend.shared_weights import Entry, map_file, view_of
+from asyncrl.generator.vllm_backend.shared_weights import Bucket, Entry, map_file, view_of
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+
 
 STAGING: dict[str, Iterator[tuple[str, Tensor]]] = {}
 """Weights to load, in Hugging Face checkpoint names, under the key that `update_weights` receives."""
+
+
 PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 """vLLM's methods for layers with unquantized weights."""
 
@@ -222,3 +243,131 @@ def keeps_its_parameters(model: torch.nn.Module) -> bool:
 def _is_changed(layer: Any) -> bool:
     """True if, on a CPU, the layer's weights were dropped, or are no plain matrix and may have been reordered."""
     return current_platform.is_cpu() and (layer.weight.ndim != 2 or not layer.weight.numel())
+
+
+ADAPTER_ID = 1
+"""Another id for each version would evict the one in use."""
+
+
+PREFIX = "base_model.model."
+"""peft's prefix of names, which vLLM expects."""
+
+
+class AdapterWorker:
+    """Methods that vLLM adds to its workers (`worker_extension_cls`)."""
+
+    model_runner: Any
+    _adapter_parts: dict[str, Tensor]
+
+    def share_adapter(self, bucket: Mapping[str, Any]) -> None:
+        """Takes a bucket of matrices from memory that the generator shares."""
+        part = Bucket(**bucket)
+        memory = map_file(part.path, part.num_bytes)
+        parts: dict[str, Tensor] = getattr(self, "_adapter_parts", {})
+        self._adapter_parts = parts | {entry[0]: view_of(memory, entry).clone() for entry in part.entries}
+
+    def replace_adapter(self, settings: Mapping[str, Any], tensors: Sequence[tuple[str, Tensor]] | None) -> None:
+        """Replaces the adapter, by default by what was shared. Raises ValueError if vLLM has no place for a matrix."""
+        if tensors is None:
+            tensors, self._adapter_parts = list(self._adapter_parts.items()), {}
+        manager = self.model_runner.lora_manager
+        adapters, helper = manager._adapter_manager, PEFTHelper.from_dict(dict(settings))
+        helper.validate_legal(manager.lora_config)
+        mapper = getattr(adapters.model, "hf_to_vllm_mapper", None)
+        model = manager._lora_model_cls.from_lora_tensors(
+            ADAPTER_ID,
+            {PREFIX + name: tensor.clone() for name, tensor in tensors},  # vLLM multiplies B by the scale in place
+            helper,
+            device=str(tensors[0][1].device),
+            dtype=manager.lora_config.lora_dtype,
+            model_vocab_size=manager.vocab_size,
+            weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
+        )
+        with torch.no_grad():
+            adapters.remove_adapter(ADAPTER_ID)
+            adapters.add_adapter(model)
+            if left := sorted(model.loras.keys() - adapters.modules.keys()):
+                raise ValueError(f"no layer of the engine takes the adapter of {left[0]}, of {len(left)} such layers")
+            adapters.activate_adapter(ADAPTER_ID)
+
+
+@dataclass
+class StepExperts:
+    """The experts of a step, on their way to the host."""
+
+    requests: Sequence[str]
+    """In the order of the batch."""
+    starts: Sequence[int]
+    """The place of the first token of each request in it."""
+    lengths: Sequence[int]
+    experts: Tensor
+    """[tokens, layers of the model, chosen], uint8."""
+    layers: Sequence[int]
+    """The layers with experts."""
+
+    def enqueue_cpu_copy(self, num_sampled: object, num_rejected: object) -> None:
+        """Starts the copy to the host, on the current stream."""
+        self._on_host = self.experts.to("cpu", non_blocking=True)
+
+    def process_output(self) -> dict[str, AuxRequestOutput]:
+        """Returns the experts by request, once the copy is complete."""
+        rows = np.split(self._on_host.numpy()[:, self.layers], np.cumsum(self.lengths)[:-1])
+        return {
+            request: AuxRequestOutput(start, own)
+            for request, start, own in zip(self.requests, self.starts, rows, strict=True)
+        }
+
+
+class StepRouting:
+    """The connector of one worker, with the methods that vLLM's model runner calls."""
+
+    def __init__(self, *, vllm_config: VllmConfig, model: nn.Module, kv_cache_config: object = None) -> None:
+        """Raises ValueError if a router of the model does not tell its choice."""
+        self._capturer = RoutedExpertsCapturer(vllm_config.scheduler_config.max_num_batched_tokens, vllm_config)
+        bind_routed_experts_capturer(model, self._capturer)
+        self._layers = sorted(module.layer_id for module in model.modules() if isinstance(module, MoERunner))
+        self._returns = get_tp_group().is_first_rank
+        """Every rank routes all tokens, and vLLM takes the output of the first."""
+
+    def begin_step(self, metadata: object) -> None:
+        """Does nothing."""
+
+    def prepare_output(self, batch: InputBatch) -> StepExperts | None:
+        """Returns the experts of a batch that has just been computed; None if another rank returns them."""
+        if not self._returns:
+            return None
+        ends = batch.query_start_loc_np[: len(batch.req_ids) + 1]
+        experts = self._capturer.device_buffer[: ends[-1]].to(torch.uint8)  # a copy: the next step overwrites them
+        starts, lengths = batch.num_computed_tokens_np.tolist(), np.diff(ends).tolist()
+        return StepExperts(list(batch.req_ids), starts, lengths, experts, self._layers)
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
+def return_routing(worker: Any) -> None:
+    """Makes a worker with the first model runner return the experts of every step."""
+    runner = worker.model_runner
+    routing: Any = get_aux_output_connector(runner.get_model(), worker.vllm_config, runner.kv_cache_config)
+    sample = runner.sample_tokens
+
+    @wraps(sample)
+    def sample_and_return(grammar_output: object) -> Any:
+        state, batch = runner.execute_model_state, runner.input_batch
+        if state is None:
+            return sample(grammar_output)
+        lengths = [state.scheduler_output.num_scheduled_tokens[request] for request in batch.req_ids]
+        as_on_gpu = SimpleNamespace(
+            req_ids=batch.req_ids,
+            query_start_loc_np=np.cumsum([0, *lengths]),
+            num_computed_tokens_np=batch.num_computed_tokens_cpu[: len(lengths)],
+        )
+        taken = routing.prepare_output(as_on_gpu)
+        output = sample(grammar_output)
+        if taken is not None:
+            taken.enqueue_cpu_copy(None, None)
+            result = getattr(output, "_model_runner_output", output)  # with a batch in flight the output is wrapped
+            result.aux_output_connector_output = taken.process_output()
+        return output
+
+    runner.sample_tokens = sample_and_return

@@ -1,4 +1,4 @@
-"""The lock of a card, between processes: one holder, released by its death, handed over when it is asked for."""
+"""The lock of a device, between processes: one holder, released by its death, handed over when it is asked for."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from asyncrl.colocate import DeviceLock, DeviceWait, GeneratorTurn, device_path
 from asyncrl.errors import PeerTimeoutError
-from asyncrl.util.card_lock import CardLock, Cards, CardWait, card_path
+from tests.helpers.replay import small_config
 
 HOLDER = """
 import os, subprocess, sys, time
 from pathlib import Path
-from asyncrl.util.card_lock import CardLock
-lock = CardLock(Path(sys.argv[1]), sys.argv[2])
+from asyncrl.colocate import DeviceLock
+lock = DeviceLock(Path(sys.argv[1]), sys.argv[2])
 lock.acquire(10)
 child = os.fork()  # does not keep the lock
 if child == 0:
@@ -64,7 +67,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], Holder]]:
     holders: list[Holder] = []
 
     def begin(name: str) -> Holder:
-        holders.append(Holder(card_path(tmp_path, 0), name))
+        holders.append(Holder(device_path(tmp_path, 0), name))
         return holders[-1]
 
     yield begin
@@ -72,11 +75,13 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], Holder]]:
         holder.close()
 
 
-def test_one_role_has_the_card_until_it_releases_it_or_dies(start: Callable[[str], Holder], tmp_path: Path) -> None:
-    lock = CardLock(card_path(tmp_path, 0), "learner-0")
+def test_one_role_has_the_device_until_it_releases_it_or_dies(start: Callable[[str], Holder], tmp_path: Path) -> None:
+    lock = DeviceLock(device_path(tmp_path, 0), "learner-0")
     holder = start("generator-0")
     assert not lock.try_acquire() and lock.last == "generator-0"
-    with pytest.raises(PeerTimeoutError, match=rf"card-0 \(generator-0, process {holder.process.pid}\).*within 0.2 s"):
+    with pytest.raises(
+        PeerTimeoutError, match=rf"device-0 \(generator-0, process {holder.process.pid}\).*within 0.2 s"
+    ):
         lock.acquire(0.2)
     holder.process.send_signal(signal.SIGKILL)
     holder.process.wait()
@@ -85,13 +90,13 @@ def test_one_role_has_the_card_until_it_releases_it_or_dies(start: Callable[[str
     lock.release()
     lock.leave()
     lock.leave()
-    assert CardLock(card_path(tmp_path, 0), "other").last == "", "the one that left counts no more"
+    assert DeviceLock(device_path(tmp_path, 0), "other").last == "", "the one that left counts no more"
 
 
 def test_progress_of_the_holder_extends_the_wait(start: Callable[[str], Holder], tmp_path: Path) -> None:
     holder = start("generator-0")
-    lock = CardLock(card_path(tmp_path, 0), "learner-0")
-    wait, end_s = CardWait(lock, 0.3), time.monotonic() + 1.0
+    lock = DeviceLock(device_path(tmp_path, 0), "learner-0")
+    wait, end_s = DeviceWait(lock, 0.3), time.monotonic() + 1.0
     while time.monotonic() < end_s:
         assert holder.tell("progress") == "done"
         wait.check()
@@ -100,12 +105,12 @@ def test_progress_of_the_holder_extends_the_wait(start: Callable[[str], Holder],
         wait.check()
 
 
-def test_nobody_acquires_a_card_on_which_another_role_has_memory(
+def test_nobody_acquires_a_device_on_which_another_role_has_memory(
     start: Callable[[str], Holder], tmp_path: Path
 ) -> None:
     holder = start("generator-0")
     holder.tell("release")
-    learner = CardLock(card_path(tmp_path, 0), "learner-0")
+    learner = DeviceLock(device_path(tmp_path, 0), "learner-0")
     assert learner.try_acquire()
     assert holder.tell("visit") == "done" and holder.tell("acquire") == "False"
     learner.release()
@@ -126,12 +131,12 @@ def test_nobody_acquires_a_card_on_which_another_role_has_memory(
     assert learner.try_acquire()
 
 
-def test_a_role_that_starts_asks_for_the_card(start: Callable[[str], Holder], tmp_path: Path) -> None:
+def test_a_role_that_starts_asks_for_the_device(start: Callable[[str], Holder], tmp_path: Path) -> None:
     holder = start("generator-0")
     assert holder.tell("wanted") == "False"
-    code = "import sys; from pathlib import Path; from asyncrl.util.card_lock import CardLock; "
-    code += "CardLock(Path(sys.argv[1]), 'learner-0').acquire(20)"
-    other = subprocess.Popen([sys.executable, "-c", code, str(card_path(tmp_path, 0))])
+    code = "import sys; from pathlib import Path; from asyncrl.colocate import DeviceLock; "
+    code += "DeviceLock(Path(sys.argv[1]), 'learner-0').acquire(20)"
+    other = subprocess.Popen([sys.executable, "-c", code, str(device_path(tmp_path, 0))])
     end_s = time.monotonic() + 20
     while holder.tell("wanted") == "False":
         assert time.monotonic() < end_s
@@ -140,7 +145,7 @@ def test_a_role_that_starts_asks_for_the_card(start: Callable[[str], Holder], tm
 
 
 def test_the_other_has_its_turn_between_two_of_one_role(start: Callable[[str], Holder], tmp_path: Path) -> None:
-    lock = CardLock(card_path(tmp_path, 0), "learner-0")
+    lock = DeviceLock(device_path(tmp_path, 0), "learner-0")
     lock.acquire(5)
     lock.release()
     with pytest.raises(PeerTimeoutError):
@@ -156,15 +161,16 @@ def test_the_other_has_its_turn_between_two_of_one_role(start: Callable[[str], H
     lock.acquire(5, in_turn=True)  # of one that has left there is no turn to wait for
 
 
-def test_all_cards_or_none(start: Callable[[str], Holder], tmp_path: Path) -> None:
-    holder = start("learner-0")  # has card 0
-    names = [card_path(tmp_path, number) for number in (1, 0)]
-    cards = Cards([CardLock(path, "generator-0") for path in names])
-    assert not cards.try_acquire()
-    code = "import sys; from pathlib import Path; from asyncrl.util.card_lock import CardLock; "
-    code += "sys.exit(not CardLock(Path(sys.argv[1]), 'learner-1').try_acquire())"
+def test_all_devices_or_none(start: Callable[[str], Holder], tmp_path: Path) -> None:
+    holder = start("learner-0")  # has device 0
+    names = [device_path(tmp_path, number) for number in (1, 0)]
+    engine: Any = SimpleNamespace(sleep=lambda level: None, wake=lambda what: None)
+    turn = GeneratorTurn(small_config(), engine, [DeviceLock(path, "generator-0") for path in names])
+    assert not turn._take()
+    code = "import sys; from pathlib import Path; from asyncrl.colocate import DeviceLock; "
+    code += "sys.exit(not DeviceLock(Path(sys.argv[1]), 'learner-1').try_acquire())"
     other = [sys.executable, "-c", code, str(names[0])]
-    assert subprocess.run(other, check=False).returncode == 0, "card 1 was kept without card 0"
+    assert subprocess.run(other, check=False).returncode == 0, "device 1 was kept without device 0"
     holder.tell("release")
-    assert cards.try_acquire()
+    assert turn._take()
     assert subprocess.run(other, check=False).returncode == 1

@@ -1,0 +1,288 @@
+"""Loads versions into vLLM engines: all weights, the adapter of vLLM's LoRA, or the base with the adapter merged."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import cached_property
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from asyncrl.config import Config
+from asyncrl.errors import AsyncrlError, ConfigError
+from asyncrl.generator.engine import Shapes, check_fit
+from asyncrl.generator.vllm_backend.setup import LORA_RANKS, WITHOUT_ADAPTERS, uses_adapter
+from asyncrl.generator.vllm_backend.shared_weights import SharedWeights
+from asyncrl.generator.vllm_backend.workers import Workers
+from asyncrl.weights.adapters import MergedWeights, adapted_layers, adapter_shapes
+from asyncrl.weights.bucket_plan import WeightPart
+from asyncrl.weights.checkpoint import checkpoint_tensors, meta_model
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+
+Weights = Sequence[tuple[str, Tensor]]
+_FAULTS = (AssertionError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
+"""Errors of vLLM about weights that it cannot load."""
+
+
+class SentWeights:
+    """Names and shapes of the parameters of the transformers model; with adapters that are merged, also the weights."""
+
+    def __init__(self, config: Config) -> None:
+        self.model = meta_model(config.model.path, trust_remote_code=config.model.trust_remote_code)
+        """The model, without weights."""
+        self.base: dict[str, Tensor] = {}
+        """The weights that adapters are merged into."""
+        if config.learner.lora.rank and config.learner.lora.load == "merged":
+            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+                config.model.path,
+                dtype=getattr(torch, config.model.dtype),
+                trust_remote_code=config.model.trust_remote_code,
+                use_safetensors=True,  # other formats are pickles
+            )
+            self.base = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        self.model_type: str = self.model.config.model_type
+        self.shapes = {name: tuple(parameter.shape) for name, parameter in self.model.named_parameters()}
+        """Shapes of the tensors that a learner sends; tied weights once."""
+        self._tensors = checkpoint_tensors(self.model)
+
+    @property
+    def is_computed(self) -> bool:
+        """True if transformers computes tensors of the checkpoint from several parameters of a layer."""
+        return self._tensors is None
+
+    def to_checkpoint(self, tensors: Weights) -> Iterator[tuple[str, Tensor]]:
+        """Yields the weights in the names, shapes and order of a checkpoint, which engines load.
+        Mixture-of-experts models have one tensor for all experts of a layer, their checkpoints one for each: views.
+        Computed tensors are copied, one layer at a time; otherwise some of the weights are enough."""
+        if self._tensors is None:
+            for _, layer in groupby(tensors, key=lambda named: _layer(named[0])):
+                yield from revert_weight_conversion(self.model, dict(layer)).items()
+            return
+        parameters = dict(tensors)
+        for one in self._tensors:
+            if one.parameter in parameters:
+                yield one.name, one.of(parameters[one.parameter])
+
+
+def _layer(name: str) -> str:
+    found = re.match(r".*?\.\d+\.", name)
+    return found.group() if found else ""
+
+
+class WeightLoader:
+    """Passes all weights to vLLM's weight transfer engines, one in each process that computes a part of the model."""
+
+    def __init__(
+        self, config: Config, sent: SentWeights, workers: Workers, committed: Callable[[int], None] = lambda _: None
+    ) -> None:
+        """`committed` is called with each version once it is loaded. Raises ConfigError if the model cannot be loaded
+        bucket by bucket, but `weights.staging` demands it."""
+        self._config, self._sent, self._workers, self._committed = config, sent, workers, committed
+        self._shared = SharedWeights()
+        self.updating = False
+        """True if some weights may be of another version than others."""
+        self._is_first = True
+        self._has_begun = False
+        """True while vLLM expects parts of an update."""
+        self._by_rows: frozenset[str] = frozenset()
+        if config.weights.staging == "buckets":
+            self._by_rows = self._vocabulary()
+
+    def _vocabulary(self) -> frozenset[str]:
+        from asyncrl.generator.vllm_backend.worker_side import loading_of
+
+        found = self._workers.rpc(loading_of)
+        if self._sent.is_computed or not all(in_place for in_place, _ in found):
+            raise ConfigError(
+                f"weights.staging = 'buckets': vLLM reloads a model of type {self._sent.model_type} layer by layer, "
+                "not in place; use weights.staging=whole, and another weights.transport than ipc"
+            )
+        return frozenset(self._sent.shapes).intersection(*(names for _, names in found))
+
+    def takes_rows(self, name: str) -> bool:
+        return name in self._by_rows
+
+    def bucket_memory(self, num_bytes: int) -> Tensor | None:
+        return self._shared.memory(num_bytes) if self._workers else None
+
+    def begin(self, version: int, shapes: Shapes) -> None:
+        check_fit(version, shapes, self._sent.shapes, self._config.model.path)
+        if not self._has_begun:
+            self._workers.rpc("start_weight_update")
+            self._has_begun = True
+        self.updating = True
+
+    def load(self, parts: Sequence[WeightPart]) -> None:
+        """Loads weights. Raises ConfigError when the first ones of the engine cannot be loaded."""
+        whole = [(part.name, part.tensor) for part in parts if part.first_row is None]
+        self._has_begun = False  # vLLM ends an update at an error
+        with self._explaining():
+            for update in self._updates(self._sent.to_checkpoint(whole)):
+                self._workers.rpc("update_weights", update)
+            for part in parts:
+                if part.first_row is not None:
+                    for update in self._updates(iter([(part.name, part.tensor)])):
+                        self._workers.rpc("update_weights", update | {"first_row": part.first_row})
+        self._has_begun = True
+
+    def _updates(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Any]]:
+        """Yields the descriptions of parts of an update. The weights of one are there until the next."""
+        from asyncrl.generator.vllm_backend.worker_side import STAGING
+
+        if self._workers:
+            yield from map(asdict, self._shared.buckets(tensors))
+            return
+        STAGING["weights"] = tensors
+        try:
+            yield {"key": "weights"}
+        finally:
+            del STAGING["weights"]
+
+    def commit(self, version: int) -> None:
+        """Ends the update. Raises ConfigError when the first one leaves a parameter unset."""
+        with self._explaining():
+            self._workers.rpc("finish_weight_update")
+        self.updating = self._has_begun = self._is_first = False
+        self._committed(version)
+
+    @contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Turns errors of the first weights into a ConfigError: the model is of a family that vLLM cannot update."""
+        try:
+            yield
+        except _FAULTS as error:
+            # Worker processes report all errors as RuntimeError.
+            is_other = isinstance(error, RuntimeError) and not self._workers
+            if isinstance(error, AsyncrlError) or not self._is_first or is_other:
+                raise
+            raise ConfigError(
+                f"model.path = {self._config.model.path!r}: the engine cannot load new weights of a model of type "
+                f"{self._sent.model_type} ({type(error).__name__}: {error}); use a family of the table in "
+                "docs/models.md"
+            ) from error
+
+    def close(self) -> None:
+        """Frees the memory that is shared with worker processes."""
+        self._shared.close()
+
+
+class MergedLoader(WeightLoader):
+    """Loads complete weights: the base, which it keeps in host memory, with the adapter added."""
+
+    @cached_property
+    def _adapter_shapes(self) -> Shapes:
+        return adapter_shapes(self._sent.model, self._config.learner.lora)
+
+    def begin(self, version: int, shapes: Shapes) -> None:
+        check_fit(version, shapes, self._adapter_shapes, self._config.model.path)
+        super().begin(version, self._sent.shapes)
+
+    def load(self, parts: Sequence[WeightPart]) -> None:
+        """Loads the base with the adapter, which comes at once: a weight at a time, or all if transformers computes
+        tensors from several."""
+        on_gpu = torch.cuda.is_available() and not self._workers
+        device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+        adapter = [(part.name, part.tensor) for part in parts]
+        merged = MergedWeights(self._sent.base, adapter, self._config.learner.lora.scale, device=device)
+        weights = (WeightPart(name, weight) for name, weight in merged.items())
+        if self._sent.is_computed:
+            super().load(list(weights))
+            return
+        for weight in weights:
+            super().load([weight])
+
+
+class AdapterLoader:
+    """Replaces the adapter in all processes that compute a part of the model, once it is complete."""
+
+    updating = False
+
+    def __init__(
+        self, config: Config, sent: SentWeights, workers: Workers, committed: Callable[[int], None] = lambda _: None
+    ) -> None:
+        self._config, self._workers, self._committed = config, workers, committed
+        settings = config.learner.lora
+        self._shapes = adapter_shapes(sent.model, settings)
+        self._settings = {"r": settings.rank, "lora_alpha": settings.alpha, "target_modules": []}
+        self._shared = SharedWeights()
+        self._is_first = True
+        self._parts: list[tuple[str, Tensor]] = []
+
+    def takes_rows(self, name: str) -> bool:
+        return False
+
+    def bucket_memory(self, num_bytes: int) -> Tensor | None:
+        return None
+
+    def begin(self, version: int, shapes: Shapes) -> None:
+        check_fit(version, shapes, self._shapes, self._config.model.path)
+        self._parts = []
+
+    def load(self, parts: Sequence[WeightPart]) -> None:
+        self._parts += [(part.name, part.tensor) for part in parts]
+
+    def commit(self, version: int) -> None:
+        """Replaces the adapter. Raises ConfigError when vLLM cannot load the first one."""
+        try:
+            if self._workers:
+                for bucket in self._shared.buckets(self._parts):
+                    self._workers.rpc("share_adapter", asdict(bucket))
+                self._workers.rpc("replace_adapter", self._settings, None)
+            else:
+                self._workers.rpc("replace_adapter", self._settings, self._parts)
+        except _FAULTS as error:
+            if isinstance(error, AsyncrlError) or not self._is_first:
+                raise
+            raise ConfigError(
+                f"model.path = {self._config.model.path!r}: vLLM cannot load the adapter ({type(error).__name__}: "
+                f"{error}); {WITHOUT_ADAPTERS}"
+            ) from error
+        self._parts, self._is_first = [], False
+        self._committed(version)
+
+    def close(self) -> None:
+        """Frees the memory that is shared with worker processes."""
+        self._shared.close()
+
+
+def make_loader(
+    config: Config, sent: SentWeights, workers: Workers, committed: Callable[[int], None]
+) -> WeightLoader | AdapterLoader:
+    """Returns the loader for `learner.lora`."""
+    if uses_adapter(config):
+        return AdapterLoader(config, sent, workers, committed)
+    return (MergedLoader if config.learner.lora.rank else WeightLoader)(config, sent, workers, committed)
+
+
+def adapter_arguments(config: Config, sent: SentWeights) -> dict[str, Any]:
+    """Returns vLLM's arguments for one adapter of the layers that have one. Others keep their own code: an output layer
+    with room for adapters would round logits to `model.dtype`."""
+    if not uses_adapter(config):
+        return {}
+    settings = config.learner.lora
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_cpu_loras": 1,
+        "max_lora_rank": next(rank for rank in LORA_RANKS if rank >= settings.rank),
+        "lora_target_modules": sorted({name.rpartition(".")[2] for name in adapted_layers(sent.model, settings)}),
+        "worker_extension_cls": "asyncrl.generator.vllm_backend.worker_side.AdapterWorker",
+    }
+
+
+def adapter_request() -> LoRARequest:
+    """Returns the mark of requests of the policy."""
+    from vllm.lora.request import LoRARequest
+
+    from asyncrl.generator.vllm_backend.worker_side import ADAPTER_ID
+
+    return LoRARequest("policy", ADAPTER_ID, "in memory")

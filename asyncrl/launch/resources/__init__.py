@@ -1,1 +1,0 @@
-"""Devices, cores and memory for the roles of a run."""
