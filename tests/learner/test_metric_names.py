@@ -140,7 +140,7 @@ def run_dir(
         environment={"name": "guess"},
         eval={"every_steps": 1},
         checkpoint={"every_steps": 1},
-        observe={"peak_flops": 1e12, "profile": [2]},
+        observe={"profile": [2]},
         steps=4,
     )
     batches = QueueBatches(config, out)
