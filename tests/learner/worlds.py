@@ -48,7 +48,7 @@ CRITIC: dict[str, Any] = {
 """Settings with a critic, a reference policy and an entropy bonus."""
 GAE_CONFIG: dict[str, Any] = {
     "algorithm": {"advantage": "gae", "loss": "ppo_clip"},
-    "critic": {"lr": 1e-3, "ranks": 1, "epochs": 3, "minibatches": 1},
+    "critic": {"lr": 1e-3, "ranks": 1},
     "learner": {
         "lr": LR,
         "tokens_per_microbatch": 40,
