@@ -250,7 +250,7 @@ class LaunchConfig(Section):
 
     @property
     def host(self) -> str:
-        """The address, interface or network to listen on (`launch/resources/network.py`)."""
+        """The address, interface or network to listen on (`launch/machine.py`)."""
         return split_address(self.address)[0]
 
     @property

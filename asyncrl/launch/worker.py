@@ -22,7 +22,7 @@ from pydantic import TypeAdapter
 
 from asyncrl.config import Config, load_config, read_config
 from asyncrl.errors import AsyncrlError, ConfigError, DataError, PeerTimeoutError, is_disk_full
-from asyncrl.launch.resources.network import check_interfaces, network_environment
+from asyncrl.launch.machine import check_interfaces, network_environment
 from asyncrl.observe.logs import configure_logs
 from asyncrl.util.processes import end_with_parent, raise_file_limit, tune_gc
 from asyncrl.util.routing import replayed_routers

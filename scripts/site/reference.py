@@ -13,7 +13,7 @@ SEAMS = {
     "Advantages": ("asyncrl.algorithms.advantages", ()),
     "Rewards": ("asyncrl.rewards.calling", ()),
     "Weight transports": ("asyncrl.weights.transports", ("Transport", "Link", "Member")),
-    "Launchers": ("asyncrl.launch.local", ("LocalLauncher",)),
+    "Launchers": ("asyncrl.launch.launcher", ("LocalLauncher",)),
     "Trackers": ("asyncrl.observe.trackers", ("Tracker",)),
 }
 """The module of each seam, whose docstring has an example, and the objects to show of it."""

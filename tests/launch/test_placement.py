@@ -13,12 +13,11 @@ import yaml
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
+from asyncrl.launch import machine as gpus
 from asyncrl.launch.bottleneck import generators_per_device
-from asyncrl.launch.preflight import with_start_deadline
-from asyncrl.launch.resources import gpus
-from asyncrl.launch.resources.gpus import Gpu
-from asyncrl.launch.resources.network import check_interfaces, find_port, listening_address, network_environment
-from asyncrl.launch.resources.placement import place_roles
+from asyncrl.launch.checks import with_start_deadline
+from asyncrl.launch.machine import Gpu, check_interfaces, find_port, listening_address, network_environment
+from asyncrl.launch.placement import place_roles
 from tests.helpers.replay import small_config
 
 

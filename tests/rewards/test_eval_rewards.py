@@ -13,8 +13,8 @@ from rich.console import Console
 
 from asyncrl.config import Config, load_config
 from asyncrl.errors import ConfigError
+from asyncrl.launch.checks import check_data_and_rewards
 from asyncrl.launch.commands.evaluate import check_evaluation
-from asyncrl.launch.preflight import check_data_and_rewards
 from asyncrl.rewards.reward_model import check_failed, model_options, uses_reward_model
 from asyncrl.rewards.table import evaluation_config
 from asyncrl.rewards.workers import RewardPool

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from asyncrl.launch.resources.network import find_port
+from asyncrl.launch.machine import find_port
 from tests.helpers.fake_slurm import FakeSlurm
 from tests.helpers.runs import SMALL, Launched, check_ledger
 from tests.helpers.slurm import FOLDER, SlurmCluster, extract

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
-from asyncrl.launch.resources.hosts import Host, Member, RoleResources
-from asyncrl.launch.resources.memory import PROCESS_BYTES
+from asyncrl.launch.placement import Host, Member, RoleResources
 
 _PROVEN_ENGINES = ("transformers",)
 """Engines that `make gpu-check` has shown to share a GPU."""
@@ -62,7 +61,3 @@ def check_colocate(config: Config, hosts: Sequence[Host]) -> None:
             "`make gpu-check`; launch.colocate=force uses it all the same, generator.engine=transformers is proven, "
             "launch.colocate=off takes separate GPUs"
         )
-
-
-ASLEEP_BYTES = PROCESS_BYTES
-"""The memory that a process keeps on a card while the other one uses it."""
