@@ -22,12 +22,12 @@ from rich.console import Console
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, RunError
-from asyncrl.launch.console import EXIT_FAILED, EXIT_INTERRUPTED
 from asyncrl.launch.launcher import HOST_LOST, KILL_S, Launcher, LocalLauncher, RoleHandle
 from asyncrl.launch.machine import listening_address
 from asyncrl.launch.placement import Host, RoleResources, num_devices
 from asyncrl.launch.ray_actor import RoleFile
 from asyncrl.launch.worker import EXIT_CRASHED, RoleSpec
+from asyncrl.observe.console import EXIT_FAILED, EXIT_INTERRUPTED
 
 if TYPE_CHECKING:
     from asyncrl.launch.ray_cluster import RayHost, RayHosts

@@ -22,7 +22,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.machine import find_port, listening_address
 from asyncrl.launch.placement import Host
 from asyncrl.launch.worker import endpoints_of
-from asyncrl.observe.rollbacks import read_rollbacks
+from asyncrl.observe.collapse import read_rollbacks
 from asyncrl.util.files import next_free_path, read_json, replace_file
 from asyncrl.util.locks import is_locked, try_lock
 from asyncrl.util.redaction import redact, redact_named

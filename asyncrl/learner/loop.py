@@ -43,16 +43,15 @@ from asyncrl.learner.checkpoint.manager import Checkpoints
 from asyncrl.learner.collate import collate
 from asyncrl.learner.colocated import OwnCard
 from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.metrics.flops import device_peak, utilization
-from asyncrl.learner.metrics.profiler import StepProfiler
+from asyncrl.learner.metrics import StepProfiler, device_peak, utilization
 from asyncrl.learner.prefetch import Prefetcher
 from asyncrl.learner.trainer import Trainer
+from asyncrl.observe.metrics import LEARNER_TIMES
+from asyncrl.observe.samples import SampleBook
 from asyncrl.observe.trackers import Trackers
 from asyncrl.replay.client import LearnerClient
 from asyncrl.replay.journal.history import JournalBatches
-from asyncrl.replay.metrics.run import LEARNER_TIMES
 from asyncrl.replay.sample_batches import SampleBatches
-from asyncrl.samples.book import SampleBook
 from asyncrl.types import Shard
 from asyncrl.util.processes import Stopwatch
 from asyncrl.weights.background import BackgroundSender

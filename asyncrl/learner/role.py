@@ -22,7 +22,7 @@ from asyncrl.learner.loop import Learner
 from asyncrl.learner.mismatch_check import MismatchCheck
 from asyncrl.learner.model.deepspeed_import import enable_determinism
 from asyncrl.learner.trainer import Trainer
-from asyncrl.samples.book import SampleBook
+from asyncrl.observe.samples import SampleBook
 from asyncrl.util.card_lock import CardLock, card_path
 from asyncrl.wire.directory import announce
 from asyncrl.wire.endpoints import Endpoints

@@ -39,10 +39,7 @@ from asyncrl.learner.checkpoint.zero_state import random_state, restore_random_s
 from asyncrl.learner.critic.value_function import Critic, ValueFunction
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.divergence_bound import DivergenceBound
-from asyncrl.learner.metrics.batch import batch_metrics
-from asyncrl.learner.metrics.flops import ModelFlops
-from asyncrl.learner.metrics.phases import PhaseTimer
-from asyncrl.learner.metrics.step import StepMetrics
+from asyncrl.learner.metrics import ModelFlops, PhaseTimer, StepMetrics, batch_metrics
 from asyncrl.learner.mismatch_check import MismatchCheck
 from asyncrl.learner.model.policy import Policy, Reference
 from asyncrl.learner.model.states import states_of, tensors_of

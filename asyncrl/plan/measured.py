@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 
 from asyncrl.config import Config, load_config
 from asyncrl.errors import DataError
-from asyncrl.observe.document import read_metrics
-from asyncrl.observe.rollbacks import read_rollbacks, rollback_line
+from asyncrl.observe.collapse import read_rollbacks, rollback_line
+from asyncrl.observe.curves import read_metrics
+from asyncrl.observe.metrics import COSTS
+from asyncrl.observe.stats import bare_fraction
 from asyncrl.plan.episodes import Episodes
 from asyncrl.plan.tail import TraceTail, read_metrics_tail
 from asyncrl.plan.trace import read_trace, signal_of, solved_fraction
 from asyncrl.plan.workload import TURNS, EngineCost, LearnerCost, Lengths, Setup, SyncCost, Workload, slowdown
-from asyncrl.replay.metrics.goodput import bare_fraction
-from asyncrl.replay.metrics.run import COSTS
 from asyncrl.types import goodput_of
 from asyncrl.util.files import read_json
 from asyncrl.util.processes import GENERATOR_PHASES

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from asyncrl.observe.stats import Goodput
 from asyncrl.plan.workload import Setup
-from asyncrl.replay.metrics.goodput import Goodput
 from asyncrl.types import mean_staleness
 
 

@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from asyncrl.errors import DataError
+from asyncrl.observe.trace import SCHEMA, trace_parts
 from asyncrl.plan.trace import check_schema, damaged, last_of_tickets, with_columns
-from asyncrl.replay.metrics.trace import SCHEMA, trace_parts
 
 METRICS_BYTES = 2 << 20
 """Bytes read from the end of `metrics.jsonl`: several hundred steps."""

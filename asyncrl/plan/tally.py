@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from asyncrl.observe.stats import Goodput
 from asyncrl.plan.engine_clock import EngineClock
 from asyncrl.plan.prediction import Prediction
 from asyncrl.plan.workload import Setup, Workload, slowdown
 from asyncrl.replay.ledger import Ledger
-from asyncrl.replay.metrics.goodput import Goodput
 
 
 @dataclass(slots=True)

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from asyncrl.config import Config
 from asyncrl.errors import ProtocolError
+from asyncrl.observe.collapse import COLLAPSE
 from asyncrl.replay.dealing import balance, shards_for
 from asyncrl.replay.journal.reader import WAY_OUT
 from asyncrl.replay.ledger import MAX_TAKEN
 from asyncrl.replay.ledger_counts import State
-from asyncrl.replay.metrics.collapse import COLLAPSE
 from asyncrl.replay.store import Store
 from asyncrl.replay.tickets import FinishedGroup
 from asyncrl.wire.learner_messages import Committed, TakeOutcome

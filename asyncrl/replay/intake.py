@@ -7,8 +7,8 @@ from msgspec import structs
 
 from asyncrl.config import Config
 from asyncrl.errors import ProtocolError
+from asyncrl.observe.metrics import FailedRewards
 from asyncrl.replay.codec import GroupLimits, check_group
-from asyncrl.replay.metrics.rewards import FailedRewards
 from asyncrl.replay.refunds import FAILURES, check_refunds, has_signal, refund_reason
 from asyncrl.replay.store import Store
 from asyncrl.wire.frames import Array

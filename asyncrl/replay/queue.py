@@ -37,6 +37,7 @@ from msgspec import structs
 
 from asyncrl.config import Config
 from asyncrl.errors import ProtocolError
+from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay.admission import Admission
 from asyncrl.replay.batcher import Batcher
 from asyncrl.replay.codec import NO_LIMITS, GroupLimits, check_sampled
@@ -44,9 +45,8 @@ from asyncrl.replay.evaluation.scores import eval_metrics
 from asyncrl.replay.expiry import LeaseExpiry
 from asyncrl.replay.intake import GroupIntake
 from asyncrl.replay.journal.writer import Journal, Position
-from asyncrl.replay.metrics.report import run_status, run_summary
-from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.prompts.selection import warn_if_useless
+from asyncrl.replay.report import run_status, run_summary
 from asyncrl.replay.sessions import Sessions
 from asyncrl.replay.store import Store
 from asyncrl.replay.tickets import FinishedGroup, PromptSource

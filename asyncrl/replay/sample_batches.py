@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from asyncrl.errors import DataError
+from asyncrl.observe.samples import Samples
 from asyncrl.replay.dealing import balance
-from asyncrl.samples import Samples
 from asyncrl.types import Shard
 from asyncrl.wire.learner_messages import Committed
 

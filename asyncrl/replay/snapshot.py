@@ -11,13 +11,13 @@ import msgspec
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, JournalError, RunError
+from asyncrl.observe.metrics import RunSums
+from asyncrl.observe.stats import ReportedStats
 from asyncrl.replay.evaluation.book import EvalRecord
 from asyncrl.replay.journal.reader import OTHER_FORMAT, WITHOUT
 from asyncrl.replay.journal.records import FORMAT
 from asyncrl.replay.journal.retention import Coverage
 from asyncrl.replay.ledger_counts import LedgerCounts
-from asyncrl.replay.metrics.run import RunSums
-from asyncrl.replay.metrics.stats import ReportedStats
 from asyncrl.replay.prompts.selection import SelectionRecord
 from asyncrl.replay.refunds import Failures
 from asyncrl.replay.staleness_control import ControllerState

@@ -14,16 +14,16 @@ import msgspec
 
 from asyncrl.config import Config
 from asyncrl.errors import JournalError
+from asyncrl.observe.collapse import COLLAPSE
+from asyncrl.observe.metrics import RunMetrics
+from asyncrl.observe.stats import ReportedStats
+from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay.evaluation.book import EvalBook
 from asyncrl.replay.journal.reader import Location
 from asyncrl.replay.journal.records import Record
 from asyncrl.replay.journal.retention import Coverage
 from asyncrl.replay.ledger import Ledger
 from asyncrl.replay.ledger_counts import State
-from asyncrl.replay.metrics.collapse import COLLAPSE
-from asyncrl.replay.metrics.run import RunMetrics
-from asyncrl.replay.metrics.stats import ReportedStats
-from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.prompts.pass_rates import PassRates
 from asyncrl.replay.prompts.selection import RowSelection
 from asyncrl.replay.refunds import FAILURES, Failures
@@ -141,7 +141,7 @@ class QueueState:
         self.ledger.finish(number, **amount, start_version=header.start_version)
         unused = bool(reason) or (self.config.replay.drops and not group.signal)
         failed = reason in FAILURES
-        self.measure.scored(header, held.completion, held.choice, signal=held.signal, failed=failed)
+        self.measure.scored(header, held.completion, signal=held.signal, failed=failed)
         self.failures.note(reason, header.finished_s)
         if not failed:
             self.selection.finished(header, held.choice, trained=not unused)

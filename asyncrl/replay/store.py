@@ -12,14 +12,14 @@ import structlog
 
 from asyncrl.config import Config
 from asyncrl.errors import JournalError, ProtocolError
+from asyncrl.observe.stats import ReportedStats
+from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay.journal.history import History
 from asyncrl.replay.journal.reader import WITHOUT, Loader, segments_of
 from asyncrl.replay.journal.records import FORMAT
 from asyncrl.replay.journal.writer import MAX_UNSYNCED_BYTES, START, Journal, Position, Record, read_journal
 from asyncrl.replay.ledger_counts import State
-from asyncrl.replay.metrics.stats import ReportedStats
-from asyncrl.replay.metrics.step import step_metrics
-from asyncrl.replay.metrics.trace import TraceWriter
+from asyncrl.replay.report import step_metrics
 from asyncrl.replay.restore import restore_queue
 from asyncrl.replay.snapshot import Snapshot
 from asyncrl.replay.state import QueueState

@@ -11,10 +11,10 @@ import numpy as np
 from msgspec import field
 
 from asyncrl.errors import InvariantError, ProtocolError
+from asyncrl.observe.stats import completion_tokens, tokens_by_version
 from asyncrl.replay.codec import header_bytes, prompt_bytes
 from asyncrl.replay.journal.reader import Location
 from asyncrl.replay.journal.records import Record
-from asyncrl.replay.metrics.stats import completion_tokens, tokens_by_version
 from asyncrl.replay.prompts.selection import RowChoice
 from asyncrl.types import Prompt, PromptPosition, RowPlace
 from asyncrl.util.durable import Durable

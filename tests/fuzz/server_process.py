@@ -11,7 +11,7 @@ from pathlib import Path
 
 import structlog
 
-from asyncrl.replay.metrics.trace import TraceWriter
+from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.server import run_replay
 from asyncrl.types import Prompt, PromptPosition, RowPlace

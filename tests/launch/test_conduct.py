@@ -13,12 +13,12 @@ import pytest
 from rich.console import Console
 
 from asyncrl.errors import DataError
-from asyncrl.launch.console import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, Interrupts
 from asyncrl.launch.launcher import LocalLauncher
 from asyncrl.launch.placement import place_roles
 from asyncrl.launch.row_checks import PromptScan
 from asyncrl.launch.run import Run
 from asyncrl.launch.worker import RoleSpec
+from asyncrl.observe.console import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, Interrupts
 from tests.helpers.replay import loopback_endpoints, small_config
 from tests.helpers.sockets import socket_address
 

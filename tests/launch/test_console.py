@@ -12,8 +12,8 @@ import sys
 import pytest
 from rich.console import Console
 
-from asyncrl.launch import console as console_module
-from asyncrl.launch.console import Interrupts, ignore_broken_pipe, show_end
+from asyncrl.observe import console as console_module
+from asyncrl.observe.console import Interrupts, ignore_broken_pipe, show_end
 from asyncrl.observe.live import LiveView
 
 pytestmark = pytest.mark.timeout(240)
@@ -34,7 +34,7 @@ def test_a_terminal_that_was_closed_does_not_end_the_run() -> None:
 
 def test_a_pipe_that_nobody_reads_does_not_change_the_exit_code() -> None:
     code = (
-        "import sys\nfrom rich.console import Console\nfrom asyncrl.launch.console import ignore_broken_pipe\n"
+        "import sys\nfrom rich.console import Console\nfrom asyncrl.observe.console import ignore_broken_pipe\n"
         "console = ignore_broken_pipe(Console())\nsys.stdin.readline()\n"
         "for _ in range(100): console.print('x' * 1000)\nsys.exit(7)"
     )

@@ -12,13 +12,13 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
+from asyncrl.cli.evaluate import check_out
 from asyncrl.config import load_config
 from asyncrl.data import tiny_model
 from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.errors import ConfigError
 from asyncrl.launch import checks as preflight
 from asyncrl.launch.checks import run_recipes
-from asyncrl.launch.commands.evaluate import check_out
 from asyncrl.util import user_code
 from tests.helpers.cli import asyncrl
 from tests.helpers.inputs import make_inputs

@@ -15,8 +15,8 @@ from asyncrl.errors import ProtocolError
 from asyncrl.learner.collate import collate
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.trainer import Trainer
+from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay.codec import GroupLimits, pack_group, unpack_group
-from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.types import NO_VERSION, Trajectory
 from asyncrl.util.tokenizer import num_embeddings

@@ -20,10 +20,10 @@ from asyncrl.learner.algorithm import make_algorithm
 from asyncrl.learner.batch import Batch
 from asyncrl.learner.collate import collate
 from asyncrl.learner.update import sync_microbatches
+from asyncrl.observe.metrics import LATEST_GROUPS, FailedRewards
+from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay.codec import pack_group, unpack_group
 from asyncrl.replay.journal.writer import Journal
-from asyncrl.replay.metrics.rewards import LATEST_GROUPS, FailedRewards
-from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.rewards.calling import CompletedGroup
 from asyncrl.rewards.table import RewardTable

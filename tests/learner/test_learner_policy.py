@@ -26,8 +26,8 @@ from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.model import logprob_head
 from asyncrl.learner.model.loading import load_policy_model
 from asyncrl.learner.model.policy import Policy
+from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay.codec import pack_group
-from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.types import Group
 from tests.helpers.replay import STATS, EndlessPrompts, ask_queue, make_group, small_config

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from asyncrl.observe.document import read_metrics
+from asyncrl.observe.curves import read_metrics
 from asyncrl.observe.live import LiveView
 from asyncrl.observe.logs import last_error
 from asyncrl.observe.trackers import make_trackers

@@ -12,11 +12,11 @@ import pytest
 
 from asyncrl.config import load_config
 from asyncrl.errors import DataError
+from asyncrl.observe.trace import SCHEMA, TraceWriter
 from asyncrl.plan.measured import RecentRun, read_run
 from asyncrl.plan.tail import TraceTail
 from asyncrl.plan.trace import FORMER, read_trace
 from asyncrl.plan.workload import slowdown
-from asyncrl.replay.metrics.trace import SCHEMA, TraceWriter
 from tests.plan.made_runs import ENGINE, GROUP_SIZE, LEARNER, REWARD_S, SYNC, make_run
 
 

@@ -13,11 +13,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from asyncrl.errors import ProtocolError
+from asyncrl.observe.metrics import RunSums
+from asyncrl.observe.stats import GeneratorState
+from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay.codec import GroupLimits, pack_group
 from asyncrl.replay.learner_requests import LearnerRequests
-from asyncrl.replay.metrics.run import RunSums
-from asyncrl.replay.metrics.stats import GeneratorState
-from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.restore import restore_queue
 from asyncrl.replay.sessions import MAX_FORMER, Sessions

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, JournalError, ProtocolError, RunError
+from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay.codec import pack_group
 from asyncrl.replay.expiry import SUSPECT_S
 from asyncrl.replay.journal.records import FORMAT, Record
 from asyncrl.replay.journal.writer import Journal, read_journal, segments_of
 from asyncrl.replay.ledger_counts import State
-from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.snapshot import Snapshot
 from asyncrl.replay.state import APPLY

@@ -17,6 +17,7 @@ import zmq
 
 from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
 from asyncrl.launch.machine import find_port
+from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay import learner_requests
 from asyncrl.replay import outbox as outbox_module
 from asyncrl.replay.client import GeneratorClient, LauncherClient, LearnerClient, LeaseReply
@@ -25,7 +26,6 @@ from asyncrl.replay.journal import history as catchup_module
 from asyncrl.replay.journal.records import FRAME_BYTES
 from asyncrl.replay.journal.writer import Flush, Journal
 from asyncrl.replay.ledger_counts import State
-from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.outbox import joined
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.server import ReplayServer, run_replay

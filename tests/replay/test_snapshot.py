@@ -13,10 +13,10 @@ import msgspec
 import pytest
 
 from asyncrl.errors import JournalError, RunError
+from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay.codec import pack_group
 from asyncrl.replay.journal.reader import Location
 from asyncrl.replay.journal.records import FORMAT, Record
-from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.prompts.pass_rates import PassRates
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.restore import restore_queue

@@ -15,9 +15,9 @@ from weight_parts import manifest_of, next_staged
 
 from asyncrl.errors import PeerTimeoutError, RunError
 from asyncrl.generator import role
+from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay.announcer import Announcer
 from asyncrl.replay.client import GeneratorClient, LauncherClient, LearnerClient, LeaseReply
-from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.server import run_replay
 from asyncrl.types import NO_VERSION

@@ -30,7 +30,7 @@ from asyncrl.learner.checkpoint.files import (
     write_manifest,
 )
 from asyncrl.learner.distributed import Ranks
-from asyncrl.replay.metrics.collapse import LASTS_STEPS
+from asyncrl.observe.collapse import LASTS_STEPS
 from asyncrl.util.files import sync_folder
 
 log = structlog.get_logger()

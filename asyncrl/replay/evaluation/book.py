@@ -15,8 +15,8 @@ from msgspec import field
 
 from asyncrl.config import Config
 from asyncrl.errors import ProtocolError
+from asyncrl.observe.stats import ReportedStats
 from asyncrl.replay.evaluation.scores import PromptScore, eval_metrics, score_table
-from asyncrl.replay.metrics.stats import ReportedStats
 from asyncrl.types import Lease, Prompt
 from asyncrl.util.durable import Durable
 from asyncrl.wire.messages import Evaluated, ReleasedEvaluation

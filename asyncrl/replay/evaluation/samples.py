@@ -10,9 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import ProtocolError
-from asyncrl.samples import Samples
-from asyncrl.samples.book import append_rows, evaluated_file
-from asyncrl.samples.table import segments_of
+from asyncrl.observe.samples import Samples, append_rows, evaluated_file, segments_of
 from asyncrl.types import EpisodeOutcome, Group, Prompt, Trajectory
 from asyncrl.wire.messages import Evaluated
 

@@ -10,11 +10,11 @@ from typing import Any
 from msgspec import ValidationError
 
 from asyncrl.errors import JournalError, ProtocolError
+from asyncrl.observe.samples import Samples
 from asyncrl.replay.codec import unpack_group
 from asyncrl.replay.journal.history import unreadable
 from asyncrl.replay.journal.reader import Loader, Location, read_journal, segments_of
 from asyncrl.replay.tickets import FinishedGroup
-from asyncrl.samples import Samples
 
 TRAINED, DROPPED, HELD = "trained", "dropped", "held"
 """Outcomes of a group: its step is committed, which has computed it or not; it waits for its step. The others are the

@@ -16,8 +16,9 @@ within the bounds of the loss. So the limits are wider by the number of updates.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
@@ -25,6 +26,7 @@ from msgspec import field, structs
 
 from asyncrl.config import Config
 from asyncrl.util.durable import Durable
+from asyncrl.util.files import read_json
 
 COLLAPSE = "collapse"
 """The reason of a stop by `learner.on_collapse`."""
@@ -268,3 +270,22 @@ def _advice(alarm: Alarm, config: Config) -> str:
     changes += [f"replay.max_staleness={lower}" + (f" replay.min_staleness={lower}" * (replay.min_staleness > lower))]
     cause = f"The policy moves too far in the {alarm.staleness:.2g} steps after which a token is trained"
     return f"{cause}: {rate}, or start a new run with {', or '.join(changes)}"
+
+
+ROLLBACKS = "rollbacks.json"
+"""File with the rollbacks of a run, as they are in its summary."""
+
+
+def read_rollbacks(run_dir: Path) -> list[dict[str, Any]]:
+    """Returns the rollbacks of a run so far, the last of which may not be complete."""
+    file = run_dir / ROLLBACKS
+    return read_json(file, kind=list) if file.is_file() else []
+
+
+def rollback_line(summary: Mapping[str, Any]) -> str:
+    """Returns a line about the rollbacks of a run; empty if it had none."""
+    rollbacks: Sequence[Mapping[str, Any]] = summary.get("rollbacks", [])
+    if not rollbacks:
+        return ""
+    steps = ", ".join(f"{record['stopped_at_step']} -> {record['to_step']}" for record in rollbacks)
+    return f"was rolled back (steps {steps}), the last time since it {rollbacks[-1]['sentence']}"

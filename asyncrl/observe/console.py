@@ -14,7 +14,7 @@ import structlog
 from rich.console import Console
 from rich.markup import escape
 
-from asyncrl.observe.rollbacks import rollback_line
+from asyncrl.observe.collapse import rollback_line
 from asyncrl.types import GOODPUT_FACTORS
 
 EXIT_DONE, EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 0, 1, 2, 130

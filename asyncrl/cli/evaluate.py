@@ -27,14 +27,14 @@ from asyncrl.config import Config
 from asyncrl.data.hub import fetch, is_model_name
 from asyncrl.errors import ConfigError
 from asyncrl.launch.checks import check_data, check_environments, check_model, checked_eval_rewards, checked_rewards
-from asyncrl.launch.console import EXIT_DONE, EXIT_INTERRUPTED, Interrupts
 from asyncrl.launch.run_dir import run_endpoints
-from asyncrl.launch.samples import PARQUET, check_samples_file
 from asyncrl.learner.checkpoint.files import MANIFEST
+from asyncrl.observe.console import EXIT_DONE, EXIT_INTERRUPTED, Interrupts
+from asyncrl.observe.sample_search import PARQUET, check_samples_file
+from asyncrl.observe.samples import Samples
 from asyncrl.replay.evaluation.scores import PromptScore, pass_ks, score_table
 from asyncrl.rewards.reward_model import await_reward_model, uses_reward_model
 from asyncrl.rewards.table import evaluation_config
-from asyncrl.samples import Samples
 from asyncrl.types import Group, Prompt
 from asyncrl.util.files import check_writable, read_json, replace_file
 from asyncrl.util.tokenizer import load_decoder

@@ -15,7 +15,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.run_dir import is_running, read_endpoints
 from asyncrl.replay.client import LauncherClient
 from asyncrl.replay.journal.reader import Loader, read_journal, segments_of
-from asyncrl.replay.metrics.report import run_summary
+from asyncrl.replay.report import run_summary
 from asyncrl.replay.state import QueueState
 from asyncrl.replay.store import recover
 from asyncrl.types import Prompt, PromptPosition, RowPlace

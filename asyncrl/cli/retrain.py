@@ -17,17 +17,17 @@ from rich.table import Table
 from asyncrl.config import Config, load_config
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.launch.checks import check_model
-from asyncrl.launch.console import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, Interrupts
 from asyncrl.launch.launcher import LocalLauncher, find_launcher
 from asyncrl.launch.placement import RoleResources, place_roles
 from asyncrl.launch.run_dir import changes, refuse_changes, run_endpoints
 from asyncrl.launch.supervisor import with_peer_gpus
 from asyncrl.launch.worker import EXIT_CONFIG, RoleSpec
-from asyncrl.observe.document import OF_STEP, read_metrics
+from asyncrl.observe.console import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, Interrupts
+from asyncrl.observe.curves import OF_STEP, read_metrics
 from asyncrl.observe.logs import configure_logs
+from asyncrl.observe.samples import Samples
 from asyncrl.replay.journal.history import trained_steps
 from asyncrl.rewards.reward_model import uses_reward_model
-from asyncrl.samples import Samples
 from asyncrl.util.files import next_free_path, replace_file
 from asyncrl.wire.endpoints import LOOPBACK, Endpoints
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from asyncrl.observe.collapse import COLLAPSE
+from asyncrl.observe.metrics import RATE_WINDOW_S, RunMetrics, peaks_bytes, times
+from asyncrl.observe.stats import bias_alarms, count_rewards
+from asyncrl.replay.evaluation.scores import eval_metrics
 from asyncrl.replay.ledger import Ledger
 from asyncrl.replay.ledger_counts import State
-from asyncrl.replay.metrics.collapse import COLLAPSE
-from asyncrl.replay.metrics.resources import peaks_bytes, times
-from asyncrl.replay.metrics.run import RATE_WINDOW_S, RunMetrics
-from asyncrl.replay.metrics.stats import bias_alarms, count_rewards
 from asyncrl.types import goodput_of, mean_staleness
 from asyncrl.util.processes import fractions
+
+if TYPE_CHECKING:
+    from asyncrl.replay.state import QueueState
 
 
 def run_status(run: RunMetrics, ledger: Ledger, now_s: float) -> dict[str, Any]:
@@ -70,7 +73,7 @@ def run_summary(run: RunMetrics, ledger: Ledger, *, stop_reason: str) -> dict[st
         "tokens_generated": ledger.generated.tokens,
         "greedy_tokens": run.greedy_tokens,
         "tokens_trained": ledger.trained.tokens,
-        "tokens_per_s": run.tokens_per_s(ledger),
+        "tokens_per_s": ledger.trained.tokens / run.training_s if run.training_s else 0.0,
         "skipped_updates": run.skipped_updates,
         "staleness": {
             "limit": run.config.replay.max_staleness,
@@ -101,3 +104,20 @@ def run_summary(run: RunMetrics, ledger: Ledger, *, stop_reason: str) -> dict[st
         "bias": bias_alarms(run.outcomes),
         **({"collapse": collapse | {"stopped": stop_reason == COLLAPSE}} if collapse else {}),
     }
+
+
+def step_metrics(state: QueueState, step: int, at_s: float) -> dict[str, float]:
+    """The metrics of the step in progress when it is committed at `at_s`, including the oldest unreported evaluation
+    result. Changes nothing."""
+    ledger, groups = state.ledger, [state.held[number] for number in state.ledger.taken()]
+    queue = {
+        "replay/finished_groups": float(ledger.num_waiting),
+        "replay/leased_groups": float(ledger.count(State.LEASED)),
+        "replay/held_bytes": float(state.held_bytes - sum(held.num_bytes for held in groups)),
+        "replay/staleness_limit": float(ledger.admission_limit),
+        "replay/refunded_groups": float(sum(amount.groups for amount in ledger.refunded.values())),
+    }
+    queue |= state.selection.metrics(left_out=state.left_out)
+    trained = {"tokens": ledger.trained.tokens, "samples": ledger.trained.trajectories}
+    measured = state.measure.step_metrics(step, groups, at_s, **trained, generators=state.generators_wanted)
+    return queue | measured | eval_metrics(state.evaluation.unreported(0) or {})

@@ -12,6 +12,7 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
+from asyncrl.cli.evaluate import quiet_logs
 from asyncrl.config import Config
 from asyncrl.environments.dialogue import Dialogue
 from asyncrl.environments.dialogue.display import Display, Shown
@@ -22,8 +23,7 @@ from asyncrl.environments.programs.player import ProgramPlayer, play_program
 from asyncrl.environments.table import EnvironmentTable
 from asyncrl.errors import ConfigError
 from asyncrl.launch.checks import check_data, check_environments, check_model, run_recipes
-from asyncrl.launch.commands.evaluate import quiet_logs
-from asyncrl.launch.console import EXIT_DONE, EXIT_FAILED
+from asyncrl.observe.console import EXIT_DONE, EXIT_FAILED
 from asyncrl.types import Prompt
 from asyncrl.util.text import printable
 from asyncrl.util.tokenizer import end_tokens

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import structlog
 
 from asyncrl.config import ENVIRONMENT, Config
-from asyncrl.launch.conversations import CONVERSATION, in_one_line
-from asyncrl.launch.samples import Query, find_samples
-from asyncrl.samples import Samples
+from asyncrl.errors import ConfigError, DataError
+from asyncrl.launch.bottleneck import Background
+from asyncrl.observe.live import ShownSample
+from asyncrl.observe.sample_search import (
+    CONVERSATION,
+    Conversations,
+    Query,
+    conversations,
+    find_samples,
+    in_one_line,
+    run_decoder,
+)
+from asyncrl.observe.samples import CHOSEN, FOLDER, TRAINED, Samples, read_latest
 from asyncrl.util.text import printable, shortened
+from asyncrl.util.tokenizer import Decoder
 
 log = structlog.get_logger()
 
@@ -34,7 +47,7 @@ class FirstLook:
         self._is_over = False
 
     def update(self, rewards: Mapping[str, int], now_s: float) -> None:
-        """Takes what `asyncrl.replay.metrics.stats.count_rewards` returns."""
+        """Takes what `count_rewards` returns."""
         if self._is_over or not (count := rewards["scored"] + rewards["failed"]):
             return
         if self._first_s is None:
@@ -84,3 +97,69 @@ def _line(row: Mapping[str, Any]) -> str:
     pairs = {"prompt": prompt, "completion": completion, "truth": row["ground_truth"]}
     texts = [f"{name} {shortened(text, TEXT_CHARACTERS)!r}" for name, text in pairs.items() if text is not None]
     return printable(f"  {', '.join(texts)}, {row['status']}, {reward}")
+
+
+SHOWN_CHARACTERS = 120
+
+
+class ShownSamples:
+    """Follows `samples/trained.jsonl` of a run."""
+
+    def __init__(self, run_dir: Path, config: Config) -> None:
+        self._run_dir = run_dir
+        self._config = config
+        self._file = run_dir / FOLDER / TRAINED
+        self._decoder: Decoder | None = None
+        self._shown: Conversations | None = None
+        self._bytes = 0
+        self._is_over = not config.observe.samples
+
+    def update(self) -> list[ShownSample]:
+        """Returns the samples of the latest recorded step; none if nothing new is recorded."""
+        if self._is_over or not self._file.is_file() or (size := self._file.stat().st_size) == self._bytes:
+            return []
+        self._bytes = size
+        try:
+            if self._decoder is None:
+                self._decoder = run_decoder(self._run_dir, self._config)
+                self._shown = conversations(self._run_dir, self._config, self._decoder)
+            samples = read_latest(self._run_dir).decode(self._decoder)
+        except (ConfigError, DataError) as error:
+            self._is_over = True
+            log.warning("samples are not shown", error=str(error))
+            return []
+        samples = samples.select(samples.begins_member).select(slice(self._config.observe.samples))
+        if self._shown is not None:
+            samples = self._shown.add_to(samples)
+        return [shown_sample(row) for row in samples.table.to_pylist(maps_as_pydicts="strict")]
+
+
+class Onlooker:
+    """Reads and decodes samples for the live view and checks the first rewards, in parallel with the supervision."""
+
+    def __init__(self, run_dir: Path, config: Config, say: Callable[[str], None]) -> None:
+        self._first_look = FirstLook(run_dir, config, say)
+        self._shown = ShownSamples(run_dir, config)
+        self._background = Background[list[ShownSample]]("samples")
+
+    def look(self, status: dict[str, Any]) -> list[ShownSample]:
+        """Returns new samples to show, if there are any by now, and looks again in the background."""
+        samples = self._background.poll() or []
+        self._background.start(partial(self._look, status))
+        return samples
+
+    def _look(self, status: dict[str, Any]) -> list[ShownSample]:
+        self._first_look.update(status["rewards"], time.monotonic())
+        return self._shown.update() if status["step"] > 0 else []
+
+
+def shown_sample(row: Mapping[str, Any]) -> ShownSample:
+    """A sample for the live view, its texts shortened."""
+    lines = row.get(CONVERSATION)
+    texts = (row["prompt"], row["completion"]) if lines is None else in_one_line(lines)
+    prompt, completion = (printable(shortened(text, SHOWN_CHARACTERS)) for text in texts)
+    reward = f"no reward: {row['error']}" if row["error"] else f"reward {row['reward']:g}"
+    facts = (
+        f"step {row['step']}, {row[CHOSEN]}: {reward}, staleness {row['staleness']}, {row['num_action_tokens']} tokens"
+    )
+    return ShownSample(printable(facts), prompt, completion)

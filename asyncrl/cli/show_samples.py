@@ -12,11 +12,17 @@ from rich.console import Console
 from rich.text import Text
 
 from asyncrl.config import load_config
-from asyncrl.launch.conversations import CONVERSATION
-from asyncrl.launch.documents import RunSummary
-from asyncrl.launch.samples import Query, check_samples_file, conversations, find_group, find_samples, run_decoder
-from asyncrl.samples import ARRAYS, Samples
-from asyncrl.samples.table import EPISODES
+from asyncrl.observe.report import RunSummary
+from asyncrl.observe.sample_search import (
+    CONVERSATION,
+    Query,
+    check_samples_file,
+    conversations,
+    find_group,
+    find_samples,
+    run_decoder,
+)
+from asyncrl.observe.samples import ARRAYS, EPISODES, Samples
 from asyncrl.util.text import printable
 
 _NAME_WIDTH = 14

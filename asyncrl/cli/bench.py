@@ -10,7 +10,7 @@ from typing import NoReturn
 from asyncrl.errors import ConfigError
 from asyncrl.util.processes import PYTHON
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 def run_bench(arguments: list[str]) -> NoReturn:
