@@ -121,7 +121,7 @@ def retrain(
     changed = samples is not None or any(not key.startswith("observe.") for key in changes(saved, config))
     out = make_out(run_dir, out)
     replace_file(out / "config.yaml", config.to_yaml())
-    configure_logs(out, "launcher", config.observe.log_level)
+    configure_logs(out, "launcher")
     interrupts = Interrupts()
     launcher = launcher_of(config)
     with interrupts.caught():
