@@ -43,8 +43,7 @@ from asyncrl.observe.sample_search import conversations, page_samples, run_decod
 from asyncrl.observe.samples import FOLDER as SAMPLES
 from asyncrl.observe.samples import Samples, evaluated_versions, read_evaluated
 from asyncrl.observe.trackers import METRICS_FILE
-from asyncrl.plan.measured import MAX_GROUPS
-from asyncrl.plan.tail import TraceTail
+from asyncrl.plan.measured import MAX_GROUPS, TraceTail
 from asyncrl.types import goodput_of
 from asyncrl.util.files import read_json
 from asyncrl.util.redaction import redact

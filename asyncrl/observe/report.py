@@ -18,8 +18,7 @@ from asyncrl.observe.document import RUNNING, UNANSWERED, UNFINISHED, run_docume
 from asyncrl.observe.page import write_report
 from asyncrl.observe.sample_search import page_samples
 from asyncrl.observe.trackers import METRICS_FILE, tracker_summary
-from asyncrl.plan.measured import MAX_GROUPS
-from asyncrl.plan.tail import TraceTail, read_metrics_tail
+from asyncrl.plan.measured import MAX_GROUPS, TraceTail, read_metrics_tail
 from asyncrl.plan.verdict import after_collapse, guess
 from asyncrl.replay.client import LauncherClient
 from asyncrl.util.files import check_writable, read_json

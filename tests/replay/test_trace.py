@@ -17,8 +17,7 @@ from asyncrl.launch.run import TRACE_BYTES_PER_S, TRACE_S
 from asyncrl.observe import trace as trace_module
 from asyncrl.observe.stats import completion_tokens
 from asyncrl.observe.trace import SCHEMA, TraceWriter, trace_bytes, trace_parts
-from asyncrl.plan.tail import TraceTail
-from asyncrl.plan.trace import read_trace
+from asyncrl.plan.measured import TraceTail, read_trace
 from asyncrl.replay.codec import pack_group
 from asyncrl.types import Lease
 from tests.helpers.replay import EndlessPrompts, make_group
