@@ -224,7 +224,7 @@ class Run:
             self.summary = self._summarize(code, error)
             lacking = self._shut_replay()
             for role in self.processes.end(grace_s=FAILURE_GRACE_S):
-                self._say(f"{role.name} ({role.place}) does not die of SIGKILL and is left running")
+                self._say(f"{role.name} ({role.place}) could not be killed (SIGKILL) and was left running")
             self.client.close()
         if code == EXIT_DONE and (error := collapse_error(self.config, self.summary) or lacking):
             code = EXIT_FAILED

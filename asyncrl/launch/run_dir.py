@@ -14,14 +14,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import TypeAdapter
+import msgspec
 from rich.console import Console
 
 from asyncrl.config import Config, MappingValue, config_keys, load_config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.machine import find_port, listening_address
 from asyncrl.launch.placement import Host
-from asyncrl.launch.worker import endpoints_of
 from asyncrl.observe.rollbacks import read_rollbacks
 from asyncrl.util.files import next_free_path, read_json, replace_file
 from asyncrl.util.locks import is_locked, try_lock
@@ -297,15 +296,12 @@ def read_endpoints(run_dir: Path) -> Endpoints:
     file = run_dir / ENDPOINTS
     if not is_running(run_dir) or not file.exists():
         raise ConfigError(f"{run_dir}: this run is not running; start it with asyncrl launch, or resume it (--resume)")
-    return endpoints_of(read_json(file))
+    return msgspec.convert(read_json(file), Endpoints)
 
 
 def read_hosts(run_dir: Path) -> list[Host]:
     """The hosts that the run's latest launch started with."""
-    return _HOSTS.validate_python(read_json(run_dir / HOSTS, kind=list))
-
-
-_HOSTS = TypeAdapter(list[Host])
+    return msgspec.convert(read_json(run_dir / HOSTS, kind=list), list[Host])
 
 
 def _attempts_s(run_dir: Path) -> list[float]:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
-import types
 from importlib.metadata import PackageNotFoundError
-from pathlib import Path
 
 import pytest
 
 from asyncrl import __version__
 from asyncrl.launch import machine as packages
-from asyncrl.launch.machine import facts_of_this_host, other_packages, package_versions
-from asyncrl.launch.ray_actor import PoolActor
+from asyncrl.launch.machine import other_packages, package_versions
 
 
 @pytest.fixture
@@ -50,15 +46,3 @@ def test_only_what_differs_is_named_by_host(installed: dict[str, str]) -> None:
     assert other_packages({"n1": own, "n2": package_versions(), "n3": own}) == f"n1: {text}; n3: {text}"
     del own["torch"]
     assert "torch missing (here 2.12.0), vllm" in other_packages({"an older asyncrl": own})
-
-
-def test_launchers_compare_the_same(installed: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = package_versions()
-    assert facts_of_this_host("127.0.0.1", tmp_path).versions == own
-    context = types.SimpleNamespace(get_accelerator_ids=dict, get_node_id=lambda: "a1")
-    ray = types.SimpleNamespace(
-        get_runtime_context=lambda: context, util=types.SimpleNamespace(get_node_ip_address=lambda: "10.0.0.1")
-    )
-    monkeypatch.setitem(sys.modules, "ray", ray)
-    monkeypatch.chdir(tmp_path)
-    assert asyncio.run(PoolActor(str(tmp_path), {}).describe(str(tmp_path / "token"), "", "")).versions == own

@@ -276,7 +276,7 @@ def test_process_that_does_not_die_is_named_and_left_behind(stage: Make, monkeyp
     one.supervisor.restart(one.group("generator-1"), "it hangs", one.now_s)
     try:
         assert one.said == [
-            f"generator-1 (process {stuck.process.pid}) does not die of SIGKILL and is left running",
+            f"generator-1 (process {stuck.process.pid}) could not be killed (SIGKILL) and was left running",
             "it hangs; restart 1 in 0 s",
         ]
         one.tick()
@@ -339,7 +339,7 @@ def test_cause_is_of_the_latest_start(stage: Make, tmp_path: Path) -> None:
         one.tick()
     assert [said.partition(";")[0] for said in one.said if "code 4" in said] == [
         "generator-0 ended with code 4: cause 1",
-        "generator-0 ended with code 4: it said nothing",
+        "generator-0 ended with code 4: no output",
     ]
 
 

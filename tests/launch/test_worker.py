@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 from structlog.testing import capture_logs
@@ -64,9 +65,9 @@ def test_role_without_a_spec_says_who_starts_roles() -> None:
 def test_role_raises_its_limit_of_open_files(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(small_config().to_yaml())
     spec = RoleSpec("replay", 0, str(tmp_path), loopback_endpoints(1), (), 8)
-    code = "import resource; from asyncrl.launch import worker\n"
+    code = "import msgspec, resource; from asyncrl.launch import worker\n"
     code += "worker.ROLES['replay'] = lambda *_: print(resource.getrlimit(resource.RLIMIT_NOFILE))\n"
-    code += f"worker.run_role(worker.RoleSpec.from_json({spec.to_json()!r}), 0)"
+    code += f"worker.run_role(msgspec.json.decode({msgspec.json.encode(spec)!r}, type=worker.RoleSpec), 0)"
     command = ["prlimit", "--nofile=256:2000", sys.executable, "-c", code]
     ended = subprocess.run(command, timeout=60, capture_output=True, text=True, check=True)
     assert "(2000, 2000)" in ended.stdout
@@ -75,7 +76,7 @@ def test_role_raises_its_limit_of_open_files(tmp_path: Path) -> None:
 def test_spec_survives_the_pipe() -> None:
     endpoints = replace(loopback_endpoints(5), critics=("ipc:///x/critic-0",), critic_ranks="ipc:///x/ranks", keys="k")
     spec = RoleSpec("learner", 1, "runs/x", endpoints, (0, 1), 8, start=3, checkpoint="c", offline="runs/x/retrained/1")
-    again = RoleSpec.from_json(spec.to_json())
+    again = msgspec.json.decode(msgspec.json.encode(spec), type=RoleSpec)
     assert (again.endpoints, again.start, again.checkpoint) == (endpoints, 3, "c")
     assert again.logs == Path("runs/x/retrained/1/logs")
     assert replace(spec, offline="").logs == Path("runs/x/logs")
@@ -112,12 +113,12 @@ def test_a_role_stopped_by_a_signal_has_not_succeeded(tmp_path: Path) -> None:
     command = [sys.executable, "-c", WAITING, spec.name, str(os.getpid())]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None and process.stdout is not None
-    process.stdin.write(spec.to_json())
+    process.stdin.write(msgspec.json.encode(spec).decode())
     process.stdin.close()
     assert process.stdout.readline() == "here\n"
     process.terminate()
     assert process.wait(30) == EXIT_TERMINATED
-    assert last_error(spec.logs / "learner-0.jsonl") == "it was told to stop by signal SIGTERM"
+    assert last_error(spec.logs / "learner-0.jsonl") == "stopped by SIGTERM"
     assert EXIT_TERMINATED not in FINAL_CODES
 
 
