@@ -214,7 +214,9 @@ def main(run: Callable[[list[str]], int], preloaded: Sequence[str] | None = None
     parent, engine = int(sys.argv[1]), sys.argv[2]
     end_with_parent(parent)
     own = socket.socket(fileno=os.dup(0))
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     setproctitle("asyncrl forker")  # locates the title by the environment, which a child replaces
     modules = (*PRELOADED, *ENGINE_MODULES.get(engine, ())) if preloaded is None else preloaded
