@@ -19,6 +19,7 @@ from asyncrl.environments.environment import Schema
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.generator.engine import check_installed
 from asyncrl.generator.vllm_backend.setup import check_adapters, check_tensor_parallel
+from asyncrl.launch.console import say
 from asyncrl.launch.machine import check_interfaces
 from asyncrl.launch.placement import Host, Placement
 from asyncrl.launch.row_checks import FirstRow, check_first_row
@@ -70,7 +71,7 @@ def run_recipes(config: Config, console: Console) -> None:
 
 def _make(console: Console, words: Sequence[str], path: str, seed: int, *options: str) -> None:
     recipe = " ".join(words)
-    console.print(f"making {recipe} in {path} ...", highlight=False)
+    say(console, f"making {recipe} in {path} ...")
     command = [*PYTHON, "-m", "asyncrl.cli", "data", *words, path, "--seed", str(seed), *options]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     with process:
@@ -147,7 +148,7 @@ def length_of(config: Config, rows: int, console: Console) -> dict[str, Any]:
         config.observe.check_profile(steps)
     except ValueError as error:
         raise ConfigError(f"{error} (epochs = {config.epochs:g} of {rows:,} rows)") from None
-    console.print(f"{config.epochs:g} epochs of {rows:,} rows: {steps:,} steps", highlight=False)
+    say(console, f"{config.epochs:g} epochs of {rows:,} rows: {steps:,} steps")
     return {"steps": steps, "epochs": None}
 
 
@@ -155,7 +156,7 @@ def announce_imports(console: Console, names: Iterable[str]) -> None:
     """Prints the user's modules that are imported next, since their import may take long or print text."""
     for name in names:
         if ":" in name:
-            console.print(f"importing {name.rpartition(':')[0]} ...", highlight=False, markup=False, soft_wrap=True)
+            say(console, f"importing {name.rpartition(':')[0]} ...")
 
 
 def check_data_and_rewards(config: Config, console: Console) -> tuple[Config, int]:
@@ -197,7 +198,7 @@ def check_environments(config: Config, console: Console, prompt_tokens: int) -> 
     prompt = TrainingRows(config, limit_tokens=prompt_tokens).prompt(0)
     if prompt.chat is not None or table.programs:
         for note in check_chat(config, prompt, table.tools):
-            console.print(f"warning: {note}", highlight=False, markup=False, soft_wrap=True)
+            say(console, f"warning: {note}")
     for name, tools in table.tools.items():
         if tools and prompt.chat is None:
             raise ConfigError(
@@ -227,13 +228,13 @@ def checked_rewards(config: Config, splits: Sequence[Split], console: Console, s
         config = config.model_copy(update={"rewards": choose_rewards(config, sources)})
         for line in describe_choice(sources) if config.rewards != ENVIRONMENT else ():
             text = line.replace("rewards:", f"{section}rewards:", 1)
-            console.print(text, highlight=False, markup=False, soft_wrap=True)
+            say(console, text)
     names = reward_names(config.rewards)
     announce_imports(console, names)
     check_rewards(config)
     if config.environment.name is not None and ENVIRONMENT not in names:
         text = f"warning: {section}rewards: the reward of the environment does not count; {ENVIRONMENT}: 1.0 adds it"
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        say(console, text)
     check_sources(config.rewards, sources)
     check_truths(config, splits, console)
     return config.rewards
@@ -268,7 +269,7 @@ def check_truths(config: Config, splits: Sequence[Split], console: Console) -> N
                 continue
             if time.monotonic() > deadline_s:
                 text = f"warning: ground truths from {where} on are parsed when they are used (after {TRUTHS_S:g} s)"
-                console.print(text, highlight=False, markup=False, soft_wrap=True)
+                say(console, text)
                 return
             try:
                 tests = read(source, truth).get("code")
@@ -283,7 +284,7 @@ def check_truths(config: Config, splits: Sequence[Split], console: Console) -> N
             if len(known) < MAX_KNOWN_TRUTHS:
                 known.add(key)
     if most_inputs and (note := group_time_note(config, most_inputs)):
-        console.print(note, highlight=False, markup=False, soft_wrap=True)
+        say(console, note)
 
 
 def checked_eval_rewards(config: Config, splits: Sequence[Split], console: Console) -> Rewards:

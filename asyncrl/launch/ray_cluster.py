@@ -275,8 +275,8 @@ class RayHost:
                 self.given_up.clear()
 
     def copy_logs(self, files: Any, *, last: bool = False) -> None:
-        """Appends complete lines of a ping's answer to the copies of its logs; lines longer than MAX_BYTES, and the `last` ones, as they
-        are."""
+        """Appends complete lines of a ping's answer to the copies of its logs; lines longer than MAX_BYTES, and the
+        `last` ones, as they are."""
         for name, (offset, data) in files.items():
             complete = data[: data.rfind(b"\n") + 1]
             if last or (not complete and len(data) == MAX_BYTES):

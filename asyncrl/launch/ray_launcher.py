@@ -22,7 +22,7 @@ from rich.console import Console
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, RunError
-from asyncrl.launch.console import EXIT_FAILED, EXIT_INTERRUPTED
+from asyncrl.launch.console import EXIT_FAILED, EXIT_INTERRUPTED, say
 from asyncrl.launch.launcher import HOST_LOST, KILL_S, Launcher, LocalLauncher, RoleHandle
 from asyncrl.launch.machine import listening_address
 from asyncrl.launch.placement import Host, RoleResources, num_devices
@@ -271,13 +271,12 @@ def submit_job(address: str, arguments: Sequence[str], console: Console) -> int:
         )
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(f"--cluster {address}: {error}") from None
-    console.print(f"job        {job} at {url}", highlight=False, soft_wrap=True)
+    say(console, f"job        {job} at {url}")
     try:
         asyncio.run(_follow(client, job, console))
     except KeyboardInterrupt:
         if console.input("stop the job as well? [y/N] ").strip().lower() != "y":
-            text = f"the job continues: ray job logs --follow --address {url} {job}"
-            console.print(text, highlight=False, soft_wrap=True)
+            say(console, f"the job continues: ray job logs --follow --address {url} {job}")
             return EXIT_INTERRUPTED
         client.stop_job(job)
         asyncio.run(_follow(client, job, console))

@@ -25,6 +25,7 @@ from asyncrl.environments.dialogue.checks import call_turn, check_stops
 from asyncrl.environments.environment import Schema
 from asyncrl.environments.table import environment_for
 from asyncrl.errors import ConfigError, DataError
+from asyncrl.launch.console import say
 from asyncrl.rewards.dry_call import dry_call, own_functions
 from asyncrl.rewards.table import evaluation_config, reward_names, truth_reader
 from asyncrl.types import Prompt
@@ -55,7 +56,7 @@ class FirstRow:
         """Prints the lines and the warnings."""
         texts = [f"{name:10} {text}" for name, text in self.lines.items()]
         for text in [*texts, *(f"warning: {warning}" for warning in self.warnings)]:
-            console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
+            say(console, printable(text))
 
 
 def check_first_row(config: Config, *, prompt_tokens: int, tools: Mapping[str, Sequence[Schema]]) -> FirstRow:

@@ -25,7 +25,7 @@ from asyncrl.config.placement import Pool
 from asyncrl.data.hub import fetch
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.launch.checks import check_inputs
-from asyncrl.launch.console import EXIT_DONE
+from asyncrl.launch.console import EXIT_DONE, say
 from asyncrl.launch.launcher import HOST_LOST, LocalLauncher, RoleHandle, RoleProcess
 from asyncrl.launch.machine import HostFacts, listening_address, other_packages, own_name
 from asyncrl.launch.placement import Host, RoleResources, this_machine
@@ -374,14 +374,14 @@ def submit(config: Config, console: Console, *, dry_run: bool = False) -> int:
     if folder.exists() and not resumed and not is_prepared(folder):
         moved_to = next_free_path(folder.parent, f"{folder.name}.")
         folder.rename(moved_to)
-        console.print(f"the earlier run of this name is now {moved_to}", highlight=False)
+        say(console, f"the earlier run of this name is now {moved_to}")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     (folder / "logs").mkdir(exist_ok=True)  # SLURM does not make it
     replace_file(folder / JOB, config.to_yaml())
     replace_file(folder / SCRIPT, script, mode=0o700)
     if dry_run:
-        console.print(script, highlight=False, markup=False, soft_wrap=True)
-        console.print(f"not submitted; later: sbatch {shlex.quote(str(folder / SCRIPT))}", highlight=False)
+        say(console, script)
+        say(console, f"not submitted; later: sbatch {shlex.quote(str(folder / SCRIPT))}")
         return 0
     job = _sbatch(folder / SCRIPT)
     for name, text in {
@@ -389,7 +389,7 @@ def submit(config: Config, console: Console, *, dry_run: bool = False) -> int:
         "output": f"tail -F {shlex.quote(str(folder / 'logs' / f'slurm-{job}.out'))}",
         "stop": f"scancel --batch --signal=INT {job} (after the step); scancel {job} (at once)",
     }.items():
-        console.print(f"{name:10} {text}", highlight=False, markup=False, soft_wrap=True)
+        say(console, f"{name:10} {text}")
     return 0
 
 
