@@ -124,13 +124,13 @@ class RoleResources:
 
     def environment(self) -> dict[str, str]:
         """Returns the variables that must be set before the process imports numpy or torch."""
-        threads = str(self.threads)
         names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-        environment: dict[str, str] = dict.fromkeys(names, threads)
-        environment["ASYNCRL_HELPER_CPUS"] = ",".join(map(str, self.helper_cpus or self.cpus))
         visible = self.visible_gpus or self.gpus
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
-        environment["LOCAL_RANK"] = str(visible.index(self.gpus[0])) if self.gpus else "0"
+        environment = dict.fromkeys(names, str(self.threads)) | {
+            "ASYNCRL_HELPER_CPUS": ",".join(map(str, self.helper_cpus or self.cpus)),
+            "CUDA_VISIBLE_DEVICES": ",".join(visible),
+            "LOCAL_RANK": str(visible.index(self.gpus[0])) if self.gpus else "0",
+        }
         if self.gpu_memory_utilization is not None:
             environment[GPU_FRACTION] = f"{self.gpu_memory_utilization:.4f}"
         if self.gpus:
@@ -203,7 +203,7 @@ def place_roles(config: Config, *, reward_model: bool = False, hosts: Sequence[H
         placed |= {member: replace(resources, host=host.name) for member, resources in own.items()}
 
     def of(role: str) -> tuple[RoleResources, ...]:
-        return tuple(placed[role, index] for index in range(sum(member[0] == role for member in placed)))
+        return tuple(resources for member, resources in sorted(placed.items()) if member[0] == role)
 
     head = hosts[0]
     # The replay queue uses the cores of the learners: nothing else runs on an engine's core.
