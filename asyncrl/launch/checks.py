@@ -20,9 +20,9 @@ from asyncrl.errors import ConfigError, DataError
 from asyncrl.generator.engine import check_installed
 from asyncrl.generator.vllm_backend.setup import check_adapters, check_tensor_parallel
 from asyncrl.launch.console import say
-from asyncrl.launch.machine import check_interfaces
+from asyncrl.launch.machine import Host, check_interfaces
 from asyncrl.launch.memory import with_changes
-from asyncrl.launch.placement import Host, Placement
+from asyncrl.launch.placement import Placement
 from asyncrl.launch.row_checks import FirstRow, check_first_row
 from asyncrl.rewards.auto import choose_rewards, describe_choice
 from asyncrl.rewards.table import evaluation_config, reward_names

@@ -19,8 +19,8 @@ import structlog
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.fork_server import Forked, ForkServer, ForkServerError
-from asyncrl.launch.machine import listening_address
-from asyncrl.launch.placement import Host, RoleResources, this_machine
+from asyncrl.launch.machine import Host, listening_address, this_machine
+from asyncrl.launch.placement import RoleResources
 from asyncrl.launch.worker import EXIT_DISK_FULL, SHOW_STACKS, RoleSpec
 from asyncrl.observe.logs import last_error
 from asyncrl.util.processes import PYTHON

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
@@ -336,32 +336,54 @@ NODE_NAME = "SLURMD_NODENAME"
 
 
 @dataclass(frozen=True, slots=True)
-class HostFacts:
-    """The facts of a host, as it reports them."""
+class Host:
+    """A machine, or the part of one, on which roles run."""
 
     name: str
+    """Unique in the run; empty for the launcher's own."""
+    cpus: tuple[int, ...]
+    gpus: tuple[Gpu, ...] = ()
+    address: str = LOOPBACK
+    """IPv4 address at which the other hosts reach it."""
+    pool: str = ""
+    """The pool of `placement.pools` that it belongs to; empty without pools."""
+    shares_run_dir: bool = True
+    """True if the run folder is at the same path as for the launcher."""
+    replay_only: bool = False
+    """True if no role but the replay queue runs on it."""
+
+    def takes(self, pool: str) -> bool:
+        """True if roles of this pool may run on it; an empty pool is that of roles that may run on all hosts."""
+        return not self.replay_only and pool in ("", self.pool)
+
+
+def this_machine(address: str = LOOPBACK) -> Host:
+    """Returns the launcher's own host, with the cores and GPUs that this process may use."""
+    return Host("", tuple(sorted(os.sched_getaffinity(0))), tuple(visible_gpus()), address)
+
+
+@dataclass(frozen=True, slots=True)
+class HostFacts:
+    """What a host reports of itself to a launcher."""
+
+    host: Host
     head: str
     """HEAD, or the address of the launcher's host that SLURM names."""
-    address: str
-    """Its own address on the interface that leads to the launcher's host, or that `launch.address` names."""
-    cpus: tuple[int, ...]
-    """The cores that its process may use."""
-    gpus: tuple[Gpu, ...]
-    shares_run_dir: bool
     versions: dict[str, str]
     problem: str = ""
     """Why it has no address; empty if it has one."""
 
 
 def facts_of_this_host(head: str, token: Path, *, name: str) -> HostFacts:
-    """Returns the facts of the host that this process runs on, which errors call `name`."""
+    """Returns the facts of the host that this process runs on, which errors call `name`. Its address is on the
+    interface that leads to the launcher's host, or that `launch.address` names."""
     address = problem = ""
     try:
         address = address_beside(head, machine=name)
     except ConfigError as error:
         problem = str(error)
-    cpus, gpus = tuple(sorted(os.sched_getaffinity(0))), tuple(visible_gpus())
-    return HostFacts(name, head, address, cpus, gpus, token.is_file(), package_versions(), problem)
+    host = replace(this_machine(address), name=name, shares_run_dir=token.is_file())
+    return HostFacts(host, head, package_versions(), problem)
 
 
 def own_name() -> str:

@@ -52,7 +52,9 @@ class PoolActor:
         import ray
 
         facts = facts_of_this_host(head, Path(token), name=platform.node())
-        return facts if ray.get_runtime_context().get_accelerator_ids().get("GPU") else replace(facts, gpus=())
+        if not ray.get_runtime_context().get_accelerator_ids().get("GPU"):
+            facts = replace(facts, host=replace(facts.host, gpus=()))
+        return facts
 
     async def run(self, key: int, spec: RoleSpec, resources: RoleResources) -> tuple[int, str]:
         """Starts a role unless one of this key was started; returns its exit code and cause when it has ended."""

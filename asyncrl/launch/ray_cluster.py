@@ -11,7 +11,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
-from asyncrl.launch.machine import HostFacts, other_packages, resolve_host
-from asyncrl.launch.placement import Host, num_devices
+from asyncrl.launch.machine import Host, HostFacts, other_packages, resolve_host
+from asyncrl.launch.placement import num_devices
 from asyncrl.launch.ray_actor import MAX_BYTES, PASSED, PoolActor
 from asyncrl.wire.curve_keys import is_loopback
 
@@ -41,8 +41,8 @@ INFEASIBLE_S = 2.0
 """Time that Ray calls a group infeasible before it is refused: the nodes of a cluster may still be connecting."""
 WAITING_S = 3.0
 """Time without resources after which the user is told."""
-SUSPECT_S = 15.0
-"""A host that is silent for this time gets no roles, and its generators start elsewhere."""
+SILENT_S = 15.0
+"""A host that is silent for this time gets no roles."""
 LOST_S = 60.0
 """A host that is silent for this time is lost, whatever Ray reports."""
 RETRY_S = 30.0
@@ -216,25 +216,19 @@ class RayHost:
     heard_s: float
     logs: Path | None = None
     """Folder for copies of its roles' logs; None if it shares the run folder."""
-    suspect: str = ""
-    """Why it may be lost; empty while it answers."""
     lost: str = ""
-    """Why it is lost; empty while it is not."""
-    given_up: set[int] = field(default_factory=set[int])
-    """Keys of roles that were declared dead while it was suspect, and are killed when it answers again."""
+    """Why it is lost, for good; empty while it is not."""
     ping: Any = None
     """The pending call that shows that it is alive and brings what its roles have logged."""
     offsets: dict[str, int] = field(default_factory=dict[str, int])
     """Copied bytes of each log file."""
 
-    def suspects(self, reason: str) -> None:
-        """Marks it as possibly lost."""
-        if not self.suspect and not self.lost:
-            log.warning("host may be lost", host=self.host.name, reason=reason)
-            self.suspect = reason
+    def answers(self) -> bool:
+        """True unless it is lost or silent."""
+        return not self.lost and time.monotonic() - self.heard_s <= SILENT_S
 
-    def loses(self, reason: str) -> None:
-        """Marks it as lost, for good."""
+    def lose(self, reason: str) -> None:
+        """Marks it as lost."""
         if not self.lost:
             log.error("host is lost", host=self.host.name, reason=reason)
             self.lost = reason
@@ -245,34 +239,21 @@ class RayHost:
         if self.lost:
             return
         if not alive:
-            self.loses("Ray has declared its node dead")
+            self.lose("Ray has declared its node dead")
             return
         if self.ping is not None and ray.wait([self.ping], timeout=0)[0]:
-            self._receive(now_s)
+            ping, self.ping = self.ping, None
+            try:
+                self.copy_logs(ray.get(ping))
+                self.heard_s = now_s
+            except ActorUnavailableError as error:
+                log.warning("host cannot be reached", host=self.host.name, error=_first_line(error))
+            except RayActorError as error:
+                self.lose(_first_line(error))
         if self.ping is None:
             self.ping = self.actor.ping.remote(None if self.logs is None else self.offsets)
-        silent_s = now_s - self.heard_s
-        if silent_s > LOST_S:
-            self.loses(f"it was silent for {LOST_S:g} s")
-        elif silent_s > SUSPECT_S:
-            self.suspects(f"it is silent for {SUSPECT_S:g} s")
-
-    def _receive(self, now_s: float) -> None:
-        ping, self.ping = self.ping, None
-        try:
-            self.copy_logs(ray.get(ping))
-        except ActorUnavailableError as error:
-            self.suspects(_first_line(error))
-        except RayActorError as error:
-            self.loses(_first_line(error))
-        else:
-            self.heard_s = now_s
-            if self.suspect:
-                log.info("host answers again", host=self.host.name)
-                self.suspect = ""
-            if self.given_up:
-                self.actor.kill.remote(list(self.given_up), show_stacks=False)
-                self.given_up.clear()
+        if now_s - self.heard_s > LOST_S:
+            self.lose(f"it was silent for {LOST_S:g} s")
 
     def copy_logs(self, files: Any, *, last: bool = False) -> None:
         """Appends complete lines of a ping's answer to the copies of its logs; lines longer than MAX_BYTES, and the
@@ -337,7 +318,7 @@ class RayHosts:
     @property
     def here(self) -> list[RayHost]:
         """The hosts on which roles can start."""
-        return [host for host in self.all if not host.lost and not host.suspect]
+        return [host for host in self.all if host.answers()]
 
     def find(self, name: str) -> RayHost:
         """Returns the host of this name, lost or not."""
@@ -461,28 +442,25 @@ class RayHosts:
         except RayError as error:
             return f"no actor could start on node {node}: {_first_line(error)}"
         problem = facts.problem
-        if others := other_packages({f"{facts.name} (node {node})": facts.versions}):
+        name, cpus = facts.host.name, facts.host.cpus
+        if others := other_packages({f"{name} (node {node})": facts.versions}):
             problem = f"other packages than the launcher has: {others}"
         if problem:
             ray.kill(starting.actor)
             return problem
-        self._numbers[facts.name] += 1
-        number = self._numbers[facts.name]
-        name = facts.name if number == 1 else f"{facts.name}-{number}"  # one that no host of the run has had
+        self._numbers[name] += 1
+        if (number := self._numbers[name]) > 1:
+            name = f"{name}-{number}"  # one that no host of the run has had
+        if not facts.host.gpus and starting.cpus < len(cpus):
+            # Ray does not tell which cores it has reserved, and the machine may have other actors.
+            first = self._dealt[facts.host.address]
+            self._dealt[facts.host.address] += starting.cpus
+            cpus = tuple(sorted({cpus[core % len(cpus)] for core in range(first, first + starting.cpus)}))
         pool = starting.place.group.pool if starting.place.group else ""
-        cpus = facts.cpus if facts.gpus else self._deal(facts, starting.cpus)
-        host = Host(name, cpus, facts.gpus, facts.address, pool, facts.shares_run_dir)
-        logs = None if facts.shares_run_dir else self._config.run_dir / "logs"
+        logs = None if facts.host.shares_run_dir else self._config.run_dir / "logs"
+        host = replace(facts.host, name=name, cpus=cpus, pool=pool)
         self.all.append(RayHost(host, starting.place, starting.actor, now_s, logs))
         return ""
-
-    def _deal(self, facts: HostFacts, count: int) -> tuple[int, ...]:
-        """Cores for an actor that reserved `count`: Ray does not tell which, and the machine may have other actors."""
-        if count >= len(facts.cpus):
-            return facts.cpus
-        first = self._dealt[facts.address]
-        self._dealt[facts.address] += count
-        return tuple(sorted({facts.cpus[core % len(facts.cpus)] for core in range(first, first + count)}))
 
 
 def _first_line(error: BaseException) -> str:

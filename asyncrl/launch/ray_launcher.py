@@ -24,8 +24,8 @@ from asyncrl.config import Config
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.launch.console import EXIT_FAILED, EXIT_INTERRUPTED, say
 from asyncrl.launch.launcher import HOST_LOST, KILL_S, Launcher, LocalLauncher, RoleHandle
-from asyncrl.launch.machine import listening_address
-from asyncrl.launch.placement import Host, RoleResources, num_devices
+from asyncrl.launch.machine import Host, listening_address
+from asyncrl.launch.placement import RoleResources, num_devices
 from asyncrl.launch.worker import EXIT_CRASHED, RoleSpec
 
 if TYPE_CHECKING:
@@ -39,8 +39,6 @@ ANSWER_S = 2.0
 """Time for an actor to answer, in addition to a wait that it was asked for."""
 JOB_COPY = "_ray_pkg_"
 """Part of the path of a job's working directory."""
-TRAINED = ("learner", "critic")
-"""Roles that are not started elsewhere before their host is lost for certain: one such group writes a checkpoint."""
 SCHEME = "ray://"
 DASHBOARD_PORT = 8265
 """Default port of the cluster's dashboard, which takes jobs."""
@@ -58,7 +56,7 @@ class RayRole:
         self._resources = resources
         self._ended: tuple[int, str] | None = None
         self._result: Any = host.actor.run.remote(key, spec, resources)
-        """The reference of its exit code and cause; None while its host may be lost."""
+        """The reference of its exit code and cause."""
 
     @property
     def name(self) -> str:
@@ -70,7 +68,6 @@ class RayRole:
 
     @property
     def code(self) -> int | None:
-        """Exit code. A host that may be lost counts as lost, except for roles that are TRAINED."""
         if self._ended is None:
             self._update()
         return self._ended[0] if self._ended else None
@@ -82,23 +79,17 @@ class RayRole:
         import ray
         from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
-        host = self.host
-        if self._result is not None and ray.wait([self._result], timeout=0)[0]:
+        if not self.host.lost and ray.wait([self._result], timeout=0)[0]:
             try:
                 self._ended = ray.get(self._result)
             except ActorUnavailableError:
-                self._result = None
-                host.suspects("its actor cannot be reached")
+                self._result = self.host.actor.run.remote(self.key, self.spec, self._resources)
             except RayActorError:
-                self._result = None
-                host.loses("its actor has died")
+                self.host.lose("its actor has died")
             except RayError as error:
                 self._ended = EXIT_CRASHED, f"{self.name} could not be started: {str(error).strip().splitlines()[-1]}"
-        if self._ended is None and (host.lost or (host.suspect and self.spec.role not in TRAINED)):
-            host.given_up.add(self.key)
-            self._ended = HOST_LOST, f"{self.name}: its host is lost ({host.lost or host.suspect})"
-        elif self._result is None and not host.suspect:
-            self._result = host.actor.run.remote(self.key, self.spec, self._resources)
+        if self._ended is None and self.host.lost:
+            self._ended = HOST_LOST, f"{self.name}: its host is lost ({self.host.lost})"
 
 
 class RayLauncher(Launcher):
@@ -162,7 +153,7 @@ class RayLauncher(Launcher):
         return self._local.wait(roles, timeout_s)
 
     def kill(self, roles: Sequence[RoleHandle], *, show_stacks: bool = False) -> list[RoleHandle]:
-        """Roles of a host that may be lost are killed when it answers again."""
+        """Roles of a silent host are killed when it answers again."""
         import ray
         from ray.exceptions import RayActorError
 
@@ -173,10 +164,9 @@ class RayLauncher(Launcher):
         calls: list[tuple[Any, list[RayRole]]] = []
         for killed in by_host.values():
             host, keys = killed[0].host, [role.key for role in killed]
-            if host.suspect:
-                host.given_up.update(keys)
-            elif not host.lost:
-                calls.append((host.actor.kill.remote(keys, show_stacks=show_stacks), killed))
+            if not host.lost:
+                call = host.actor.kill.remote(keys, show_stacks=show_stacks)
+                calls += [(call, killed)] if host.answers() else []
         immortal = self._local.kill(roles, show_stacks=show_stacks)
         deadline_s = time.monotonic() + KILL_S + ANSWER_S
         for ref, killed in calls:
@@ -185,8 +175,7 @@ class RayLauncher(Launcher):
                 if ray.wait([ref], timeout=max(0.0, deadline_s - time.monotonic()))[0]:
                     left = ray.get(ref)
             except RayActorError as error:
-                killed[0].host.suspects(str(error).strip().splitlines()[0])
-                killed[0].host.given_up.update(left)
+                log.warning("roles were not killed", roles=left, error=str(error).strip().splitlines()[0])
                 continue
             immortal += [role for role in killed if role.key in left]
         self._roles = [role for role in self._roles if role not in roles]
@@ -197,7 +186,7 @@ class RayLauncher(Launcher):
         for role in running:
             role.host.actor.terminate.remote([role.key])
         immortal = self._local.end(grace_s=grace_s)
-        late = self.wait([role for role in running if not role.host.suspect], max(0.0, deadline_s - time.monotonic()))
+        late = self.wait([role for role in running if role.host.answers()], max(0.0, deadline_s - time.monotonic()))
         for role in late:
             log.warning("role did not stop in time and was killed", name=role.name, grace_s=grace_s)
         return immortal + self.kill(list(self._roles), show_stacks=bool(late))

@@ -20,8 +20,7 @@ from rich.console import Console
 from asyncrl.config import Config, MappingValue, config_keys, load_config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.console import say
-from asyncrl.launch.machine import find_port, listening_address
-from asyncrl.launch.placement import Host
+from asyncrl.launch.machine import Host, find_port, listening_address
 from asyncrl.observe.rollbacks import read_rollbacks
 from asyncrl.util.files import next_free_path, read_json, replace_file
 from asyncrl.util.locks import is_locked, try_lock

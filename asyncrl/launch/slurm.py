@@ -27,8 +27,8 @@ from asyncrl.errors import ConfigError, RunError
 from asyncrl.launch.checks import check_inputs
 from asyncrl.launch.console import EXIT_DONE, say
 from asyncrl.launch.launcher import HOST_LOST, LocalLauncher, RoleHandle, RoleProcess
-from asyncrl.launch.machine import HostFacts, listening_address, other_packages, own_name
-from asyncrl.launch.placement import Host, RoleResources, this_machine
+from asyncrl.launch.machine import Host, HostFacts, listening_address, other_packages, own_name, this_machine
+from asyncrl.launch.placement import RoleResources
 from asyncrl.launch.run_dir import JOB, check_resume, is_prepared, is_running, nothing_to_resume
 from asyncrl.launch.supervisor import LOCAL_RUNS
 from asyncrl.launch.worker import EXIT_CRASHED, RoleSpec
@@ -94,9 +94,8 @@ class SlurmLauncher(LocalLauncher):
         facts = self._facts(config, names[1:]) if len(names) > 1 else []
         if facts and is_loopback(self.address):
             self.address = listening_address(facts[0].head)
-        others = [Host(host.name, host.cpus, host.gpus, host.address, "", host.shares_run_dir) for host in facts]
         self._run_dir = config.run_dir.absolute()
-        self._hosts = in_pools(config, [this_machine(self.address), *others])
+        self._hosts = in_pools(config, [this_machine(self.address), *(told.host for told in facts)])
 
     def _facts(self, config: Config, names: list[str]) -> list[HostFacts]:
         runs = config.run_dir.absolute().parent
@@ -112,12 +111,12 @@ class SlurmLauncher(LocalLauncher):
         finally:
             token.unlink()
         lines = [line for line in output.splitlines() if line.startswith("{")]
-        facts = {host.name: host for host in (msgspec.json.decode(line, type=HostFacts) for line in lines)}
+        facts = {told.host.name: told for told in (msgspec.json.decode(line, type=HostFacts) for line in lines)}
         if missing := [name for name in names if name not in facts]:
             raise ConfigError(f"launch.cluster = 'slurm': {', '.join(missing)} of job {self.job} did not report")
-        if problem := next((host.problem for host in facts.values() if host.problem), ""):
+        if problem := next((told.problem for told in facts.values() if told.problem), ""):
             raise ConfigError(problem)
-        if others := other_packages({name: host.versions for name, host in facts.items()}):
+        if others := other_packages({name: told.versions for name, told in facts.items()}):
             raise ConfigError(f"launch.cluster = 'slurm': other packages than the launcher has: {others}")
         return [facts[name] for name in names]
 

@@ -13,9 +13,9 @@ import structlog
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
 from asyncrl.launch.launcher import HOST_LOST, Launcher, RoleHandle
-from asyncrl.launch.machine import MIG
+from asyncrl.launch.machine import MIG, Host
 from asyncrl.launch.memory import fit_memory, with_changes
-from asyncrl.launch.placement import Host, Placement, RoleResources, find_room, place_roles, refuse_joiner, why_no_room
+from asyncrl.launch.placement import Placement, RoleResources, find_room, place_roles, refuse_joiner, why_no_room
 from asyncrl.launch.worker import EXIT_CONFIG, EXIT_SILENT_PEER, EXIT_TERMINATED, FINAL_CODES, ROLES, RoleSpec
 from asyncrl.observe.logs import last_phase
 from asyncrl.replay.client import LauncherClient

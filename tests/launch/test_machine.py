@@ -159,7 +159,9 @@ def test_hosts_with_a_second_network(network: Network) -> None:
         json.loads(other.run("env", "SLURMD_NODENAME=n2", *facts, named, os.devnull))
         for named in ("10.78.1.1", "10.78.0.0/16", "ib0")
     ]
-    assert [one["address"] for one in said] == ["10.77.0.2", "10.78.2.2", ""], "by the default route, or as named"
+    assert [one["host"]["address"] for one in said] == ["10.77.0.2", "10.78.2.2", ""], (
+        "by the default route, or as named"
+    )
     assert said[2]["problem"].startswith(f"launch.address = 'ib0': n2 has no interface of this name; {own};")
     other.ip("route del default")
     lost = json.loads(other.run("env", "SLURMD_NODENAME=n2", *facts, "10.78.1.1", os.devnull))

@@ -25,6 +25,7 @@ from asyncrl.launch.checks import with_start_deadline
 from asyncrl.launch.launcher import LocalLauncher
 from asyncrl.launch.machine import (
     Gpu,
+    Host,
     check_interfaces,
     find_port,
     listening_address,
@@ -32,7 +33,6 @@ from asyncrl.launch.machine import (
     visible_gpus,
 )
 from asyncrl.launch.placement import (
-    Host,
     Placement,
     RoleResources,
     check_run_dir,

@@ -28,10 +28,10 @@ from asyncrl.cli import app
 from asyncrl.errors import ConfigError
 from asyncrl.launch import ray_actor
 from asyncrl.launch.launcher import HOST_LOST
-from asyncrl.launch.machine import HostFacts, package_versions
-from asyncrl.launch.placement import Host, RoleResources
+from asyncrl.launch.machine import Host, HostFacts, package_versions
+from asyncrl.launch.placement import RoleResources
 from asyncrl.launch.ray_actor import NodeLauncher, PoolActor
-from asyncrl.launch.ray_launcher import RayRole, submit_job, url_of
+from asyncrl.launch.ray_launcher import RayLauncher, RayRole, submit_job, url_of
 from asyncrl.launch.worker import RoleSpec
 from tests.helpers.replay import loopback_endpoints, small_config
 
@@ -113,43 +113,39 @@ def test_a_role_that_ended(actor: Actor, host: Any, tmp_path: Path) -> None:
     assert (generator.code, generator.cause()) == (3, "generator-0@n1 ended with code 3: why")
 
 
-def test_generators_are_given_up_at_once_and_learners_when_the_host_is_lost(
-    actor: Actor, host: Any, tmp_path: Path
-) -> None:
-    generator, learner = role("generator", 0, host, tmp_path), role("learner", 1, host, tmp_path)
+def test_a_host_that_cannot_be_reached_for_a_while_keeps_its_roles(actor: Actor, host: Any, tmp_path: Path) -> None:
+    generator = role("generator", 0, host, tmp_path)
     actor.last("run").give(unavailable())
-    assert (learner.code, generator.code) == (None, HOST_LOST)
+    assert generator.code is None and actor.count("run") == 2
     host.check(True, 1.0)
-    assert learner.code is None and not host.lost
+    actor.last("ping").give(unavailable())
+    host.check(True, 2.0)
+    actor.last("ping").give({})
+    host.check(True, 3.0)
+    assert (host.lost, host.heard_s) == ("", 3.0)
+    actor.last("run").give((0, ""))
+    assert generator.code == 0
+
+
+def test_roles_of_a_dead_node_are_lost(actor: Actor, host: Any, tmp_path: Path) -> None:
+    learner = role("learner", 1, host, tmp_path)
     host.check(False, 2.0)
     assert learner.code == HOST_LOST
     assert learner.cause() == "learner-0@n1: its host is lost (Ray has declared its node dead)"
     assert actor.count("killed") == 1
 
 
-def test_a_host_that_answers_again(actor: Actor, host: Any, tmp_path: Path) -> None:
-    """Its generator was replaced and is killed; its learner is watched on."""
-    generator, learner = role("generator", 0, host, tmp_path), role("learner", 1, host, tmp_path)
-    actor.last("run").give(unavailable())
-    assert (learner.code, generator.code) == (None, HOST_LOST)
-    host.check(True, 1.0)
-    actor.last("ping").give({})
-    host.check(True, 2.0)
-    assert not host.suspect and learner.code is None
-    assert actor.count("run") == 3
-    assert [arguments for name, arguments, _ in actor.calls if name == "kill"] == [([0],)]
-    actor.last("run").give((0, ""))
-    assert learner.code == 0
-
-
-def test_a_silent_host(actor: Actor, host: Any, tmp_path: Path) -> None:
-    learner = role("learner", 0, host, tmp_path)
-    host.check(True, 10.0)
-    assert not host.suspect
-    host.check(True, 16.0)
-    assert host.suspect and learner.code is None
-    host.check(True, 61.0)
-    assert host.lost and learner.code == HOST_LOST
+def test_a_silent_host(actor: Actor, host: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets no roles after 15 s, its kills are not waited for, and after 60 s it is lost."""
+    learner, launcher, clock = role("learner", 0, host, tmp_path), RayLauncher(), SimpleNamespace(now_s=10.0)
+    monkeypatch.setattr("time.monotonic", lambda: clock.now_s)
+    launcher._roles.append(learner)
+    for clock.now_s, answers, code in ((10.0, True, None), (16.0, False, None), (61.0, False, HOST_LOST)):
+        host.check(True, clock.now_s)
+        assert (host.answers(), learner.code) == (answers, code)
+        if clock.now_s == 16.0:
+            assert launcher.kill([learner]) == [] and actor.count("kill") == 1
+    assert host.lost == "it was silent for 60 s"
 
 
 def test_the_death_of_an_actor_is_that_of_its_host(actor: Actor, host: Any, tmp_path: Path) -> None:
@@ -227,12 +223,14 @@ def test_nodes_are_asked_for_their_addresses_on_the_network_of_the_run(
     for address in (own, "10.5.0.2"):
         one = hosts._start(module.Place("ab" * 28))
         assert actor.calls[-1][1][0] == head
-        one.facts.give(HostFacts("n", head, address, (0,), (), True, package_versions()))
+        one.facts.give(HostFacts(Host("n", (0,), address=address), head, package_versions()))
         assert hosts._join(one, 0.0) == ""
     assert [(one.host.name, one.host.address) for one in hosts.all] == [("n", own), ("n-2", "10.5.0.2")]
     one = hosts._start(module.Place("cd" * 28))
-    one.facts.give(HostFacts("n3", head, "", (0,), (), True, package_versions(), "launch.address = 'ib0': n3 has none"))
-    assert hosts._join(one, 0.0) == "launch.address = 'ib0': n3 has none"
+    one.facts.give(
+        HostFacts(Host("n3", (0,), address=""), head, package_versions(), "launch.address = 'ib0': n3 has none")
+    )
+    assert hosts._join(one, 0.0) == problem
     assert len(hosts.all) == 2 and actor.count("killed") == 1
     with pytest.raises(ConfigError, match=r"launch.address = 'none0': this machine has no interface of this name"):
         module.RayHosts(small_config(runs_dir=str(tmp_path / "none"), launch__address="none0"))
@@ -310,9 +308,9 @@ def test_its_address_is_the_one_on_the_network_of_the_run(
     token = tmp_path / "token"
     token.touch()
     told = [do(real.describe(head, str(token))) for head in ("127.0.0.1", "lo", "127.0.0.0/8", "none0")]
-    assert [facts.address for facts in told] == ["127.0.0.1", "127.0.0.1", "127.0.0.1", ""]
-    assert all(facts.shares_run_dir and facts.versions == package_versions() for facts in told)
-    assert not do(real.describe("lo", str(tmp_path / "other"))).shares_run_dir
+    assert [facts.host.address for facts in told] == ["127.0.0.1", "127.0.0.1", "127.0.0.1", ""]
+    assert all(facts.host.shares_run_dir and facts.versions == package_versions() for facts in told)
+    assert not do(real.describe("lo", str(tmp_path / "other"))).host.shares_run_dir
     assert [facts.problem for facts in told[:3]] == [""] * 3
     assert told[3].problem.startswith("launch.address = 'none0': n2 has no interface of this name; it has lo (")
 

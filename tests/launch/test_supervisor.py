@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from asyncrl.errors import PeerTimeoutError, RunError
 from asyncrl.launch import launcher as local
 from asyncrl.launch import machine as gpus
 from asyncrl.launch.launcher import HOST_LOST, Launcher, LocalLauncher, RoleHandle
-from asyncrl.launch.placement import Host, RoleResources, place_roles
+from asyncrl.launch.machine import Host
+from asyncrl.launch.placement import RoleResources, place_roles
 from asyncrl.launch.supervisor import GRACE_S, LOCAL_RUNS, SETTLED_S, Progress, RestartHistory, RoleGroup, Supervisor
 from asyncrl.launch.worker import RoleSpec
 from tests.helpers.replay import loopback_endpoints, small_config
@@ -538,6 +540,9 @@ def test_a_generator_without_a_separate_gpu_is_refused_and_the_others_continue(
 CONFIG = small_config(launch__generators=2, launch__learners=1, launch__start_timeout_s=60.0)
 
 
+POOL = {"placement__pools": {"a": {"nodes": 2}}, "placement__roles": {"generator": "a", "learner": "a"}}
+
+
 class FakeRole:
     """A role on a host of the test."""
 
@@ -589,20 +594,6 @@ class FakeHosts(Launcher):
         return next(role for role in reversed(self.started) if role.spec.name == name)
 
 
-class FakeQueue:
-    """Takes what the supervisor tells the replay queue."""
-
-    def __init__(self) -> None:
-        self.lost_generators: list[int] = []
-        self.wanted: list[int] = []
-
-    def lost(self, index: int) -> None:
-        self.lost_generators.append(index)
-
-    def scale(self, generators: int) -> None:
-        self.wanted.append(generators)
-
-
 @pytest.fixture
 def launcher() -> FakeHosts:
     return FakeHosts()
@@ -613,14 +604,29 @@ def said() -> list[str]:
     return []
 
 
-Tick = Callable[[float], None]
+Supervise = Callable[..., Supervisor]
 
 
 @pytest.fixture
-def supervisor(launcher: FakeHosts, said: list[str], tmp_path: Path) -> Iterator[Supervisor]:
-    placement = place_roles(CONFIG, hosts=launcher.hosts())
-    spec = RoleSpec("", 0, str(tmp_path), loopback_endpoints(1), (), 8)
-    yield Supervisor(CONFIG, placement, spec, launcher, FakeQueue(), say=said.append)  # type: ignore[arg-type]
+def supervise(launcher: FakeHosts, said: list[str], tmp_path: Path) -> Supervise:
+    """Makes the supervisor of a run on the hosts that are there, with the learner in their pool if `in_pool`."""
+
+    def make(*, in_pool: bool = False) -> Supervisor:
+        config = CONFIG
+        if in_pool:
+            config = CONFIG.model_copy(update={"placement": small_config(**POOL).placement})
+            launcher.all[1:] = [replace(host, pool="a") for host in launcher.all[1:]]
+        placement = place_roles(config, hosts=launcher.hosts())
+        spec = RoleSpec("", 0, str(tmp_path), loopback_endpoints(1), (), 8)
+        launcher.asked = 0
+        return Supervisor(config, placement, spec, launcher, ScriptedQueue(), say=said.append)  # type: ignore[arg-type]
+
+    return make
+
+
+@pytest.fixture
+def supervisor(supervise: Supervise) -> Supervisor:
+    return supervise()
 
 
 def test_each_role_is_told_the_address_of_its_host(supervisor: Supervisor, launcher: FakeHosts) -> None:
@@ -649,12 +655,10 @@ def test_roles_of_a_lost_host_start_on_another_one(
 
 
 def test_a_role_that_moves_to_the_launchers_host_gets_its_address_and_the_run_folder(
-    launcher: FakeHosts, tmp_path: Path
+    launcher: FakeHosts, supervise: Supervise, tmp_path: Path
 ) -> None:
     launcher.all[2] = Host("n2", (0, 1), address="10.0.0.2", shares_run_dir=False)
-    spec = RoleSpec("", 0, str(tmp_path), loopback_endpoints(1), (), 8)
-    placement = place_roles(CONFIG, hosts=launcher.hosts())
-    supervisor = Supervisor(CONFIG, placement, spec, launcher, FakeQueue(), say=lambda _: None)  # type: ignore[arg-type]
+    supervisor = supervise()
     supervisor.tick(0.0)
     assert launcher.last("generator-1").spec.run_dir == f"{LOCAL_RUNS}/run"
     launcher.lost |= {"n1", "n2"}
@@ -663,11 +667,7 @@ def test_a_role_that_moves_to_the_launchers_host_gets_its_address_and_the_run_fo
     assert (moved.host, moved.endpoints.host, moved.run_dir, moved.config) == ("", "127.0.0.1", str(tmp_path), "")
 
 
-def test_hosts_are_asked_for_once_for_all_roles_that_are_placed(launcher: FakeHosts, tmp_path: Path) -> None:
-    placement = place_roles(CONFIG, hosts=launcher.hosts())
-    spec = RoleSpec("", 0, str(tmp_path), loopback_endpoints(1), (), 8)
-    launcher.asked = 0
-    supervisor = Supervisor(CONFIG, placement, spec, launcher, FakeQueue(), say=lambda _: None)  # type: ignore[arg-type]
+def test_hosts_are_asked_for_once_for_all_roles_that_are_placed(supervisor: Supervisor, launcher: FakeHosts) -> None:
     assert launcher.asked == 1
     supervisor.tick(0.0)
     launcher.asked = 0
@@ -682,7 +682,7 @@ def test_a_host_that_is_lost_while_the_run_starts_does_not_end_it(
     placement = place_roles(CONFIG, hosts=launcher.hosts())
     spec = RoleSpec("", 0, str(tmp_path), loopback_endpoints(1), (), 8)
     launcher.lost = {"n2"}
-    supervisor = Supervisor(CONFIG, placement, spec, launcher, FakeQueue(), say=lambda _: None)  # type: ignore[arg-type]
+    supervisor = Supervisor(CONFIG, placement, spec, launcher, ScriptedQueue(), say=print)  # type: ignore[arg-type]
     if comes_back:
         launcher.lost.clear()
     supervisor.tick(0.0)
@@ -690,13 +690,8 @@ def test_a_host_that_is_lost_while_the_run_starts_does_not_end_it(
     assert (started.host, started.endpoints.host) == (("n2", "10.0.0.2") if comes_back else ("n1", "10.0.0.1"))
 
 
-def test_the_next_start_of_the_learner_has_another_epoch(launcher: FakeHosts, tmp_path: Path) -> None:
-    config = CONFIG.model_copy(update={"placement": small_config(**POOL).placement})
-    for host in launcher.all[1:]:
-        object.__setattr__(host, "pool", "a")
-    spec = RoleSpec("", 0, str(tmp_path), loopback_endpoints(1), (), 8)
-    placement = place_roles(config, hosts=launcher.hosts())
-    supervisor = Supervisor(config, placement, spec, launcher, FakeQueue(), say=lambda _: None)  # type: ignore[arg-type]
+def test_the_next_start_of_the_learner_has_another_epoch(launcher: FakeHosts, supervise: Supervise) -> None:
+    supervisor = supervise(in_pool=True)
     supervisor.tick(0.0)
     first = launcher.last("learner-0").spec
     launcher.lost.add(first.host)
@@ -711,18 +706,10 @@ def test_the_next_start_of_the_learner_has_another_epoch(launcher: FakeHosts, tm
     assert (launcher.last("replay").spec.start, launcher.last("replay").spec.endpoints.epoch) == (1, 0)
 
 
-POOL = {"placement__pools": {"a": {"nodes": 2}}, "placement__roles": {"generator": "a", "learner": "a"}}
-
-
 def test_a_role_waits_for_room_and_says_so_and_the_run_fails_when_none_comes(
-    launcher: FakeHosts, said: list[str], tmp_path: Path
+    launcher: FakeHosts, said: list[str], supervise: Supervise
 ) -> None:
-    config = CONFIG.model_copy(update={"placement": small_config(**POOL).placement})
-    for host in launcher.all[1:]:
-        object.__setattr__(host, "pool", "a")
-    spec = RoleSpec("", 0, str(tmp_path), loopback_endpoints(1), (), 8)
-    placement = place_roles(config, hosts=launcher.hosts())
-    supervisor = Supervisor(config, placement, spec, launcher, FakeQueue(), say=said.append)  # type: ignore[arg-type]
+    supervisor = supervise(in_pool=True)
     supervisor.tick(0.0)
     launcher.lost |= {"n1", "n2"}
     for now_s in (1.0, 3.0, 5.0, 20.0):
@@ -734,12 +721,10 @@ def test_a_role_waits_for_room_and_says_so_and_the_run_fails_when_none_comes(
 
 
 def test_learner_ranks_do_not_move_to_a_host_without_the_run_folder(
-    launcher: FakeHosts, said: list[str], tmp_path: Path
+    launcher: FakeHosts, said: list[str], supervise: Supervise
 ) -> None:
     launcher.all[0] = Host("", (0, 1), replay_only=True)
-    spec = RoleSpec("", 0, str(tmp_path), loopback_endpoints(1), (), 8)
-    placement = place_roles(CONFIG, hosts=launcher.hosts())
-    supervisor = Supervisor(CONFIG, placement, spec, launcher, FakeQueue(), say=said.append)  # type: ignore[arg-type]
+    supervisor = supervise()
     supervisor.tick(0.0)
     assert launcher.last("learner-0").spec.host == "n1"
     launcher.lost |= {"n1", "n2"}
@@ -782,7 +767,7 @@ def test_a_joining_generator_waits_for_a_host_that_is_asked_for(
     supervisor: Supervisor, launcher: FakeHosts, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("asyncrl.launch.supervisor.find_room", lambda *_: None)
-    queue: FakeQueue = supervisor._client  # type: ignore[assignment]
+    queue: ScriptedQueue = supervisor._client  # type: ignore[assignment]
     status = {"done": False, "generators_wanted": 2, "generators": {}, "learners": {}, "step": 0}
     supervisor.tick(0.0)
     supervisor.update(status, 1.0)

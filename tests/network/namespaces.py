@@ -17,8 +17,8 @@ import msgspec
 
 from asyncrl.errors import ConfigError
 from asyncrl.launch.launcher import HOST_LOST, LocalLauncher, RoleHandle, RoleProcess
-from asyncrl.launch.machine import HostFacts, listening_address
-from asyncrl.launch.placement import Host, RoleResources
+from asyncrl.launch.machine import Host, HostFacts, listening_address
+from asyncrl.launch.placement import RoleResources
 from asyncrl.launch.worker import RoleSpec
 from asyncrl.wire.endpoints import LOOPBACK
 
@@ -86,7 +86,7 @@ def address_of(host: dict[str, Any], named: str) -> str:
     facts = msgspec.json.decode(done.stdout, type=HostFacts)
     if facts.problem:
         raise ConfigError(facts.problem)
-    return facts.address
+    return facts.host.address
 
 
 def read_hosts() -> list[dict[str, Any]]:
