@@ -227,9 +227,8 @@ def test_nodes_are_asked_for_their_addresses_on_the_network_of_the_run(
         assert hosts._join(one, 0.0) == ""
     assert [(one.host.name, one.host.address) for one in hosts.all] == [("n", own), ("n-2", "10.5.0.2")]
     one = hosts._start(module.Place("cd" * 28))
-    one.facts.give(
-        HostFacts(Host("n3", (0,), address=""), head, package_versions(), "launch.address = 'ib0': n3 has none")
-    )
+    problem = "launch.address = 'ib0': n3 has none"
+    one.facts.give(HostFacts(Host("n3", (0,), address=""), head, package_versions(), problem))
     assert hosts._join(one, 0.0) == problem
     assert len(hosts.all) == 2 and actor.count("killed") == 1
     with pytest.raises(ConfigError, match=r"launch.address = 'none0': this machine has no interface of this name"):
