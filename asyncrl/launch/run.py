@@ -135,7 +135,7 @@ def _launch(
         ):
             config, checkpoint = resume_point(folder.path, config, console, without_journal=without_journal)
             folder.begin(config, endpoints, hosts)
-            configure_logs(folder.path, "launcher", config.observe.log_level)
+            configure_logs(folder.path, "launcher")
             for file in folder.changed:
                 say(console, f"warning: {file} has changed since the run was last started")
             if folder.moved_to is not None:
