@@ -1,5 +1,5 @@
-"""`python -m scripts.size` prints the size of the project: lines, modules, names, keys, commands, tests and docs, next to
-the limit of each."""
+"""`python -m scripts.size` prints the size of the project next to its limits: lines, modules, names, keys, commands,
+tests and docs."""
 
 from __future__ import annotations
 
