@@ -14,10 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
-from asyncrl.weights.buckets import WeightManifest
-from asyncrl.weights.receiver import WeightReceiver
+from asyncrl.weights.layout import WeightManifest
+from asyncrl.weights.receiver import StagedWeights, WeightReceiver
 from asyncrl.weights.sender import WeightSender
-from asyncrl.weights.staging import StagedWeights
 from benchmarks.worker import answer, instructions
 
 TENSORS = 16

@@ -23,7 +23,7 @@ from asyncrl.learner.distributed import Ranks, process_group
 from asyncrl.learner.model.deepspeed_import import deepspeed
 from asyncrl.learner.model.experts import gather_experts_together
 from asyncrl.learner.model.settings import deepspeed_config
-from asyncrl.weights.buckets import WeightManifest
+from asyncrl.weights.layout import WeightManifest
 
 STEPS = 8
 SECTIONS: dict[str, Any] = {

@@ -26,7 +26,7 @@ from asyncrl.learner.model.loading import load_policy_model, read_other_files
 from asyncrl.learner.model.policy import Policy
 from asyncrl.util.files import INDEX, SINGLE, read_tensor_descriptions, tensor_files
 from asyncrl.util.tokenizer import load_tokenizer
-from asyncrl.weights.checkpoint import CheckpointTensor
+from asyncrl.weights.model_tensors import CheckpointTensor
 from benchmarks.families import save_family
 
 Results = tuple[Path, list[dict[str, str]]]

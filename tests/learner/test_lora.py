@@ -24,11 +24,9 @@ from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.model.optimizers import STEP
 from asyncrl.learner.model.policy import Reference
 from asyncrl.learner.trainer import Trainer
-from asyncrl.weights import adapters
-from asyncrl.weights.adapters import Factors, MergedWeights, adapter_shapes, merged
-from asyncrl.weights.base import fingerprint_of
-from asyncrl.weights.buckets import WeightManifest
-from asyncrl.weights.checkpoint import meta_model
+from asyncrl.weights import model_tensors as adapters
+from asyncrl.weights.layout import WeightManifest
+from asyncrl.weights.model_tensors import Factors, MergedWeights, adapter_shapes, fingerprint_of, merged, meta_model
 from benchmarks.families import save_family
 
 

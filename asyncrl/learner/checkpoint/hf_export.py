@@ -24,9 +24,9 @@ from asyncrl.errors import RunError
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.model.engine import TrainedModel
 from asyncrl.util.files import INDEX, SINGLE
-from asyncrl.weights.buckets import Entry
-from asyncrl.weights.checkpoint import CheckpointTensor, checkpoint_tensors
-from asyncrl.weights.files.shards import header
+from asyncrl.weights.layout import Entry
+from asyncrl.weights.model_tensors import CheckpointTensor, checkpoint_tensors
+from asyncrl.weights.version_store import header
 
 log = structlog.get_logger()
 

@@ -22,7 +22,7 @@ from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.model.packed_attention import PACKED
 from asyncrl.learner.model.sequence_parallel import SequenceParallel
 from asyncrl.util.files import is_weight_file, tensor_files
-from asyncrl.weights.checkpoint import check_tied
+from asyncrl.weights.model_tensors import check_tied
 
 HEADS = ("score", "classifier")
 """Attribute names of the head of a token-classification model."""

@@ -20,7 +20,7 @@ from asyncrl.config import Config
 from asyncrl.learner.model.deepspeed_import import deepspeed
 from asyncrl.learner.model.packed_attention import PACKED
 from asyncrl.learner.model.settings import deepspeed_config
-from asyncrl.weights.checkpoint import CheckpointTensor, checkpoint_tensors, pieces, unexpected_tensors
+from asyncrl.weights.model_tensors import CheckpointTensor, checkpoint_tensors, pieces, unexpected_tensors
 
 log = structlog.get_logger()
 
