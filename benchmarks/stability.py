@@ -128,7 +128,7 @@ def train(cell: Cell) -> Result:
     import torch
 
     from asyncrl.config import AUTO, load_config
-    from asyncrl.data.parquet import count_sources
+    from asyncrl.data.rows import count_sources
     from asyncrl.rewards.auto import choose_rewards
     from benchmarks.lagged import train_lagged
 

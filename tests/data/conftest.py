@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config import Config, load_config
-from asyncrl.data.parquet import write_rows
+from asyncrl.data.files import write_rows
 from asyncrl.data.tiny_model import make_tokenizer
 
 CHAT = (

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from asyncrl.config import Config, load_config
-from asyncrl.data.parquet import check_dataset
+from asyncrl.data.rows import check_dataset
 from asyncrl.environments.environment import Schema
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.launch.row_checks import PromptScan, check_first_row

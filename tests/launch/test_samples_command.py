@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from asyncrl.config import Config, load_config
-from asyncrl.data.parquet import write_rows
+from asyncrl.data.files import write_rows
 from asyncrl.replay.codec import pack_group
 from asyncrl.replay.evaluation.samples import EvalSamples, EvaluatedRow
 from asyncrl.replay.journal.samples import JournalSamples
