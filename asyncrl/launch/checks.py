@@ -164,7 +164,7 @@ def check_data_and_rewards(config: Config, console: Console) -> tuple[Config, in
     Raises ConfigError or DataError unless the files can be used, the rewards of training and of evaluations can be
     loaded, and every data source has a reward.
     """
-    from asyncrl.rewards.reward_model import check_failed, check_one_model
+    from asyncrl.rewards.reward_model import check_failed
 
     rows = check_data(config, console)
     splits: tuple[Split, ...] = ("train", "eval") if config.eval.rewards is None else ("train",)
@@ -174,7 +174,6 @@ def check_data_and_rewards(config: Config, console: Console) -> tuple[Config, in
         return config, rows
     own = checked_eval_rewards(config, ("eval",), console)
     config = config.model_copy(update={"eval": config.eval.model_copy(update={"rewards": own})})
-    check_one_model(config)
     return config, rows
 
 

@@ -189,7 +189,7 @@ def place_roles(config: Config, *, reward_model: bool = False, hosts: Sequence[H
     if config.launch.colocated:
         check_colocate(config, hosts)
     placed: dict[Member, RoleResources] = {}
-    parallel, pin = num_devices(config, "generator"), config.launch.pin_cores
+    parallel = num_devices(config, "generator")
     dealt = deal_roles(config, hosts, reward_model=reward_model)
     for host, members in zip(hosts, dealt, strict=True):
         if not members:
@@ -199,7 +199,7 @@ def place_roles(config: Config, *, reward_model: bool = False, hosts: Sequence[H
         if config.launch.colocated:
             own = on_shared_cards(config, host, members)
         else:
-            own = _on_gpus(host, members, parallel) if host.gpus else _on_cores(host, members, parallel, pin=pin)
+            own = _on_gpus(host, members, parallel) if host.gpus else _on_cores(host, members, parallel)
         placed |= {member: replace(resources, host=host.name) for member, resources in own.items()}
 
     def of(role: str) -> tuple[RoleResources, ...]:
@@ -207,7 +207,7 @@ def place_roles(config: Config, *, reward_model: bool = False, hosts: Sequence[H
 
     head = hosts[0]
     # The replay queue uses the cores of the learners: nothing else runs on an engine's core.
-    shared = head.cpus if head.gpus or config.launch.colocated else head.cpus[_cut(head, dealt[0], parallel, pin=pin) :]
+    shared = head.cpus if head.gpus or config.launch.colocated else head.cpus[_cut(head, dealt[0], parallel) :]
     replay = RoleResources(shared or head.cpus, threads=1, host=head.name)
     return Placement(of("generator"), of("learner"), replay, of("critic"), next(iter(of("reward_model")), None), gpus)
 
@@ -237,11 +237,11 @@ def _check_parallel(host: Host, parallel: int) -> None:
         )
 
 
-def _cut(host: Host, members: Sequence[Member], parallel: int, *, pin: bool) -> int:
+def _cut(host: Host, members: Sequence[Member], parallel: int) -> int:
     """The number of cores, from the first on, that only generators use; 0 if all roles share the cores: a worker of an
     engine waits for the others by polling, so that two on one core would take turns at every layer."""
     generators, trained = _split(members)
-    if not pin or len(host.cpus) < 2 or not generators or not trained:
+    if len(host.cpus) < 2 or not generators or not trained:
         return 0
     weight = parallel * len(generators)
     wanted = round(len(host.cpus) * weight / (weight + len(trained)))
@@ -249,13 +249,13 @@ def _cut(host: Host, members: Sequence[Member], parallel: int, *, pin: bool) -> 
     return cut if cut >= parallel else 0
 
 
-def _on_cores(host: Host, members: Sequence[Member], parallel: int, *, pin: bool) -> dict[Member, RoleResources]:
+def _on_cores(host: Host, members: Sequence[Member], parallel: int) -> dict[Member, RoleResources]:
     generators, trained = _split(members)
-    if cut := _cut(host, members, parallel, pin=pin):
+    if cut := _cut(host, members, parallel):
         engines = _deal(host.cpus[:cut], len(generators), parallel)
         dealt = [replace(own, helper_cpus=host.cpus[cut:]) for own in engines]
         dealt += _deal(host.cpus[cut:], len(trained))
-    elif pin and (not generators or not trained):
+    elif not generators or not trained:
         dealt = _deal(host.cpus, len(members), parallel if generators else 1)
     else:
         dealt = [RoleResources(host.cpus, max(1, len(host.cpus) // len(members)))] * len(members)

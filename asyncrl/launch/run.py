@@ -118,7 +118,7 @@ def _launch(
         ):
             config, checkpoint = resume_point(folder.path, config, console, without_journal=without_journal)
             folder.begin(config, endpoints, hosts)
-            configure_logs(folder.path, "launcher", config.observe.log_level)
+            configure_logs(folder.path, "launcher")
             for file in folder.changed:
                 console.print(
                     f"warning: {file} has changed since the run was last started", markup=False, soft_wrap=True

@@ -326,10 +326,10 @@ FREE_KEYS = {
     "generator.max_running_groups", "generator.reward_workers", "generator.reward_timeout_s",
     "generator.kv_cache_bytes", "generator.gpu_memory_utilization", "generator.tensor_parallel",
     "generator.engine_options",
-    "replay.max_bytes", "replay.max_refunds_in_a_row",
+    "replay.max_bytes",
     "learner.tokens_per_microbatch", "learner.gradient_checkpointing", "learner.deepspeed_options",
     "learner.offload", "learner.sequence_parallel", "learner.lora.load",
-    "learner.lr", "critic.lr", "learner.max_grad_norm", "learner.max_skipped_updates",
+    "learner.lr", "critic.lr", "learner.max_grad_norm",
     "learner.on_collapse",
 }  # fmt: skip
 """Settings that may change when a run is resumed. The objective and the data must stay. The size of an update may

@@ -84,16 +84,10 @@ def test_more_roles_than_cores_share_with_one_thread_each() -> None:
 
 def test_generators_that_take_turns_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert generators_per_device(place_roles(small_config(launch__generators=3))) == 1
-    assert generators_per_device(place_roles(small_config(launch__pin_cores=False, launch__generators=3))) == 1
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     assert generators_per_device(place_roles(small_config(launch__generators=3))) == 3
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     assert generators_per_device(place_roles(small_config(launch__generators=3))) == 2
-
-
-def test_unpinned_roles_may_use_every_core() -> None:
-    placement = place_roles(small_config(launch__pin_cores=False))
-    assert {resources.cpus for resources in placement.generators + placement.learners} == {(0, 1, 2, 3)}
 
 
 def test_critics_and_the_reward_model_share_with_the_learners() -> None:

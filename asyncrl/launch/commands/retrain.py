@@ -23,7 +23,8 @@ from asyncrl.launch.placement import RoleResources, place_roles
 from asyncrl.launch.run_dir import changes, refuse_changes, run_endpoints
 from asyncrl.launch.supervisor import with_peer_gpus
 from asyncrl.launch.worker import EXIT_CONFIG, RoleSpec
-from asyncrl.observe.document import OF_STEP, read_metrics
+from asyncrl.observe.curves import OF_STEP
+from asyncrl.observe.document import read_metrics
 from asyncrl.observe.logs import configure_logs
 from asyncrl.replay.journal.history import trained_steps
 from asyncrl.rewards.reward_model import uses_reward_model
@@ -121,7 +122,7 @@ def retrain(
     changed = samples is not None or any(not key.startswith("observe.") for key in changes(saved, config))
     out = make_out(run_dir, out)
     replace_file(out / "config.yaml", config.to_yaml())
-    configure_logs(out, "launcher", config.observe.log_level)
+    configure_logs(out, "launcher")
     interrupts = Interrupts()
     launcher = launcher_of(config)
     with interrupts.caught():
