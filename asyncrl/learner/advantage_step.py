@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.advantages import whiten
+from asyncrl.algorithms.advantages import sequence_ends, whiten
+from asyncrl.algorithms.corrections import segment_sum
 from asyncrl.algorithms.kl import kl_estimate
-from asyncrl.algorithms.segments import segment_sum, sequence_ends
 from asyncrl.errors import InvariantError
 from asyncrl.learner.algorithm import Algorithm
 from asyncrl.learner.batch import Batch, MicroBatch

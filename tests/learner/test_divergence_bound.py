@@ -12,7 +12,7 @@ import torch
 from worlds import copy_weights, make_config, make_groups, make_trainer, pack_groups
 
 from asyncrl.algorithms.corrections import mismatch_kl
-from asyncrl.algorithms.weighted import reinforce_is
+from asyncrl.algorithms.losses import reinforce_is
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.divergence_bound import FIRST, DivergenceBound
 from asyncrl.learner.trainer import Trainer

@@ -11,7 +11,7 @@ import structlog
 import torch
 from test_members import FakeRanks
 
-from asyncrl.algorithms.group_advantages import grpo
+from asyncrl.algorithms.advantages import grpo
 from asyncrl.config import Config
 from asyncrl.generator.engine import Completion
 from asyncrl.generator.groups import Running, make_group

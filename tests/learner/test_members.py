@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from worlds import VOCABULARY, gradients_before_step, make_config, make_trainer
 
-from asyncrl.algorithms.advantages import reinforce_plus_plus
-from asyncrl.algorithms.group_advantages import dr_grpo, grpo
+from asyncrl.algorithms.advantages import dr_grpo, grpo, reinforce_plus_plus
 from asyncrl.errors import ConfigError, InvariantError
 from asyncrl.learner.advantage_step import Estimates, Scores, estimate
 from asyncrl.learner.algorithm import check_algorithm, make_algorithm
