@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from asyncrl.config import Config, load_config
 from asyncrl.errors import ConfigError
 from asyncrl.generator.engine import Completion, Engine, make_engine
-from asyncrl.learner.collate import make_batch
+from asyncrl.learner.batch import make_batch
 from asyncrl.learner.model.loading import load_policy_model
 from asyncrl.learner.model.policy import PolicyNetwork
 from asyncrl.types import Group, Trajectory

@@ -38,7 +38,7 @@ class Sides:
 
     def __init__(self, config: Config, ranks: Ranks) -> None:
         from asyncrl.learner.algorithm import make_algorithm
-        from asyncrl.learner.trainer import Trainer
+        from asyncrl.learner.step import Trainer
 
         self._config = config
         self._trainer = Trainer(config, ranks, make_algorithm(config))
@@ -76,7 +76,7 @@ class Sides:
         return _measure(step, seconds)
 
     def _generate(self) -> Batch:
-        from asyncrl.learner.collate import make_batch
+        from asyncrl.learner.batch import make_batch
 
         groups = generate(self._llm, self._config, self._prompts)
         return make_batch(groups, tokens_per_microbatch=self._config.learner.tokens_per_microbatch)

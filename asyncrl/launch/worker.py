@@ -202,7 +202,7 @@ def run_learner_role(config: Config, spec: RoleSpec, should_stop: Callable[[], b
 
 def run_critic_role(config: Config, spec: RoleSpec, should_stop: Callable[[], bool]) -> None:
     """Runs one critic rank until its learner ranks have left or `should_stop` returns True."""
-    from asyncrl.learner.critic.remote import run_critic
+    from asyncrl.learner.critic import run_critic
 
     run_critic(
         config,

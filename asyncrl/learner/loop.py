@@ -17,8 +17,7 @@
 Meanwhile the prefetch thread takes and packs this rank's part of the next step: `batches.take`, `prepare`. It waits for
 the queue's reply. The sender's thread copies the weights; `trainer.train` waits for it before its first update.
 
-A step is committed before its weights are sent: the replay queue must know every version that a generator has.
-"""
+A step is committed before its weights are sent: the replay queue must know every version that a generator has."""
 
 from __future__ import annotations
 
@@ -26,6 +25,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -36,17 +36,14 @@ import torch
 
 from asyncrl.config import Config
 from asyncrl.errors import InvariantError, PeerTimeoutError, RunError, observer_failures, observing
-from asyncrl.learner.batch import Batch
-from asyncrl.learner.checkpoint.files import Files, bytes_file
-from asyncrl.learner.checkpoint.hf_export import save_model
-from asyncrl.learner.checkpoint.manager import Checkpoints
-from asyncrl.learner.collate import collate
+from asyncrl.learner.batch import Batch, collate
+from asyncrl.learner.checkpoint import Checkpoints, Files, bytes_file
 from asyncrl.learner.colocated import OwnCard
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.metrics.flops import device_peak, utilization
 from asyncrl.learner.metrics.profiler import StepProfiler
-from asyncrl.learner.prefetch import Prefetcher
-from asyncrl.learner.trainer import Trainer
+from asyncrl.learner.model.saving import save_model
+from asyncrl.learner.step import Trainer
 from asyncrl.observe.trackers import Trackers
 from asyncrl.replay.client import LearnerClient
 from asyncrl.replay.journal.history import JournalBatches
@@ -59,9 +56,10 @@ from asyncrl.weights.background import BackgroundSender
 from asyncrl.wire.learner_messages import Committed
 
 log = structlog.get_logger()
-
 REWARD_STEPS = 50
 """Steps that the reward of a checkpoint is the mean of where `checkpoint.every_steps` is not set."""
+_LOOK_S = 0.02
+"""Interval of calls of `meanwhile`."""
 
 
 @dataclass(slots=True)
@@ -162,7 +160,6 @@ class Learner:
         return bool(stop)
 
     def _train(self, step: int) -> bool:
-        """Trains one step. Returns False if there is no batch for it."""
         prepared = self.prefetch.get(step, self._hand_over_again if self.card.hands_over else None)
         self.watch.switch("working")
         if prepared is None:
@@ -238,7 +235,6 @@ class Learner:
             log.warning(f"no checkpoint of the last step: it takes longer than half of launch.{key}", step=step)
 
     def _save_models(self) -> None:
-        """Writes the policy, and the critic where there is one."""
         save_model(self.trainer.policy, self.run_dir / "model")
         if self.trainer.critic is not None:
             self.trainer.critic.save(self.run_dir / "critic")
@@ -264,7 +260,6 @@ class Learner:
             self.sender.send(version, self.card.make_room(self.trainer.policy.sent_slices()), copy_later=True)
 
     def _end_turn(self, version: int) -> None:
-        """Releases the card; if it hands over, when the generator has loaded this version."""
         if self.card.hands_over:
             self._send(version)
         self.card.end(self._await_copy)
@@ -276,7 +271,6 @@ class Learner:
             self._end_turn(self.sent)
 
     def _await_copy(self) -> None:
-        """Waits until the weights that were sent may change."""
         if self.sender is not None:
             self.watch.switch("syncing")
             self.sender.copied()
@@ -320,7 +314,6 @@ class Learner:
         )
 
     def _finish_sending(self) -> None:
-        """Waits for the last broadcast. Generators that already left at the end of the run are no failure."""
         if self.sender is None:
             return
         try:
@@ -329,8 +322,6 @@ class Learner:
             log.warning("the last weights did not reach all generators", error=str(error))
 
     def _finish_evaluating(self, should_stop: Callable[[], bool]) -> None:
-        """Records the evaluations that end after the last step."""
-
         def is_over() -> bool:
             self._hand_over_again()
             return should_stop()
@@ -341,6 +332,49 @@ class Learner:
                 self._rate(metrics)
 
     def _rate(self, metrics: dict[str, float]) -> None:
-        """Rates a checkpoint by the reward of its evaluation."""
         if self.checkpoints is not None and "eval/reward" in metrics:
             self.checkpoints.evaluated(int(metrics["eval/version"]), metrics["eval/reward"])
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """One rank's part of a step."""
+
+    shard: Shard
+    batch: Batch | None
+    error: InvariantError | None
+    """Why the shard cannot be trained, if there is no batch."""
+
+
+class Prefetcher:
+    """Takes and packs the batches of one rank in a thread, where it needs no other rank: while one is trained, the next
+    one. At most two batches are in memory."""
+
+    def __init__(
+        self, take: Callable[[int], Shard | None], pack: Callable[[Shard, int], Batch], *, last_step: int
+    ) -> None:
+        self._take, self._pack = take, pack
+        self._last_step = last_step
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="take")
+        self._ahead: Future[Prepared | None] | None = None
+        """What the thread prepares, or has prepared; None before the first step."""
+
+    def get(self, step: int, meanwhile: Callable[[], None] | None = None) -> Prepared | None:
+        """Waits for this rank's part of the step, and lets the thread prepare that of the next step. `meanwhile` is
+        called during the wait. Returns None if there is no batch. Raises what `take` raises."""
+        ahead = self._ahead or self._thread.submit(self._prepare, step)
+        while meanwhile is not None and not wait([ahead], _LOOK_S).done:
+            meanwhile()
+        prepared = ahead.result()
+        if prepared is not None and step < self._last_step:
+            self._ahead = self._thread.submit(self._prepare, step + 1)
+        return prepared
+
+    def _prepare(self, step: int) -> Prepared | None:
+        shard = self._take(step)
+        if shard is None:
+            return None
+        try:
+            return Prepared(shard, self._pack(shard, step), None)
+        except InvariantError as error:
+            return Prepared(shard, None, error)

@@ -24,9 +24,9 @@ from asyncrl.launch.resources.memory import PROCESS_BYTES, learner_parts
 from asyncrl.launch.resources.network import find_port
 from asyncrl.launch.resources.shape import Shape
 from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.model import logprob_head, varlen
+from asyncrl.learner.model import attention, logprob_head
+from asyncrl.learner.model.attention import Layout, attend_in_buckets, find_firsts, make_layout
 from asyncrl.learner.model.logprob_head import LogprobHead
-from asyncrl.learner.model.packed_attention import Layout, attend_in_buckets, find_firsts, make_layout
 from asyncrl.learner.model.policy import Policy
 from benchmarks.families import save_family
 
@@ -117,8 +117,8 @@ def test_attention_is_that_of_float64(
         moved, (query, key, value) = layout.to(device), leaves
         if precise or kind == "buckets":
             output = attend_in_buckets(query, key, value, moved, scaling=None, window=window)
-        elif varlen.has_kernel(query):
-            output = varlen.attend(query, key, value, moved.segments, scaling=None, window=window)
+        elif attention.has_varlen_kernel(query):
+            output = attention.attend_varlen(query, key, value, moved.segments, scaling=None, window=window)
         else:
             pytest.skip(f"torch {torch.__version__} has no varlen_attn with windows for this GPU")
         output.backward(inputs[3].to(output))

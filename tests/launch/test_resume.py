@@ -16,7 +16,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.rollback import QUEUE_STATE, cut_rows, discard_journal
 from asyncrl.launch.run import launch
 from asyncrl.launch.run_dir import ATTEMPTS, RunFolder, check_resume, is_running, read_endpoints
-from asyncrl.learner.checkpoint.files import CheckpointManifest, sum_of, write_manifest
+from asyncrl.learner.checkpoint import CheckpointManifest, sum_of, write_manifest
 from asyncrl.observe.document import read_metrics
 from tests.helpers.cli import asyncrl
 from tests.helpers.replay import loopback_endpoints, small_config

@@ -13,12 +13,11 @@ import torch
 from worlds import LORA, copy_weights, endpoints, make_config, partitioning
 
 from asyncrl.errors import RunError
-from asyncrl.learner.checkpoint import hf_export
-from asyncrl.learner.checkpoint.files import model_files
-from asyncrl.learner.checkpoint.hf_export import save_model
 from asyncrl.learner.distributed import Ranks, process_group
 from asyncrl.learner.model import policy
+from asyncrl.learner.model import saving as hf_export
 from asyncrl.learner.model.policy import Policy
+from asyncrl.learner.model.saving import model_files, save_model
 from tests.helpers.memory_peak import Peak, anonymous_bytes, keep_freed_memory_away
 
 CASES: list[tuple[str, dict[str, Any]]] = [

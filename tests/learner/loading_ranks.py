@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 from worlds import endpoints, make_config
 
 from asyncrl.config import Config
-from asyncrl.learner.distributed import Ranks, process_group
-from asyncrl.learner.model import partitioned_loading, policy
-from asyncrl.learner.model.deepspeed_import import deepspeed
+from asyncrl.learner.distributed import Ranks, deepspeed, process_group
+from asyncrl.learner.model import loading as partitioned_loading
+from asyncrl.learner.model import policy
 from asyncrl.learner.model.loading import load_policy_model, load_value_model
 from asyncrl.learner.model.policy import Policy, Reference
 

@@ -14,7 +14,9 @@ import structlog
 from worlds import make_config
 
 from asyncrl.errors import PeerTimeoutError, RunError
-from asyncrl.learner.checkpoint.files import (
+from asyncrl.learner.checkpoint import (
+    ALARM_STEPS,
+    Checkpoints,
     Files,
     PartContent,
     await_parts,
@@ -23,7 +25,6 @@ from asyncrl.learner.checkpoint.files import (
     newest_checkpoint,
     sum_of,
 )
-from asyncrl.learner.checkpoint.manager import ALARM_STEPS, Checkpoints
 from asyncrl.learner.distributed import Ranks
 
 Make = Callable[..., Checkpoints]

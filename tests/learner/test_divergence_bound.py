@@ -14,8 +14,8 @@ from worlds import copy_weights, make_config, make_groups, make_trainer, pack_gr
 from asyncrl.algorithms.corrections import mismatch_kl
 from asyncrl.algorithms.losses import reinforce_is
 from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.divergence_bound import FIRST, DivergenceBound
-from asyncrl.learner.trainer import Trainer
+from asyncrl.learner.learning_rate import FIRST, DivergenceBound
+from asyncrl.learner.step import Trainer
 
 STATES, TOKENS, SAMPLES = 16, 12, 1024
 LIMIT = 0.02

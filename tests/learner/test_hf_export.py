@@ -18,12 +18,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from worlds import CRITIC, make_config, make_model, spawn
 
 from asyncrl.errors import ConfigError
-from asyncrl.learner.checkpoint import hf_export
-from asyncrl.learner.checkpoint.hf_export import FILE_BYTES, WeightFile, save_model, weight_files, write_file
-from asyncrl.learner.critic.value_function import Critic
+from asyncrl.learner.critic import Critic
 from asyncrl.learner.distributed import Ranks
+from asyncrl.learner.model import saving as hf_export
 from asyncrl.learner.model.loading import load_policy_model, read_other_files
 from asyncrl.learner.model.policy import Policy
+from asyncrl.learner.model.saving import FILE_BYTES, WeightFile, save_model, weight_files, write_file
 from asyncrl.util.files import INDEX, SINGLE, read_tensor_descriptions, tensor_files
 from asyncrl.util.tokenizer import load_tokenizer
 from asyncrl.weights.checkpoint import CheckpointTensor

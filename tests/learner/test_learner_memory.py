@@ -21,13 +21,12 @@ from worlds import make_config, single_groups
 
 from asyncrl.config import Config
 from asyncrl.launch.resources.shape import Shape
-from asyncrl.learner.batch import MicroBatch
-from asyncrl.learner.collate import make_batch
-from asyncrl.learner.model import memory_trace, sequence_parallel
-from asyncrl.learner.model.live_storages import META, LiveStorages
+from asyncrl.learner.batch import MicroBatch, make_batch
+from asyncrl.learner.model import attention as sequence_parallel
+from asyncrl.learner.model import memory_trace
+from asyncrl.learner.model.attention import SequenceParallel
 from asyncrl.learner.model.loading import hidden_states, load_policy_model
-from asyncrl.learner.model.memory_trace import empty_model, trace, trace_layers, typical_micro_batch
-from asyncrl.learner.model.sequence_parallel import SequenceParallel
+from asyncrl.learner.model.memory_trace import META, LiveStorages, empty_model, trace, trace_layers, typical_micro_batch
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4,

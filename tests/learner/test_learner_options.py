@@ -23,7 +23,7 @@ from asyncrl.learner.algorithm import (
     needs_greedy_baseline,
     needs_turns,
 )
-from asyncrl.learner.update import learning_rate
+from asyncrl.learner.learning_rate import learning_rate
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
@@ -238,7 +238,7 @@ def test_shipped_configs_name_algorithms_that_work(path: Path) -> None:
 def test_options_of_deepspeed_override_those_of_the_learner(tiny_model: Path) -> None:
     from worlds import make_config
 
-    from asyncrl.learner.model.settings import deepspeed_config
+    from asyncrl.learner.model.engine import deepspeed_config
 
     options = {"zero_optimization": {"overlap_comm": True}, "wall_clock_breakdown": True}
     plain = deepspeed_config(make_config(tiny_model), nn.Identity())
@@ -251,7 +251,7 @@ def test_options_of_deepspeed_override_those_of_the_learner(tiny_model: Path) ->
 def test_stage_3_keeps_two_layers_gathered(tiny_model: Path) -> None:
     from worlds import make_config
 
-    from asyncrl.learner.model.settings import deepspeed_config
+    from asyncrl.learner.model.engine import deepspeed_config
 
     layers = nn.ModuleList([nn.Linear(3, 5), nn.Sequential(nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 1)]))])
     network = nn.Sequential(nn.Embedding(100, 3), layers)
@@ -267,7 +267,7 @@ def test_stage_3_keeps_two_layers_gathered(tiny_model: Path) -> None:
 def test_offload_is_passed_to_deepspeed(stage: int, offload: str, expected: set[str], tiny_model: Path) -> None:
     from worlds import make_config
 
-    from asyncrl.learner.model.settings import deepspeed_config
+    from asyncrl.learner.model.engine import deepspeed_config
 
     config = make_config(tiny_model, learner={"zero_stage": stage, "offload": offload})
     settings = deepspeed_config(config, nn.Identity())
@@ -285,7 +285,7 @@ def test_backward_waits_for_no_other_stream(
     from torch import nn
     from worlds import make_config
 
-    from asyncrl.learner.model.settings import deepspeed_config
+    from asyncrl.learner.model.engine import deepspeed_config
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     config = make_config(tiny_model, learner={"zero_stage": stage}, model={"dtype": dtype})

@@ -21,11 +21,10 @@ from worlds import CRITIC, make_config, make_groups, make_trainer
 
 from asyncrl.config import Config
 from asyncrl.errors import RunError
-from asyncrl.learner.checkpoint.files import PartContent
-from asyncrl.learner.checkpoint.manager import Checkpoints
-from asyncrl.learner.checkpoint.zero_state import collect_state
+from asyncrl.learner.checkpoint import Checkpoints, PartContent
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.loop import Learner
+from asyncrl.learner.model.saving import collect_state
 from asyncrl.observe.trackers import Trackers, make_trackers
 from asyncrl.types import Shard
 from asyncrl.wire.learner_messages import Committed

@@ -16,12 +16,10 @@ from worlds import make_groups, make_trajectory
 
 from asyncrl.algorithms.advantages import grpo
 from asyncrl.errors import ConfigError, InvariantError
-from asyncrl.learner.batch import empty_micro_batch
-from asyncrl.learner.collate import check_staleness, make_batch
-from asyncrl.learner.model import deepspeed_import
-from asyncrl.learner.model import packed_attention as packed_attention_module
-from asyncrl.learner.model.packed_attention import find_firsts, make_layout, packed_attention
-from asyncrl.learner.packing import pack, pack_groups
+from asyncrl.learner import distributed as deepspeed_import
+from asyncrl.learner.batch import check_staleness, empty_micro_batch, make_batch, pack, pack_groups
+from asyncrl.learner.model import attention as packed_attention_module
+from asyncrl.learner.model.attention import find_firsts, make_layout, packed_attention
 from asyncrl.types import Group
 from tests.helpers.examples import examples
 

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 from worlds import copy_weights, make_config, make_groups, make_trainer, pack_groups
 
-from asyncrl.learner import trainer as trainer_module
-from asyncrl.learner.batch import Batch, MicroBatch, Name
-from asyncrl.learner.critic.value_function import Critic
+from asyncrl.learner import step as trainer_module
+from asyncrl.learner.batch import Batch, MicroBatch, Name, repack
+from asyncrl.learner.critic import Critic
 from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.repacking import repack
-from asyncrl.learner.update import Minibatch, plan_updates, sync_microbatches
+from asyncrl.learner.step import Minibatch, plan_updates, sync_microbatches
 from asyncrl.types import Group
 
 

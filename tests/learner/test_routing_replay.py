@@ -26,9 +26,9 @@ from worlds import pack_groups
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, InvariantError
 from asyncrl.generator.transformers_backend.engine import TransformersEngine
+from asyncrl.learner.batch import repack
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.model.policy import Policy
-from asyncrl.learner.repacking import repack
 from asyncrl.replay.codec import pack_group, unpack_group
 from asyncrl.types import Group
 from benchmarks.families import save_family

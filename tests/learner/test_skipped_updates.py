@@ -15,9 +15,9 @@ from worlds import CRITIC, copy_weights, make_config, make_groups, make_trainer,
 
 from asyncrl.errors import RunError
 from asyncrl.learner.batch import Batch
-from asyncrl.learner.checkpoint.zero_state import collect_state, restore_state
 from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.trainer import Trainer
+from asyncrl.learner.model.saving import collect_state, restore_state
+from asyncrl.learner.step import Trainer
 
 
 def batch_of(trainer: Trainer, step: int) -> Batch:

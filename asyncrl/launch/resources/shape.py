@@ -102,7 +102,7 @@ class Shape:
         layers; with `lora`, of a policy with these adapters. Raises ConfigError if transformers cannot build the
         model."""
         settings = json.loads((Path(folder) / "config.json").read_text())
-        from asyncrl.learner.model.settings import largest_layer  # imports torch
+        from asyncrl.learner.model.loading import largest_layer
 
         model = empty_model_of(folder, trust_remote_code, values=values)
         sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}

@@ -17,7 +17,7 @@ from asyncrl.algorithms.corrections import (
 )
 from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.token_losses import TokenLosses
+from asyncrl.learner.step import TokenLosses
 from asyncrl.types import STALENESS_BOUNDS, STALENESS_BUCKETS
 
 SUMS = (

@@ -1,41 +1,71 @@
-"""The checkpoints of a run: selection at the start, saving in the background, and retention."""
+"""The checkpoints of a run: their folders and checksums, selection at the start, saving in the background, and
+retention."""
 
 from __future__ import annotations
 
+import json
+import math
+import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import structlog
 import torch
+import xxhash
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
 
 from asyncrl.config import Config
-from asyncrl.errors import AsyncrlError, RunError
-from asyncrl.learner.checkpoint.files import (
-    MANIFEST,
-    PARTIAL,
-    PARTS,
-    CheckpointManifest,
-    Files,
-    PartWriter,
-    await_parts,
-    finished_steps,
-    folder_name,
-    has_manifest,
-    is_damaged,
-    partial_folder,
-    read_manifest,
-    write_manifest,
-)
-from asyncrl.learner.distributed import Ranks
+from asyncrl.errors import AsyncrlError, PeerTimeoutError, RunError
 from asyncrl.replay.metrics.collapse import LASTS_STEPS
-from asyncrl.util.files import sync_folder
+from asyncrl.util.files import replace_file, sync_folder
 
+if TYPE_CHECKING:
+    from asyncrl.learner.distributed import Ranks
+
+PARTS = ".parts"
+"""Folder in an unfinished checkpoint with the checksums of each process that has written its part."""
+POLL_S = 0.05
 log = structlog.get_logger()
+CHECKPOINTS = "checkpoints"
+"""Folder of the checkpoints in a run's folder."""
+MANIFEST = "checkpoint.json"
+PARTIAL = ".partial"
+"""Suffix of the folder of an incomplete checkpoint."""
+UNREADABLE = (OSError, ValueError, TypeError)
+"""Errors raised on reading a damaged manifest."""
+CHUNK_BYTES = 16 << 20
+Sum = dict[str, Any]
+"""Size `bytes` and checksum `xxh3` (64 bits, hexadecimal) of a file."""
 
-ALARM_STEPS = max(LASTS_STEPS.values())
+
+@dataclass(frozen=True, slots=True)
+class PartContent:
+    """Content to write at one path of a checkpoint: a file, or a folder of files."""
+
+    num_bytes: int
+    """Size of its tensors or data."""
+    write: Callable[[Path], object]
+
+
+Files = dict[str, PartContent]
+"""Contents by path in the checkpoint."""
+
+
+def tensors_file(tensors: dict[str, Tensor]) -> PartContent:
+    return PartContent(sum(tensor.nbytes for tensor in tensors.values()), partial(save_file, tensors))
+
+
+def bytes_file(data: bytes) -> PartContent:
+    return PartContent(len(data), lambda path: path.write_bytes(data))
 
 
 class Checkpoints:
@@ -174,7 +204,6 @@ class Checkpoints:
         return None
 
     def _complete(self, step: int, unfinished: Path, reward: float | None) -> None:
-        """Waits for all parts, completes the checkpoint, and removes those that are no longer retained."""
         files = await_parts(unfinished, self._names, timeout_s=self._timeout_s, cancelled=self._cancelled)
         manifest = CheckpointManifest(step, reward, files=files)
         if error := self._make_room(step, manifest.num_bytes):
@@ -208,13 +237,11 @@ class Checkpoints:
         return kept
 
     def _rank_of(self, step: int) -> tuple[bool, float, int]:
-        """Sort key: evaluated checkpoints rank above others, then those of higher reward, then newer ones."""
         manifest = read_manifest(self.path(step))
         reward = float("-inf") if manifest.reward is None else manifest.reward
         return manifest.evaluated, reward, step
 
     def _rate(self) -> None:
-        """Writes the rewards of evaluations to the manifests of their checkpoints, unless one is being written."""
         if self._writer.busy:
             return
         for step in [step for step in self._finished if step in self._evaluations]:
@@ -232,6 +259,192 @@ class Checkpoints:
         log.info("checkpoint removed", path=str(path))
 
 
+class PartWriter:
+    """Writes the part of one process, one checkpoint at a time, in a background thread."""
+
+    def __init__(self, name: str) -> None:
+        """`name` identifies this process among those that write to the same checkpoint."""
+        self.name = name
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._running: Future[None] | None = None
+
+    @property
+    def busy(self) -> bool:
+        return self._running is not None and not self._running.done()
+
+    def start(self, folder: Path, files: Files, *, then: Callable[[], None] | None = None) -> None:
+        """Starts to write the files to `folder`, their checksums last, and to call `then` afterwards. Call `wait`
+        before the next `start`."""
+        assert self._running is None
+
+        def work() -> None:
+            try:
+                _write(folder, self.name, files)
+                if then is not None:
+                    then()
+            except AsyncrlError:
+                raise
+            except (OSError, SafetensorError) as error:
+                raise RunError(
+                    f"the checkpoint {folder} cannot be written: {error}; free disk space (checkpoint.keep_last and "
+                    "checkpoint.keep_best set how many are kept), then continue with `asyncrl launch --resume`"
+                ) from error
+
+        self._running = self._executor.submit(work)
+
+    def failure(self) -> AsyncrlError | None:
+        """Returns the error of a finished write, once; None if it succeeded or is still running. Never waits. Raises an
+        error that is not an AsyncrlError."""
+        return self.wait() if self._running is not None and self._running.done() else None
+
+    def wait(self) -> AsyncrlError | None:
+        """Waits for the running write. Returns its error, or None. Raises an error that is not an AsyncrlError."""
+        running, self._running = self._running, None
+        error = running.exception() if running is not None else None
+        if error is not None and not isinstance(error, AsyncrlError):
+            raise error
+        return error
+
+    def ends(self, limit_s: float) -> bool:
+        """Waits for at most `limit_s`. Returns True if no write is running or the write ends within the limit."""
+        return self._running is None or not wait([self._running], limit_s).not_done
+
+    def close(self, *, wait: bool = True) -> None:
+        """Stops the thread. Without `wait`, a running write continues until the process ends."""
+        self._executor.shutdown(wait=wait)
+
+
+def _write(folder: Path, name: str, files: Files) -> None:
+    sums: dict[str, Sum] = {}
+    for path, content in files.items():
+        target = folder / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        content.write(target)
+        written = [target] if target.is_file() else sorted(p for p in target.rglob("*") if p.is_file())
+        sums |= {str(file.relative_to(folder)): seal(file) for file in written}
+    (folder / PARTS).mkdir(parents=True, exist_ok=True)
+    replace_file(folder / PARTS / f"{name}.json", json.dumps(sums, indent=1))
+
+
+def await_parts(folder: Path, names: Iterable[str], *, timeout_s: float, cancelled: threading.Event) -> dict[str, Sum]:
+    """Waits until all named processes have written their parts and returns the checksums of all files by path. Raises
+    PeerTimeoutError, naming the missing processes, after `timeout_s`, and RunError if `cancelled` is set."""
+    deadline_s = time.monotonic() + timeout_s
+    paths = [folder / PARTS / f"{name}.json" for name in names]
+    while missing := [path.stem for path in paths if not path.exists()]:
+        if cancelled.wait(POLL_S):
+            raise RunError(f"the checkpoint {folder} was abandoned: {', '.join(missing)} have not written their parts")
+        if time.monotonic() > deadline_s:
+            raise PeerTimeoutError(
+                f"the checkpoint {folder} lacks the parts of {', '.join(missing)} after {timeout_s:g} s "
+                "(launch.progress_timeout_s)"
+            )
+    return {path: entry for part in paths for path, entry in json.loads(part.read_text()).items()}
+
+
+@dataclass(slots=True)
+class CheckpointManifest:
+    """`checkpoint.json`: metadata of the checkpoint, and the checksums of its other files."""
+
+    step: int
+    reward: float | None
+    """Mean reward of the steps before the checkpoint, or of its evaluation if `evaluated`."""
+    evaluated: bool = False
+    files: dict[str, Sum] = field(default_factory=dict[str, Sum])
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(int(entry["bytes"]) for entry in self.files.values())
+
+
+def folder_name(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def partial_folder(checkpoint: Path) -> Path:
+    """Returns the folder to which a checkpoint is written until it is complete."""
+    return checkpoint.with_name(f"{checkpoint.name}{PARTIAL}")
+
+
+def step_of(checkpoint: Path) -> int:
+    """Returns the step in the folder name of a checkpoint, complete or not."""
+    return int(checkpoint.name.removesuffix(PARTIAL).removeprefix("step-"))
+
+
+def read_manifest(path: Path) -> CheckpointManifest:
+    return CheckpointManifest(**json.loads((path / MANIFEST).read_text()))
+
+
+def has_manifest(path: Path) -> bool:
+    """True if the checkpoint's manifest can be read."""
+    try:
+        read_manifest(path)
+    except UNREADABLE:
+        return False
+    return True
+
+
+def finished_steps(folder: Path) -> list[int]:
+    """Returns the steps of the finished checkpoints in the folder, ascending, without checking them for damage."""
+    names = [path.parent.name.removeprefix("step-") for path in folder.glob(f"step-*/{MANIFEST}")]
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def newest_checkpoint(folder: Path, *, before: float = math.inf) -> Path | None:
+    """Returns the newest undamaged checkpoint in the folder of a step before this one, or None. Damaged ones are
+    logged."""
+    paths = [folder / folder_name(step) for step in reversed(finished_steps(folder)) if step < before]
+    return next((path for path in paths if not is_damaged(path)), None)
+
+
+def is_damaged(path: Path, *, part: int = 0, parts: int = 1) -> bool:
+    """True if a file of the checkpoint does not have its checksum, which is logged. Checks only the files of part
+    `part` of `parts`."""
+    damage = _find_damage(path, part, parts)
+    if damage:
+        log.warning("a damaged checkpoint is not used", path=str(path), reason=damage)
+    return bool(damage)
+
+
+def _find_damage(path: Path, part: int, parts: int) -> str:
+    try:
+        files = read_manifest(path).files
+    except UNREADABLE as error:
+        return f"{path / MANIFEST}: {error}"
+    for name in sorted(files)[part::parts]:
+        try:
+            found = sum_of(path / name)
+        except OSError as error:
+            return f"{path / name}: {error}"
+        if found != files[name]:
+            return f"{path / name}: has {found}, but was written with {files[name]}"
+    return ""
+
+
+def seal(path: Path) -> Sum:
+    """Flushes the file to disk and returns its checksum."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return sum_of(path)
+
+
+def sum_of(path: Path) -> Sum:
+    digest = xxhash.xxh3_64()
+    num_bytes = 0
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+            num_bytes += len(chunk)
+    return {"bytes": num_bytes, "xxh3": digest.hexdigest()}
+
+
+def write_manifest(path: Path, manifest: CheckpointManifest) -> None:
+    """Writes or replaces the manifest, which makes the folder a complete checkpoint."""
+    replace_file(path / MANIFEST, json.dumps(asdict(manifest), indent=1))
+
+
 def _is_finished(path: Path) -> bool:
-    """False for a folder whose checkpoint was not completely written or removed."""
     return path.suffix != PARTIAL and (path / MANIFEST).exists()
+
+
+ALARM_STEPS = max(LASTS_STEPS.values())
