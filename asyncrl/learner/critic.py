@@ -13,9 +13,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import structlog
@@ -27,7 +26,7 @@ from transformers import PreTrainedModel
 from asyncrl.algorithms.losses import value_loss
 from asyncrl.config import Config
 from asyncrl.errors import AsyncrlError, InvariantError, ProtocolError
-from asyncrl.learner.batch import Batch, MicroBatch
+from asyncrl.learner.batch import Batch, MicroBatch, Name
 from asyncrl.learner.checkpoint import CHECKPOINTS, Files, PartWriter, folder_name, partial_folder, step_of
 from asyncrl.learner.distributed import Ranks, enable_determinism, process_group
 from asyncrl.learner.learning_rate import learning_rate
@@ -38,7 +37,6 @@ from asyncrl.learner.model.loading import hidden_states, load_value_model
 from asyncrl.learner.model.saving import model_files, restore_state, save_model
 from asyncrl.learner.step import Minibatch, may_be_empty, plan_updates, skip_if_not_finite, sync_microbatches
 from asyncrl.util.memory import peak_memory_bytes
-from asyncrl.wire.bounds import Body
 from asyncrl.wire.directory import announce, located
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.frames import NAMES, Array, Message
@@ -46,7 +44,6 @@ from asyncrl.wire.kinds import KINDS
 from asyncrl.wire.rpc import Connection, Reply, Server
 from asyncrl.wire.service_messages import Error, Leave, Ok, Restore, Save, Train, Trained, Value, Values
 
-ARRAYS_PER_ROW = 3
 log = structlog.get_logger()
 RESEND_S = 10.0
 """A request without an answer is sent again after this time, in addition to those of a lost connection: rows are large,
@@ -215,8 +212,8 @@ class ValueHead(nn.Module):
 
 
 class RemoteCritic:
-    """The critic of one learner rank, computed by a critic rank. It has the methods of `Critic`; training goes on until
-    `finish`."""
+    """The critic of one learner rank, computed by a critic rank. It has the methods of `Critic`; the critic rank trains
+    until `finish`, and writes its own files where it is to save."""
 
     model = None
     """No model is in this process."""
@@ -235,13 +232,9 @@ class RemoteCritic:
 
     def values(self, batch: Batch, step: int) -> Tensor:
         self._step = step
-        body = Value(
-            self.rank,
-            step,
-            minibatches=[len(minibatch) for minibatch in batch.minibatches],
-            names=[micro.names for micro in batch.micro_batches],
-        )
-        arrays = [array for micro in batch.micro_batches for array in pack_row(micro)]
+        sizes, names = [len(parts) for parts in batch.minibatches], [micro.names for micro in batch.micro_batches]
+        body = Value(self.rank, step, minibatches=sizes, names=names)
+        arrays = [array for micro in batch.micro_batches for array in _pack_row(micro)]
         answer = self._connection.request(body, arrays, timeout_s=self.timeout_s)
         return torch.from_numpy(answer.arrays[0].copy())
 
@@ -255,25 +248,27 @@ class RemoteCritic:
         return self._connection.await_answer(body, seq, self._returns, timeout_s=self.timeout_s).body.metrics
 
     def save(self, folder: Path) -> None:
-        """Makes the critic write its model as the run's result. `folder` is unused: the critic knows the path."""
-        self._save(self._step, "model")
+        self._request(Save(self.rank, self._step, "model"))
 
     def snapshot(self, folder: Path) -> Files:
-        """Makes the critic write its state to the run's checkpoint in `folder`."""
-        self._save(step_of(folder), "state")
+        self._request(Save(self.rank, step_of(folder), "state"))
         return {}
 
     def restore(self, folder: Path) -> None:
-        """Makes the critic load its state from the run's checkpoint in `folder`."""
-        self._connection.request(Restore(self.rank, step_of(folder)), timeout_s=self.timeout_s)
+        self._request(Restore(self.rank, step_of(folder)))
 
     def close(self) -> None:
         """Tells the critic rank that this learner rank has left. The critic rank ends when all of them have."""
         self._connection.send(Leave(self.rank))
         self._connection.close()
 
-    def _save(self, step: int, what: Literal["model", "state"]) -> None:
-        self._connection.request(Save(self.rank, step, what), timeout_s=self.timeout_s)
+    def _request(self, body: Save | Restore) -> None:
+        self._connection.request(body, timeout_s=self.timeout_s)
+
+
+def critic_part(rank: int) -> str:
+    """Returns the name of a critic rank as the writer of a part of a checkpoint."""
+    return f"critic-{rank}"
 
 
 def run_critic(
@@ -289,13 +284,9 @@ def run_critic(
         own, rank, count, start_timeout_s=launch.start_timeout_s, timeout_s=launch.progress_timeout_s, what="critic"
     ) as ranks:
         learners = [learner for learner in range(launch.learners) if learner % count == rank]
+        critic = Critic(config, ranks)
         server = CriticServer(
-            Critic(config, ranks),
-            endpoints,
-            learners=learners,
-            run_dir=run_dir,
-            out_dir=out_dir,
-            should_stop=should_stop,
+            critic, endpoints, learners=learners, run_dir=run_dir, out_dir=out_dir, should_stop=should_stop
         )
         try:
             log.info("critic is up", rank=rank)
@@ -334,15 +325,17 @@ class CriticServer:
         """The connection of each learner rank."""
         self._received: dict[int, Message] = {}
         """Requests of the current round, by learner rank."""
+        self._rows: dict[int, list[list[MicroBatch]]] = {}
+        """The packed rows in them."""
         self._answered: dict[int, tuple[int, Reply]] = {}
         """The number of each learner rank's last request that was answered, and the answer."""
         self._step = 0
         """Step of the values that were sent last."""
         self._spans: dict[int, list[slice]] = {}
         """Ranges of the action tokens of each learner rank's micro-batches in the joined batch."""
-        handlers = dict.fromkeys((*_ANSWERS, Leave), self._collect)
+        self._answers = {Value: self._value, Train: self._train, Save: self._save, Restore: self._restore}
         address = endpoints.critics[critic.ranks.rank]
-        self._server = Server(endpoints, address, "critic", handlers)
+        self._server = Server(endpoints, address, "critic", dict.fromkeys((*self._answers, Leave), self._collect))
         announce(endpoints, address, self._server.address)
 
     def serve(self) -> None:
@@ -356,7 +349,7 @@ class CriticServer:
                 if len(kinds) > 1:
                     names = sorted(KINDS[kind] for kind in kinds)
                     raise InvariantError(f"the learner ranks send the critic different requests: {names}")
-                replies = _ANSWERS[kinds.pop()](self, received)
+                replies = self._answers[kinds.pop()](received)
             except AsyncrlError as error:
                 self._answer(received, dict.fromkeys(received, Reply(Error(str(error)))))
                 raise
@@ -379,11 +372,6 @@ class CriticServer:
                 self._server.handle_next()
         return self._received
 
-    def _answer(self, received: dict[int, Message], replies: dict[int, Reply]) -> None:
-        for rank, message in received.items():
-            self._answered[rank] = message.seq, replies[rank]
-            self._server.send(message.peer, message.seq, replies[rank])
-
     def _collect(self, message: Message) -> Reply | None:
         """Adds a request to the round; returns the answer of one that has been answered. Raises ProtocolError unless it
         is valid for this critic rank."""
@@ -396,42 +384,45 @@ class CriticServer:
         if 0 < message.seq <= answered:
             return reply if message.seq == answered else None
         if isinstance(body, Value):
-            config = self.critic.config
             vocabulary = self.critic.model.model.config.get_text_config().vocab_size
-            check_rows(message, minibatches=config.learner.packed_minibatches, vocabulary=vocabulary)
+            minibatches = self.critic.config.learner.packed_minibatches
+            self._rows[body.rank] = _unpack_rows(message, minibatches=minibatches, vocabulary=vocabulary)
         elif isinstance(body, Train):
             if not self._spans:
                 raise ProtocolError("train: no values were requested before these returns")
-            spans = self._spans[body.rank]
-            check_returns(message, step=self._step, tokens=sum(span.stop - span.start for span in spans))
+            tokens = sum(span.stop - span.start for span in self._spans[body.rank])
+            _check_returns(message, step=self._step, tokens=tokens)
         self._peers[body.rank] = peer
         self._received[body.rank] = message
         return None
 
+    def _answer(self, received: dict[int, Message], replies: dict[int, Reply]) -> None:
+        for rank, message in received.items():
+            self._answered[rank] = message.seq, replies[rank]
+            self._server.send(message.peer, message.seq, replies[rank])
+
     def _value(self, messages: dict[int, Message]) -> dict[int, Reply]:
-        rows = {rank: unpack_rows(message) for rank, message in messages.items()}
+        (self._step,) = _agreed(messages, "step")
         minibatches: list[list[MicroBatch]] = []
-        self._spans = {rank: [] for rank in rows}
-        ends: dict[int, list[slice]] = {rank: [] for rank in rows}
+        self._spans = {rank: [] for rank in messages}
+        ends: dict[int, list[slice]] = {rank: [] for rank in messages}
         start = num_ends = 0
         for number in range(self.critic.config.learner.packed_minibatches):
             minibatches.append([])
-            for rank, own in rows.items():
-                for micro in own[number]:
+            for rank in messages:
+                for micro in self._rows[rank][number]:
                     minibatches[-1].append(replace(micro, start=start))
-                    self._spans[rank].append(slice(start, start + len(micro.targets)))
-                    start += len(micro.targets)
-                    ends[rank].append(slice(num_ends, num_ends + len(micro.ends)))
-                    num_ends += len(micro.ends)
+                    self._spans[rank].append(slice(start, start := start + len(micro.targets)))
+                    ends[rank].append(slice(num_ends, num_ends := num_ends + len(micro.ends)))
+        self._rows = {}
         none = torch.empty(0)
-        (step,) = _agreed(messages, "step")
-        self._step = step
-        values, after = self.critic.values(Batch(minibatches, none, none, none, none), step).split([start, num_ends])
+        batch = Batch(minibatches, none, none, none, none)
+        values, after = self.critic.values(batch, self._step).split([start, num_ends])
         parts = {
-            rank: [*(values[span] for span in self._spans[rank]), *(after[span] for span in ends[rank])]
+            rank: [none, *(values[span] for span in self._spans[rank]), *(after[span] for span in ends[rank])]
             for rank in messages
         }
-        return {rank: Reply(Values(step), [torch.cat([none, *own]).numpy()]) for rank, own in parts.items()}
+        return {rank: Reply(Values(self._step), [torch.cat(own).numpy()]) for rank, own in parts.items()}
 
     def _train(self, messages: dict[int, Message]) -> dict[int, Reply]:
         returns = torch.empty(sum(len(message.arrays[0]) for message in messages.values()))
@@ -462,7 +453,15 @@ class CriticServer:
         return dict.fromkeys(messages, Reply(Ok({})))
 
 
-def pack_row(micro: MicroBatch) -> list[Array]:
+def _agreed(messages: dict[int, Message], *names: str) -> tuple[Any, ...]:
+    """Returns the fields `names`, which are equal in all ranks' messages. Raises InvariantError if they differ."""
+    values = {tuple(getattr(message.body, name) for name in names) for message in messages.values()}
+    if len(values) > 1:
+        raise InvariantError(f"the learner ranks send the critic different requests: {sorted(values)}")
+    return values.pop()
+
+
+def _pack_row(micro: MicroBatch) -> list[Array]:
     """Returns the tokens, the sequence lengths, and the positions whose hidden states are valued. A position before an
     action token is never the last of its sequence, so last positions are always those of `ends`."""
     starts = torch.nonzero(micro.position_ids == 0).flatten()
@@ -471,9 +470,9 @@ def pack_row(micro: MicroBatch) -> list[Array]:
     return [tensor.to(torch.int32).numpy() for tensor in (micro.input_ids, lengths, valued)]
 
 
-def check_rows(message: Message, *, minibatches: int, vocabulary: int) -> None:
-    """Raises ProtocolError unless the "value" request has `minibatches` mini-batches of complete rows with tokens below
-    `vocabulary`."""
+def _unpack_rows(message: Message, *, minibatches: int, vocabulary: int) -> list[list[MicroBatch]]:
+    """Returns the micro-batches of each mini-batch from a "value" request. Raises ProtocolError unless it has
+    `minibatches` mini-batches of complete rows with tokens below `vocabulary`."""
     body, arrays = message.body, message.arrays
     rows = len(body.names)
     if len(body.minibatches) != minibatches or sum(body.minibatches) != rows:
@@ -481,32 +480,17 @@ def check_rows(message: Message, *, minibatches: int, vocabulary: int) -> None:
             f"value: {rows} rows in mini-batches of {str(body.minibatches[:minibatches])[:100]}, expected "
             f"{minibatches} mini-batches (learner.minibatches) that add up to them"
         )
-    if len(arrays) != ARRAYS_PER_ROW * rows or any(NAMES[a.dtype] != "i4" or a.ndim != 1 for a in arrays):
-        raise ProtocolError(f"value: {rows} rows need {ARRAYS_PER_ROW} frames each, i4 in one dimension")
-    for number, (row, names) in enumerate(zip(_rows(arrays), body.names, strict=True)):
+    if len(arrays) != 3 * rows or any(NAMES[a.dtype] != "i4" or a.ndim != 1 for a in arrays):
+        raise ProtocolError(f"value: {rows} rows need 3 frames each, i4 in one dimension")
+    unpacked: list[MicroBatch] = []
+    start = 0
+    for number, names in enumerate(body.names):
+        row = arrays[3 * number : 3 * number + 3]
         _check_row(row, len(names), vocabulary, f"value: row {number}")
-
-
-def check_returns(message: Message, *, step: int, tokens: int) -> None:
-    """Raises ProtocolError unless the "train" request has the returns of `tokens` tokens, valued at step `step`."""
-    if message.body.step != step:
-        raise ProtocolError(f"train: step {message.body.step}, the most recent values are of step {step}")
-    given = [f"{NAMES[array.dtype]}{list(array.shape)}" for array in message.arrays]
-    if given != [f"f4[{tokens}]"]:
-        raise ProtocolError(f"train: frames of {', '.join(given[:3]) or 'nothing'}, expected one of f4[{tokens}]")
-
-
-def unpack_rows(message: Message) -> list[list[MicroBatch]]:
-    """Returns the micro-batches of each mini-batch from a request that passed `check_rows`; fields that a critic does
-    not need are zero."""
-    rows = zip(_rows(message.arrays), message.body.names, strict=True)
-    starts = accumulate((len(names) for names in message.body.names), initial=0)
-    micro_batches = iter([_unpack(row, names, start) for (row, names), start in zip(rows, starts, strict=False)])
-    return [[next(micro_batches) for _ in range(count)] for count in message.body.minibatches]
-
-
-def _rows(arrays: list[Array]) -> list[list[Array]]:
-    return [arrays[i : i + ARRAYS_PER_ROW] for i in range(0, len(arrays), ARRAYS_PER_ROW)]
+        unpacked.append(_unpack_row(row, names, start))
+        start += len(names)
+    micro_batches = iter(unpacked)
+    return [[next(micro_batches) for _ in range(count)] for count in body.minibatches]
 
 
 def _check_row(row: list[Array], sequences: int, vocabulary: int, where: str) -> None:
@@ -521,22 +505,21 @@ def _check_row(row: list[Array], sequences: int, vocabulary: int, where: str) ->
             f"{where}: tokens from {input_ids.min()} to {input_ids.max()}, the critic's vocabulary has {vocabulary}; "
             "set critic.path to a model with the tokens of model.path"
         )
-    if not len(valued):
-        return
-    if valued[0] < 0 or valued[-1] >= size or np.any(valued[:-1] >= valued[1:]):
+    if len(valued) and (valued[0] < 0 or valued[-1] >= size or np.any(valued[:-1] >= valued[1:])):
         raise ProtocolError(f"{where}: valued positions must ascend from 0 and be less than its {size} tokens")
 
 
-def _unpack(row: list[Array], names: list[tuple[int, int]], start: int) -> MicroBatch:
+def _unpack_row(row: list[Array], names: list[Name], start: int) -> MicroBatch:
+    """Returns the micro-batch; fields that a critic does not need are zero. Every sequence counts as a member, from
+    `start` on: the critic's losses are means over tokens."""
     input_ids, lengths, valued = (array.astype(np.int64) for array in row)
     ends = np.cumsum(lengths)
     is_last = np.isin(valued, ends - 1)
     logit_index = valued[~is_last]
-    positions = np.arange(len(input_ids)) - np.repeat(ends - lengths, lengths)
     nothing = torch.zeros(len(logit_index))
     return MicroBatch(
         input_ids=torch.from_numpy(input_ids),
-        position_ids=torch.from_numpy(positions),
+        position_ids=torch.from_numpy(np.arange(len(input_ids)) - np.repeat(ends - lengths, lengths)),
         layout=make_layout(lengths, find_firsts(input_ids, lengths, np.array([ticket for ticket, _ in names]))),
         logit_index=torch.from_numpy(logit_index),
         targets=torch.from_numpy(input_ids[logit_index + 1]),
@@ -549,23 +532,10 @@ def _unpack(row: list[Array], names: list[tuple[int, int]], start: int) -> Micro
     )
 
 
-def critic_part(rank: int) -> str:
-    """Returns the name of a critic rank as the writer of a part of a checkpoint."""
-    return f"critic-{rank}"
-
-
-def _agreed(messages: dict[int, Message], *names: str) -> tuple[Any, ...]:
-    """Returns the fields `names`, which are equal in all ranks' messages. Raises InvariantError if they differ."""
-    values = {tuple(getattr(message.body, name) for name in names) for message in messages.values()}
-    if len(values) > 1:
-        raise InvariantError(f"the learner ranks send the critic different requests: {sorted(values)}")
-    return values.pop()
-
-
-_ANSWERS: dict[type[Body], Callable[[CriticServer, dict[int, Message]], dict[int, Reply]]] = {
-    Value: CriticServer._value,
-    Train: CriticServer._train,
-    Save: CriticServer._save,
-    Restore: CriticServer._restore,
-}
-"""Handlers of one round's messages, by kind."""
+def _check_returns(message: Message, *, step: int, tokens: int) -> None:
+    """Raises ProtocolError unless the "train" request has the returns of `tokens` tokens, valued at step `step`."""
+    if message.body.step != step:
+        raise ProtocolError(f"train: step {message.body.step}, the most recent values are of step {step}")
+    given = [f"{NAMES[array.dtype]}{list(array.shape)}" for array in message.arrays]
+    if given != [f"f4[{tokens}]"]:
+        raise ProtocolError(f"train: frames of {', '.join(given[:3]) or 'nothing'}, expected one of f4[{tokens}]")

@@ -30,6 +30,8 @@ if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import deepspeed
+from deepspeed.runtime.base_optimizer import ZeROOptimizer as ZeROOptimizer
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer as BF16_Optimizer
 
 # cuDNN builds a plan for every new attention shape, which takes some 100 ms where the kernel takes less than one, and
 # almost every packed row has a new shape.

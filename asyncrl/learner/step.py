@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import structlog
@@ -73,14 +73,6 @@ MAX_NAMED = 4
 """Maximum number of trajectories that each rank names for a skipped update; the others are only counted."""
 
 
-class Update(NamedTuple):
-    """One optimizer update that was not skipped."""
-
-    grad_norm: float
-    """Norm of the gradient before clipping."""
-    lr: float
-
-
 class Trainer:
     """The models, the algorithm and the training state of one learner rank. All ranks call every method together."""
 
@@ -115,14 +107,13 @@ class Trainer:
 
         Raises RunError on all ranks after more than `learner.max_skipped_updates` skipped updates in a row.
         """
-        settings, device = self.config.learner, self.ranks.device
+        settings, device, phase = self.config.learner, self.ranks.device, self.phases.phase
         minibatches = sync_microbatches(
             batch.minibatches, batch.num_members, self.data_ranks, step, may_be_empty=may_be_empty(self.config)
         )
         if not any(minibatch.num_tokens for minibatch in minibatches):
             return {"learner/tokens": 0.0, "learner/skipped_updates": 0.0}
         scores = self._score(batch, minibatches, step)
-        phase = self.phases.phase
         with phase("advantage"):
             estimates = estimate(self.algorithm, batch, scores, self.data_ranks, kl_coef=self.kl_control.coef)
         if self.critic is not None:
@@ -131,11 +122,10 @@ class Trainer:
                 self.critic.train(estimates.returns)
         culprits = self._find_culprits(batch, scores)
         warmup = self.critic is not None and step <= self.config.critic.warmup_steps
-        total = self._new_metrics(step)
-        updates: list[Update] = []
-        parts = {"epochs": settings.epochs, "minibatches": settings.minibatches}
         scheduled = learning_rate(step, settings, steps=self.config.steps)
+        parts = {"epochs": settings.epochs, "minibatches": settings.minibatches}
         planned = plan_updates(batch, minibatches, self.data_ranks, step, self.config, **parts)
+        total, norms, rates, skipped = self._new_metrics(step), [], [], 0
         for number, minibatch in enumerate(planned):
             metrics = self._new_metrics(step)
             finite: list[Tensor] = []
@@ -160,20 +150,31 @@ class Trainer:
                 with phase("optimizer"):
                     norm = self.policy.gradient_norm()
                 if skip_if_not_finite(self.policy, minibatch, finite, norm, step, settings, "learner.lr", culprits):
+                    skipped += 1
                     continue
-                lr = self.divergence_bound.rate(scheduled)
+                norms.append(norm)
+                rates.append(self.divergence_bound.rate(scheduled))
                 self.before_update()
                 with phase("optimizer"):
-                    self.policy.step(lr=lr, max_grad_norm=settings.max_grad_norm, grad_norm=norm)
-                updates.append(Update(norm, lr))
+                    self.policy.step(lr=rates[-1], max_grad_norm=settings.max_grad_norm, grad_norm=norm)
             total.join(metrics)
         if self.mismatch_check is not None and self.mismatch_check.conclude(step):
             self.mismatch_check = None
-        skipped = 0 if warmup else len(planned) - len(updates)
-        metrics = self._describe(total, updates, skipped, minibatches, estimates, counted=len(planned) - skipped)
-        metrics |= self.divergence_bound.end_step([update.lr for update in updates], scheduled)
-        metrics["learner/flops"] = self._count_flops(batch, scores, warmup=warmup)
-        return metrics | batch_metrics(batch, estimates.advantages, self.data_ranks)
+        counted = len(planned) - skipped
+        result = total.reduce(self.data_ranks, updates=counted)
+        result["learner/tokens"] = float(sum(minibatch.num_tokens for minibatch in minibatches))
+        result["learner/skipped_updates"] = float(skipped)
+        if counted:
+            result["learner/grad_norm"] = sum(norms) / max(len(norms), 1)
+            result["learner/lr"] = sum(rates) / max(len(rates), 1)
+        result |= self._control_kl(estimates, sum(minibatch.num_sequences for minibatch in minibatches))
+        if self.critic is not None:
+            with phase("critic"):
+                result |= self.critic.finish()
+        result = {name: value for name, value in result.items() if math.isfinite(value)}
+        result |= self.divergence_bound.end_step(rates, scheduled)
+        result["learner/flops"] = self._count_flops(batch, scores, warmup=warmup)
+        return result | batch_metrics(batch, estimates.advantages, self.data_ranks)
 
     def tensors(self) -> Iterator[Tensor]:
         """Yields what the models of this rank have in memory; a tensor may come several times."""
@@ -258,30 +259,6 @@ class Trainer:
         finite = torch.stack([column.isfinite() for column in given if column is not None]).all(dim=0)
         names = [name for micro in batch.micro_batches for name in broken_names(micro, finite[micro.span])]
         return name_together(names, self.data_ranks)
-
-    def _describe(
-        self,
-        total: StepMetrics,
-        updates: list[Update],
-        skipped: int,
-        minibatches: list[Minibatch],
-        estimates: Estimates,
-        *,
-        counted: int,
-    ) -> dict[str, float]:
-        """Returns the finite metrics of the step, whose `total` is of `counted` updates. Waits for the critic, whose
-        metrics are included."""
-        metrics = total.reduce(self.data_ranks, updates=counted)
-        metrics["learner/tokens"] = float(sum(minibatch.num_tokens for minibatch in minibatches))
-        metrics["learner/skipped_updates"] = float(skipped)
-        if counted:
-            metrics["learner/grad_norm"] = sum(update.grad_norm for update in updates) / max(len(updates), 1)
-            metrics["learner/lr"] = sum(update.lr for update in updates) / max(len(updates), 1)
-        metrics |= self._control_kl(estimates, sum(minibatch.num_sequences for minibatch in minibatches))
-        if self.critic is not None:
-            with self.phases.phase("critic"):
-                metrics |= self.critic.finish()
-        return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
     def _control_kl(self, estimates: Estimates, num_sequences: int) -> dict[str, float]:
         if estimates.kl is None:

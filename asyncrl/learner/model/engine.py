@@ -16,7 +16,7 @@ from asyncrl.config import Config, LearnerConfig
 from asyncrl.config.passthrough import merged as overridden
 from asyncrl.errors import InvariantError
 from asyncrl.learner.batch import MicroBatch
-from asyncrl.learner.distributed import Ranks, deepspeed
+from asyncrl.learner.distributed import BF16_Optimizer, Ranks, ZeROOptimizer, deepspeed
 from asyncrl.learner.model.loading import largest_layer, read_other_files
 from asyncrl.learner.model.lora import Adapters
 from asyncrl.weights.adapters import Factors, merged
@@ -62,7 +62,7 @@ class TrainedModel:
         self.engine.train()
         self.skipped = 0
         """Number of consecutive skipped updates, including the most recent one; part of the training state."""
-        self.sharded: bool = isinstance(self.engine.optimizer, deepspeed.runtime.base_optimizer.ZeROOptimizer)
+        self.sharded: bool = isinstance(self.engine.optimizer, ZeROOptimizer)
         """True if each rank has only a part of the optimizer's state."""
         self.partitioned: bool = self.engine.zero_optimization_partition_weights()
         """True if each rank also has only a part of the weights (ZeRO stage 3)."""
@@ -214,7 +214,7 @@ class TrainedModel:
     def flat_weights(self) -> list[Tensor]:
         """Returns the tensors that the optimizer updates on this rank: flat float32 weights, or the parameters."""
         optimizer: Any = self.engine.optimizer
-        if isinstance(optimizer, deepspeed.runtime.bf16_optimizer.BF16_Optimizer):
+        if isinstance(optimizer, BF16_Optimizer):
             return optimizer.fp32_groups_flat_partition
         if self.partitioned:
             return optimizer.fp32_partitioned_groups_flat
@@ -225,7 +225,7 @@ class TrainedModel:
     def _gradients(self) -> list[Tensor]:
         """Returns this rank's shards of the reduced gradient; with stage 0, the complete gradient."""
         optimizer: Any = self.engine.optimizer
-        if isinstance(optimizer, deepspeed.runtime.bf16_optimizer.BF16_Optimizer):
+        if isinstance(optimizer, BF16_Optimizer):
             return optimizer.fp32_groups_gradient_flat_partition
         if self.offloaded:
             if self.ranks.device.type == "cuda":
