@@ -22,7 +22,7 @@ from worlds import make_config, single_groups
 from asyncrl.config import Config
 from asyncrl.launch.resources.shape import Shape
 from asyncrl.learner.batch import MicroBatch, make_batch
-from asyncrl.learner.model import attention as sequence_parallel
+from asyncrl.learner.model import attention
 from asyncrl.learner.model import memory_trace
 from asyncrl.learner.model.attention import SequenceParallel
 from asyncrl.learner.model.loading import hidden_states, load_policy_model
@@ -90,7 +90,7 @@ def test_the_trace_counts_what_one_of_several_ranks_keeps(
     (micro,) = make_batch(
         single_groups([96, 90, 80, 75] * 6, SIZES["vocab_size"]), tokens_per_microbatch=1 << 20
     ).micro_batches
-    monkeypatch.setattr(sequence_parallel.dist, "all_to_all_single", lambda received, values, group: None)
+    monkeypatch.setattr(attention.dist, "all_to_all_single", lambda received, values, group: None)
     alone, kept = kept_bytes(config, micro), kept_bytes(config, micro, SequenceParallel(0, size, None))  # pyright: ignore
     model = empty_model(AutoConfig.from_pretrained(tmp_path))
     traced = trace(model, micro, on_gpu=False, exchanged=False, sequence_parallel=size)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from worlds import copy_weights, make_config, make_groups, make_trainer, pack_groups
 
-from asyncrl.learner import step as trainer_module
 from asyncrl.learner.batch import Batch, MicroBatch, Name, repack
 from asyncrl.learner.critic import Critic
 from asyncrl.learner.distributed import Ranks
@@ -59,7 +58,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[list[list[int]]]:
         seen.append([sorted({n[0] for m in one.micro_batches for n in m.names}) for one in minibatches])
         return minibatches
 
-    monkeypatch.setattr(trainer_module, "plan_updates", plan)
+    monkeypatch.setattr("asyncrl.learner.step.plan_updates", plan)
     return seen
 
 
