@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from asyncrl.config import Config
 from asyncrl.errors import observing
-from asyncrl.launch.resources.placement import Placement
+from asyncrl.launch.placement import Placement
 from asyncrl.observe.rollbacks import read_rollbacks
 from asyncrl.plan.levers import (
     MOST_OF_RATE,

@@ -28,7 +28,7 @@ from asyncrl.util.redaction import describe, redact
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from asyncrl.launch.watch import Run
+    from asyncrl.launch.run import Run
 
 log = structlog.get_logger()
 

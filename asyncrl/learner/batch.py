@@ -1,7 +1,7 @@
 """The batch of a step: groups are checked, and their trajectories laid end to end in micro-batches.
 
 A micro-batch is a flat row of complete sequences without padding. Sequences with common tokens lie together, so that
-these are computed once. A packed batch can be distributed over other mini-batches, in an order that may be random.
+these are computed once.
 """
 
 from __future__ import annotations
@@ -62,8 +62,6 @@ class MicroBatch:
     """[S]"""
     start: int = 0
     """Number of action tokens in the rank's batch before this micro-batch."""
-    places: Integers | None = None
-    """[N], the place of each action token in the rank's batch; None if they are consecutive, from `start` on."""
     ends: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     """int64 [C], positions of the last tokens of sequences for which the critic also values the state after the end."""
     members: Integers = field(default_factory=lambda: np.empty(0, dtype=np.int64))
@@ -77,9 +75,9 @@ class MicroBatch:
         return torch.cumsum(self.position_ids == 0, dim=0)[self.ends] - 1
 
     @property
-    def span(self) -> slice | Integers:
+    def span(self) -> slice:
         """Places of its action tokens in the rank's batch, as an index of a column."""
-        return slice(self.start, self.start + len(self.targets)) if self.places is None else self.places
+        return slice(self.start, self.start + len(self.targets))
 
     def to(self, device: torch.device) -> MicroBatch:
         tensors = {
@@ -195,7 +193,7 @@ def collate(groups: Sequence[Group], config: Config, *, version: int) -> Batch:
     return make_batch(
         groups,
         tokens_per_microbatch=config.learner.tokens_per_microbatch,
-        minibatches=config.learner.packed_minibatches,
+        minibatches=config.learner.minibatches,
         skip_truncated=config.algorithm.truncated == "mask",
         bootstrap_truncated=config.algorithm.truncated == "bootstrap",
     )
@@ -354,7 +352,7 @@ class _Rows:
     routing: NDArray[np.uint8] | None
     """[tokens, layers, chosen]; None without `algorithm.routing_replay`."""
 
-    def micro_batch(self, chosen: Integers, start: int, places: Integers | None = None) -> MicroBatch:
+    def micro_batch(self, chosen: Integers, start: int) -> MicroBatch:
         """Returns the micro-batch of the `chosen` trajectories, in ascending order."""
         lengths, members = self.lengths[chosen], self.members[chosen]
         positions = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
@@ -376,7 +374,6 @@ class _Rows:
             seq=torch.from_numpy(np.repeat(np.arange(len(chosen)), lengths)[actions]),
             names=names,
             start=start,
-            places=places,
             ends=torch.from_numpy((np.cumsum(lengths) - 1)[self.ended[chosen]]),
             members=members,
             routing=None if self.routing is None else _routing(self.routing[source], lengths, layout),
@@ -390,64 +387,6 @@ def _routing(experts: NDArray[np.uint8], lengths: Integers, layout: Layout) -> R
     source = np.full(len(layout.computed), -1)
     source[layout.twins.numpy()[places]] = places
     return Routing(torch.from_numpy(experts), torch.from_numpy(source))
-
-
-def repack(
-    batch: Batch, minibatches: int, *, tokens_per_microbatch: int, rng: np.random.Generator | None = None
-) -> tuple[list[list[MicroBatch]], list[int]]:
-    """Returns the micro-batches of `minibatches` mini-batches of complete groups, with the tokens and sequences of
-    `batch`, and the number of members of each, trained or not. Their spans are places in `batch`, so that its columns
-    stay valid.
-
-    Every mini-batch gets the same number of groups, or one more: of those in the order of their tickets, or of a random
-    order with `rng`.
-    """
-    rows = _rows_of(batch)
-    counts = np.bincount(batch.seq.numpy(), minlength=len(rows.names))
-    firsts = np.cumsum(counts) - counts
-    tickets = np.array([ticket for ticket, _ in rows.names], dtype=np.int64)
-    order = np.unique([*tickets.tolist(), *batch.group_sizes]).astype(np.int64)
-    if rng is not None:
-        order = rng.permutation(order)
-    parts: list[list[MicroBatch]] = []
-    num_members: list[int] = []
-    for number in range(minibatches):
-        own = order[number::minibatches]
-        num_members.append(sum(batch.group_sizes.get(ticket, 0) for ticket in own.tolist()))
-        chosen = np.flatnonzero(np.isin(tickets, own))
-        packed = pack_groups(rows.lengths[chosen], tickets[chosen], tokens_per_microbatch, rows.members[chosen])
-        parts.append([])
-        for sequences in (chosen[part] for part in packed):
-            sizes = counts[sequences]
-            places = np.arange(sizes.sum()) + np.repeat(firsts[sequences] - (np.cumsum(sizes) - sizes), sizes)
-            parts[-1].append(rows.micro_batch(sequences, 0, places))
-    return parts, num_members
-
-
-def _rows_of(batch: Batch) -> _Rows:
-    micro_batches = batch.micro_batches
-    tokens = _cat([micro.input_ids for micro in micro_batches])
-    starts = torch.nonzero(_cat([micro.position_ids for micro in micro_batches]) == 0).flatten()
-    begins = accumulate((len(micro.input_ids) for micro in micro_batches), initial=0)
-    actions = _cat([micro.logit_index + 1 + begin for micro, begin in zip(micro_batches, begins, strict=False)])
-    action_mask, ended = (torch.zeros(size, dtype=torch.bool) for size in (len(tokens), len(starts)))
-    behavior_logprobs, versions = torch.zeros(len(tokens)), torch.zeros(len(tokens), dtype=torch.int32)
-    action_mask[actions] = True
-    behavior_logprobs[actions] = batch.behavior_logprobs
-    versions[actions] = _cat([micro.versions for micro in micro_batches]).int()
-    ended[batch.ended] = True
-    routings = [micro.routing.experts.numpy() for micro in micro_batches if micro.routing is not None]
-    return _Rows(
-        tokens=tokens.int().numpy(),
-        action_mask=action_mask.numpy(),
-        behavior_logprobs=behavior_logprobs.numpy(),
-        versions=versions.numpy(),
-        lengths=torch.diff(starts, append=torch.tensor([len(tokens)])).numpy(),
-        names=[name for micro in micro_batches for name in micro.names],
-        ended=ended.numpy(),
-        members=batch.member.numpy(),
-        routing=np.concatenate(routings) if routings else None,
-    )
 
 
 def pack_groups(lengths: Integers, groups: Integers, capacity: int, members: Integers | None = None) -> list[Integers]:

@@ -47,25 +47,16 @@ Sum = dict[str, Any]
 """Size `bytes` and checksum `xxh3` (64 bits, hexadecimal) of a file."""
 
 
-@dataclass(frozen=True, slots=True)
-class PartContent:
-    """Content to write at one path of a checkpoint: a file, or a folder of files."""
-
-    num_bytes: int
-    """Size of its tensors or data."""
-    write: Callable[[Path], object]
+Files = dict[str, Callable[[Path], object]]
+"""What writes each path of a checkpoint: a file, or a folder of files."""
 
 
-Files = dict[str, PartContent]
-"""Contents by path in the checkpoint."""
+def tensors_file(tensors: dict[str, Tensor]) -> Callable[[Path], object]:
+    return partial(save_file, tensors)
 
 
-def tensors_file(tensors: dict[str, Tensor]) -> PartContent:
-    return PartContent(sum(tensor.nbytes for tensor in tensors.values()), partial(save_file, tensors))
-
-
-def bytes_file(data: bytes) -> PartContent:
-    return PartContent(len(data), lambda path: path.write_bytes(data))
+def bytes_file(data: bytes) -> Callable[[Path], object]:
+    return lambda path: path.write_bytes(data)
 
 
 class Checkpoints:
@@ -129,7 +120,7 @@ class Checkpoints:
         """Starts a checkpoint of this step. Waits for the previous checkpoint, takes the snapshot of this rank, and
         writes it in the background. All ranks call it.
 
-        Raises RunError on all ranks if the previous checkpoint failed or `checkpoint.max_bytes` is too low.
+        Raises RunError on all ranks if the previous checkpoint failed.
         """
         self.finish()
         begun_s = time.monotonic()
@@ -137,8 +128,6 @@ class Checkpoints:
         unfinished = partial_folder(path)
         self._partial = unfinished
         files = snapshot(unfinished)
-        num_bytes = self.ranks.sum(torch.tensor([sum(content.num_bytes for content in files.values())]))
-        self.ranks.raise_on_all_ranks(self._make_room(step, int(num_bytes)))
         started_s = time.monotonic()
 
         def complete() -> None:
@@ -183,31 +172,9 @@ class Checkpoints:
         if self._partial is not None and self.ranks.rank == 0 and not self._late:
             shutil.rmtree(self._partial, ignore_errors=True)
 
-    def _make_room(self, step: int, num_bytes: int) -> RunError | None:
-        """Removes older checkpoints until one of `num_bytes` fits in addition to the newest. Returns an error if it
-        cannot fit."""
-        limit = self._settings.max_bytes
-        if limit is None or self.ranks.rank:
-            return None
-        sizes = {other: read_manifest(self.path(other)).num_bytes for other in self._finished if other != step}
-        newest = sizes[max(sizes)] if sizes else 0
-        if newest + num_bytes > limit:
-            return RunError(
-                f"checkpoint.max_bytes = {limit}: the checkpoint of step {step} has {num_bytes} bytes and must fit "
-                f"next to the newest one, which has {newest}; raise it to at least {newest + num_bytes}, or omit it"
-            )
-        order = [other for other in sorted(sizes) if other not in self._kept()] + sorted(sizes)
-        while sum(sizes.values()) + num_bytes > limit:
-            self._remove(order[0])
-            sizes.pop(order[0])
-            order = [other for other in order if other in sizes]
-        return None
-
     def _complete(self, step: int, unfinished: Path, reward: float | None) -> None:
         files = await_parts(unfinished, self._names, timeout_s=self._timeout_s, cancelled=self._cancelled)
         manifest = CheckpointManifest(step, reward, files=files)
-        if error := self._make_room(step, manifest.num_bytes):
-            raise error
         shutil.rmtree(unfinished / PARTS)
         write_manifest(unfinished, manifest)
         for folder in [path for path in unfinished.rglob("*") if path.is_dir()]:
@@ -316,10 +283,10 @@ class PartWriter:
 
 def _write(folder: Path, name: str, files: Files) -> None:
     sums: dict[str, Sum] = {}
-    for path, content in files.items():
+    for path, write in files.items():
         target = folder / path
         target.parent.mkdir(parents=True, exist_ok=True)
-        content.write(target)
+        write(target)
         written = [target] if target.is_file() else sorted(p for p in target.rglob("*") if p.is_file())
         sums |= {str(file.relative_to(folder)): seal(file) for file in written}
     (folder / PARTS).mkdir(parents=True, exist_ok=True)

@@ -91,10 +91,7 @@ class Critic:
         total = torch.zeros(3, dtype=torch.float64)
         norms: list[float] = []
         skipped = 0
-        parts = {"epochs": self.config.critic_epochs, "minibatches": self.config.critic_minibatches}
-        for minibatch in plan_updates(
-            self._batch, self._minibatches, self.data_ranks, self._step, self.config, **parts
-        ):
+        for minibatch in plan_updates(self._minibatches, epochs=settings.epochs):
             sums = torch.zeros_like(total)
             finite: list[Tensor] = []
             for micro, last in minibatch.on(self.ranks.device):
@@ -104,7 +101,7 @@ class Critic:
                 finite.append(values.detach().isfinite() & gradient.isfinite())
                 self.model.backward(values, gradient, last=last)
             norm = self.model.gradient_norm()
-            if skip_if_not_finite(self.model, minibatch, finite, norm, self._step, settings, "critic.lr"):
+            if skip_if_not_finite(self.model, minibatch, finite, norm, self._step, "critic.lr"):
                 skipped += 1
                 continue
             self.model.step(lr=lr, max_grad_norm=settings.max_grad_norm, grad_norm=norm)
@@ -385,7 +382,7 @@ class CriticServer:
             return reply if message.seq == answered else None
         if isinstance(body, Value):
             vocabulary = self.critic.model.model.config.get_text_config().vocab_size
-            minibatches = self.critic.config.learner.packed_minibatches
+            minibatches = self.critic.config.learner.minibatches
             self._rows[body.rank] = _unpack_rows(message, minibatches=minibatches, vocabulary=vocabulary)
         elif isinstance(body, Train):
             if not self._spans:
@@ -407,7 +404,7 @@ class CriticServer:
         self._spans = {rank: [] for rank in messages}
         ends: dict[int, list[slice]] = {rank: [] for rank in messages}
         start = num_ends = 0
-        for number in range(self.critic.config.learner.packed_minibatches):
+        for number in range(self.critic.config.learner.minibatches):
             minibatches.append([])
             for rank in messages:
                 for micro in self._rows[rank][number]:

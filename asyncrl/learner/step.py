@@ -26,7 +26,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import structlog
 import torch
 from safetensors.torch import load_file
@@ -34,12 +33,12 @@ from torch import Tensor
 
 from asyncrl.algorithms.advantages import sequence_ends, whiten
 from asyncrl.algorithms.corrections import loglinear_proximal, opsm_mask, segment_sum
-from asyncrl.algorithms.kl import AdaptiveKL, FixedKL, kl_estimate
+from asyncrl.algorithms.kl import kl_estimate
 from asyncrl.algorithms.losses import PolicyTerms
-from asyncrl.config import Config, LearnerConfig
+from asyncrl.config import Config
 from asyncrl.errors import InvariantError, RunError
 from asyncrl.learner.algorithm import Algorithm
-from asyncrl.learner.batch import Batch, MicroBatch, Name, empty_micro_batch, repack
+from asyncrl.learner.batch import Batch, MicroBatch, Name, empty_micro_batch
 from asyncrl.learner.checkpoint import Files, bytes_file, step_of, tensors_file
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.learning_rate import DivergenceBound, learning_rate
@@ -69,6 +68,8 @@ _GIVEN = {
 }
 """Terms that a group may lack, in words."""
 log = structlog.get_logger()
+MAX_SKIPPED_UPDATES = 5
+"""Consecutive updates that may be skipped because their loss or gradient is not finite."""
 MAX_NAMED = 4
 """Maximum number of trajectories that each rank names for a skipped update; the others are only counted."""
 
@@ -95,19 +96,16 @@ class Trainer:
         self._flops = ModelFlops.of(self.policy.model)
         self._reference: Reference | None = None
         """With adapters the reference policy is the policy without them, otherwise a model of its own."""
-        settings = config.algorithm
-        self.kl_control: FixedKL | AdaptiveKL = FixedKL(settings.kl_reward_coef)
-        if settings.kl_target is not None:
-            self.kl_control = AdaptiveKL(settings.kl_reward_coef, settings.kl_target)
         self.divergence_bound = DivergenceBound(config, ranks.of_data)
 
     def train(self, batch: Batch, *, step: int) -> dict[str, float]:
         """Trains version `step` - 1 of the policy on this rank's batch, which results in version `step`. Returns the
         finite metrics over all ranks.
 
-        Raises RunError on all ranks after more than `learner.max_skipped_updates` skipped updates in a row.
+        Raises RunError on all ranks after more than MAX_SKIPPED_UPDATES skipped updates in a row.
         """
         settings, device, phase = self.config.learner, self.ranks.device, self.phases.phase
+        kl_coef = self.config.algorithm.kl_reward_coef
         minibatches = sync_microbatches(
             batch.minibatches, batch.num_members, self.data_ranks, step, may_be_empty=may_be_empty(self.config)
         )
@@ -115,7 +113,7 @@ class Trainer:
             return {"learner/tokens": 0.0, "learner/skipped_updates": 0.0}
         scores = self._score(batch, minibatches, step)
         with phase("advantage"):
-            estimates = estimate(self.algorithm, batch, scores, self.data_ranks, kl_coef=self.kl_control.coef)
+            estimates = estimate(self.algorithm, batch, scores, self.data_ranks, kl_coef=kl_coef)
         if self.critic is not None:
             assert estimates.returns is not None
             with phase("critic"):
@@ -123,8 +121,7 @@ class Trainer:
         culprits = self._find_culprits(batch, scores)
         warmup = self.critic is not None and step <= self.config.critic.warmup_steps
         scheduled = learning_rate(step, settings, steps=self.config.steps)
-        parts = {"epochs": settings.epochs, "minibatches": settings.minibatches}
-        planned = plan_updates(batch, minibatches, self.data_ranks, step, self.config, **parts)
+        planned = plan_updates(minibatches, epochs=settings.epochs)
         total, norms, rates, skipped = self._new_metrics(step), [], [], 0
         for number, minibatch in enumerate(planned):
             metrics = self._new_metrics(step)
@@ -149,7 +146,7 @@ class Trainer:
             if not warmup:
                 with phase("optimizer"):
                     norm = self.policy.gradient_norm()
-                if skip_if_not_finite(self.policy, minibatch, finite, norm, step, settings, "learner.lr", culprits):
+                if skip_if_not_finite(self.policy, minibatch, finite, norm, step, "learner.lr", culprits):
                     skipped += 1
                     continue
                 norms.append(norm)
@@ -167,7 +164,8 @@ class Trainer:
         if counted:
             result["learner/grad_norm"] = sum(norms) / max(len(norms), 1)
             result["learner/lr"] = sum(rates) / max(len(rates), 1)
-        result |= self._control_kl(estimates, sum(minibatch.num_sequences for minibatch in minibatches))
+        if estimates.kl is not None:
+            result["kl/reference"] = estimates.kl
         if self.critic is not None:
             with phase("critic"):
                 result |= self.critic.finish()
@@ -190,7 +188,7 @@ class Trainer:
         files = model_files(self.policy, "policy")
         files[f"random/rank-{rank}.safetensors"] = tensors_file(random_state())
         if rank == 0:
-            state = {"kl_reward_coef": self.kl_control.coef, "divergence_bound": self.divergence_bound.state()}
+            state = {"divergence_bound": self.divergence_bound.state()}
             files["trainer.json"] = bytes_file(json.dumps(state).encode())
         return files | (self.critic.snapshot(folder) if self.critic is not None else {})
 
@@ -200,8 +198,6 @@ class Trainer:
         if self.critic is not None:
             self.critic.restore(folder)
         state = json.loads((folder / "trainer.json").read_text())
-        if isinstance(self.kl_control, AdaptiveKL):
-            self.kl_control.coef = state["kl_reward_coef"]
         self.divergence_bound.restore(state["divergence_bound"])
         states = folder / "random" / f"rank-{self.ranks.rank}.safetensors"
         if states.exists():
@@ -259,16 +255,6 @@ class Trainer:
         finite = torch.stack([column.isfinite() for column in given if column is not None]).all(dim=0)
         names = [name for micro in batch.micro_batches for name in broken_names(micro, finite[micro.span])]
         return name_together(names, self.data_ranks)
-
-    def _control_kl(self, estimates: Estimates, num_sequences: int) -> dict[str, float]:
-        if estimates.kl is None:
-            return {}
-        metrics = {"kl/reference": estimates.kl}
-        if self.kl_control.coef:
-            metrics["kl/reward_coef"] = self.kl_control.coef
-        if math.isfinite(estimates.kl):
-            self.kl_control.update(estimates.kl, num_sequences)
-        return metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -538,26 +524,9 @@ class Minibatch:
             yield micro.to(device), number == len(self.micro_batches)
 
 
-def plan_updates(
-    batch: Batch, scored: list[Minibatch], ranks: Ranks, step: int, config: Config, *, epochs: int, minibatches: int
-) -> list[Minibatch]:
-    """Returns the mini-batch of every update of a step, in their order, without those that have no action token.
-    `scored` are the mini-batches of `batch`, which are used again if they have the right number and `learner.shuffle`
-    is not set. All ranks call it.
-
-    Shuffled ones are drawn for each epoch, by `seed`, step and epoch: a step that is trained again is the same.
-    """
-    budget = config.learner.tokens_per_microbatch
-    sync = partial(sync_microbatches, ranks=ranks, step=step, may_be_empty=may_be_empty(config))
-    if config.learner.shuffle and minibatches > 1:
-        draws = [np.random.default_rng([config.seed, step, epoch]) for epoch in range(epochs)]
-        repacked = [repack(batch, minibatches, tokens_per_microbatch=budget, rng=rng) for rng in draws]
-        planned = [minibatch for parts, num_members in repacked for minibatch in sync(parts, num_members)]
-    elif minibatches != len(scored):
-        planned = sync(*repack(batch, minibatches, tokens_per_microbatch=budget)) * epochs
-    else:
-        planned = scored * epochs
-    return [minibatch for minibatch in planned if minibatch.num_tokens]
+def plan_updates(scored: list[Minibatch], *, epochs: int) -> list[Minibatch]:
+    """The mini-batch of every update of a step, in their order, without those that have no action token."""
+    return [minibatch for minibatch in scored * epochs if minibatch.num_tokens]
 
 
 def may_be_empty(config: Config) -> bool:
@@ -592,7 +561,6 @@ def skip_if_not_finite(
     finite: Sequence[Tensor],
     grad_norm: float,
     step: int,
-    settings: LearnerConfig,
     lr_key: str,
     culprits: str = "",
 ) -> bool:
@@ -601,7 +569,7 @@ def skip_if_not_finite(
     All ranks call it after the last backward, and either all or none of them skip the update. `finite` has one mask per
     micro-batch, true for the action tokens [N] with finite outputs and gradients. `culprits` names trajectories already
     known to have non-finite scores, and `lr_key` is the config key of the learning rate, for the error. Raises RunError
-    on all ranks if more than `max_skipped_updates` updates in a row were skipped.
+    on all ranks if more than MAX_SKIPPED_UPDATES updates in a row were skipped.
     """
     reason = _find_reason(minibatch, finite, grad_norm, model.ranks.of_data, culprits)
     if not reason:
@@ -609,12 +577,12 @@ def skip_if_not_finite(
     model.skip()
     if model.ranks.rank == 0:
         log.warning("update skipped", step=step, of=model.ranks.what, reason=reason, in_a_row=model.skipped)
-    if model.skipped > settings.max_skipped_updates:
+    if model.skipped > MAX_SKIPPED_UPDATES:
         raise RunError(
-            f"step {step}: {model.skipped} updates in a row are not finite, more than learner.max_skipped_updates = "
-            f"{settings.max_skipped_updates}; the last one: {reason}. The weights are those after the last finite "
-            f"update. Lower {lr_key} or learner.max_grad_norm, or raise learner.max_skipped_updates, and continue with "
-            "`asyncrl launch --resume`, which trains the steps after the newest checkpoint again"
+            f"step {step}: {model.skipped} updates in a row are not finite, more than {MAX_SKIPPED_UPDATES}; the last "
+            f"one: {reason}. The weights are those after the last finite update. Lower {lr_key} or "
+            "learner.max_grad_norm, and continue with `asyncrl launch --resume`, which trains the steps after the "
+            "newest checkpoint again"
         )
     return True
 

@@ -57,7 +57,7 @@ class GroupIntake:
         body["episodes"] = episodes
         self._store.record("group", body, arrays)
         self._failed.add(header, refunded=reason in FAILURES)
-        check_refunds(self._config, ledger, self._state.unused_in_a_row)
+        check_refunds(ledger, self._state.unused_in_a_row)
         self._state.failures.check(self._config, ledger, header, reason, finished_s)
 
     def _repeated(self, number: int, attempt: int) -> None:

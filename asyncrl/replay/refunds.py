@@ -40,15 +40,19 @@ def refund_reason(config: Config, header: GroupHeader, *, group_relative: bool) 
     return "zero_variance" if refunds_equal and _is_equal(header) else ""
 
 
-def check_refunds(config: Config, ledger: Ledger, unused_in_a_row: int) -> None:
+MAX_REFUNDS_IN_A_ROW = 4096
+"""The run fails after this many consecutive groups without signal that were refunded or dropped. Groups whose
+environments or rewards failed do not count: they end a run after `launch.progress_timeout_s`."""
+
+
+def check_refunds(ledger: Ledger, unused_in_a_row: int) -> None:
     """Raises RunError if too many groups in a row that were scored were refunded or dropped."""
-    limit = config.replay.max_refunds_in_a_row
-    if unused_in_a_row >= limit:
+    if unused_in_a_row >= MAX_REFUNDS_IN_A_ROW:
         counts = {name: amount.groups for name, amount in ledger.refunded.items()}
         raise RunError(
-            f"the last {limit} groups had no training signal (refunded so far: {counts}): their rewards are equal; "
-            "check the reward function and the difficulty of the data, or set replay.zero_variance=train "
-            "or a higher replay.max_refunds_in_a_row"
+            f"the last {MAX_REFUNDS_IN_A_ROW} groups had no training signal (refunded so far: {counts}): their "
+            "rewards are equal; check the reward function and the difficulty of the data, or set "
+            "replay.zero_variance=train"
         )
 
 

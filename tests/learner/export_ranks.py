@@ -14,8 +14,7 @@ from worlds import LORA, copy_weights, endpoints, make_config, partitioning
 
 from asyncrl.errors import RunError
 from asyncrl.learner.distributed import Ranks, process_group
-from asyncrl.learner.model import policy
-from asyncrl.learner.model import saving
+from asyncrl.learner.model import policy, saving
 from asyncrl.learner.model.policy import Policy
 from asyncrl.learner.model.saving import model_files, save_model
 from tests.helpers.memory_peak import Peak, anonymous_bytes, keep_freed_memory_away
@@ -65,7 +64,7 @@ def compare(models: Path, out: Path, ranks: Ranks) -> None:
             for name, content in model_files(model, "policy").items():
                 target = out / "checkpoint" / name
                 target.parent.mkdir(parents=True, exist_ok=True)
-                content.write(target)
+                content(target)
 
 
 def fail(models: Path, out: Path, ranks: Ranks) -> dict[str, str]:

@@ -20,8 +20,7 @@ from worlds import endpoints, make_config
 
 from asyncrl.config import Config
 from asyncrl.learner.distributed import Ranks, deepspeed, process_group
-from asyncrl.learner.model import loading
-from asyncrl.learner.model import policy
+from asyncrl.learner.model import loading, policy
 from asyncrl.learner.model.loading import load_policy_model, load_value_model
 from asyncrl.learner.model.policy import Policy, Reference
 

@@ -95,7 +95,7 @@ def test_a_step_after_a_checkpoint_has_the_same_rate_and_weights(
     assert rates[0] == pytest.approx(FIRST * config.learner.lr) and 0.0 < rates[1] != rates[0]
     for name, content in whole.snapshot(tmp_path).items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        content.write(tmp_path / name)
+        content(tmp_path / name)
     resumed.restore(tmp_path)
     assert train(whole, 3) == train(resumed, 3)
     for name, weight in copy_weights(whole.policy).items():

@@ -20,10 +20,9 @@ from transformers import (
 from worlds import make_config, single_groups
 
 from asyncrl.config import Config
-from asyncrl.launch.resources.shape import Shape
+from asyncrl.launch.memory import Shape
 from asyncrl.learner.batch import MicroBatch, make_batch
-from asyncrl.learner.model import attention
-from asyncrl.learner.model import memory_trace
+from asyncrl.learner.model import attention, memory_trace
 from asyncrl.learner.model.attention import SequenceParallel
 from asyncrl.learner.model.loading import hidden_states, load_policy_model
 from asyncrl.learner.model.memory_trace import META, LiveStorages, empty_model, trace, trace_layers, typical_micro_batch

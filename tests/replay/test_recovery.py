@@ -354,7 +354,6 @@ def test_any_schedule_with_deaths_loses_nothing(
     with tempfile.TemporaryDirectory() as name:
         config = small_config(
             replay__max_staleness=max_staleness,
-            replay__max_refunds_in_a_row=1000,
             data__eval="eval.parquet",
             data__selection=selection,
             eval__every_steps=2,

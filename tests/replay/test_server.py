@@ -16,7 +16,7 @@ import pytest
 import zmq
 
 from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
-from asyncrl.launch.resources.network import find_port
+from asyncrl.launch.machine import find_port
 from asyncrl.replay import learner_requests
 from asyncrl.replay import outbox as outbox_module
 from asyncrl.replay.client import GeneratorClient, LauncherClient, LearnerClient, LeaseReply

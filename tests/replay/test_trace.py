@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from asyncrl.errors import observer_failures
-from asyncrl.launch.watch import TRACE_BYTES_PER_S, TRACE_S
+from asyncrl.launch.run import TRACE_BYTES_PER_S, TRACE_S
 from asyncrl.plan.tail import TraceTail
 from asyncrl.plan.trace import read_trace
 from asyncrl.replay.codec import pack_group

@@ -9,9 +9,7 @@ from typing import Any, get_args
 from asyncrl.config import Config, read_config
 from asyncrl.config.sections import WeightsConfig
 from asyncrl.errors import ConfigError
-from asyncrl.launch.resources.fit import with_changes
-from asyncrl.launch.resources.memory import longest_tokens
-from asyncrl.launch.resources.shape import Shape
+from asyncrl.launch.memory import Shape, longest_tokens, with_changes
 
 TENSOR_PARALLEL = (1, 2, 4, 8)
 """Cards of an engine; they are on one host."""

@@ -19,10 +19,17 @@ from asyncrl.launch.layout.cells import (
     trainings,
 )
 from asyncrl.launch.layout.speed import generated_per_s, trained_per_s
-from asyncrl.launch.resources.engine_memory import cache_bytes
-from asyncrl.launch.resources.fit import TRAINED_FRACTION, Models, Need, generator_need, learner_need, with_changes
-from asyncrl.launch.resources.memory import longest_tokens
-from asyncrl.launch.resources.shape import Shape
+from asyncrl.launch.memory import (
+    TRAINED_FRACTION,
+    Models,
+    Need,
+    Shape,
+    cache_bytes,
+    generator_need,
+    learner_need,
+    longest_tokens,
+    with_changes,
+)
 from asyncrl.plan.hardware import Gpu
 
 LEAST_SEQUENCES = 32

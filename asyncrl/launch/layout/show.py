@@ -14,9 +14,7 @@ from asyncrl.config import Config, load_config, read_config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.layout.cells import with_lengths
 from asyncrl.launch.layout.search import Found, Layout, Tried, search
-from asyncrl.launch.resources.engine_memory import engine_host_parts
-from asyncrl.launch.resources.fit import Models
-from asyncrl.launch.resources.memory import GIB, host_parts, longest_tokens
+from asyncrl.launch.memory import GIB, Models, engine_host_parts, host_parts, longest_tokens
 from asyncrl.plan.cards import parse_cards
 from asyncrl.replay.journal.records import FRAME_BYTES
 from asyncrl.util.routing import replayed_routers

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from asyncrl.config import Config
 from asyncrl.launch.layout.cells import Generation, Training
-from asyncrl.launch.resources.memory import item_bytes, longest_tokens
-from asyncrl.launch.resources.shape import Shape
+from asyncrl.launch.memory import Shape, item_bytes, longest_tokens
 from asyncrl.plan.hardware import Gpu, Job, ModelShape, generation_rate
 
 RECOMPUTED_FLOPS = 2

@@ -33,7 +33,7 @@ from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from asyncrl.errors import RunError
-from asyncrl.learner.checkpoint import Files, PartContent, bytes_file, tensors_file
+from asyncrl.learner.checkpoint import Files, bytes_file, tensors_file
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.model.engine import STEP, TrainedModel, first_state
 from asyncrl.learner.model.loading import read_range
@@ -105,7 +105,7 @@ def model_files(trained: TrainedModel, name: str) -> Files:
     copies = (tensor.to("cpu", copy=True) for tensor in export.tensors())
     for file in export.own:
         own = list(islice(copies, len(file.tensors)))
-        files[f"{folder}/{file.name}"] = PartContent(file.num_bytes, partial(_write_weights, file=file, own=own))
+        files[f"{folder}/{file.name}"] = partial(_write_weights, file=file, own=own)
     for _ in copies:  # takes part in what the others gather
         pass
     factors = trained.factors()
@@ -113,8 +113,7 @@ def model_files(trained: TrainedModel, name: str) -> Files:
         return files
     files |= {f"{folder}/{name}": bytes_file(content) for name, content in export.other_files.items()}
     if trained.adapters is not None:
-        num_bytes = sum(matrix.nbytes for one in factors.values() for matrix in (one.a, one.b))
-        files[ADAPTER_FOLDER] = PartContent(num_bytes, partial(trained.adapters.write, factors=factors))
+        files[ADAPTER_FOLDER] = partial(trained.adapters.write, factors=factors)
     return files
 
 

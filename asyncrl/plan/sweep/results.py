@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import DataError
-from asyncrl.observe.document import OF_STEP, read_metrics
+from asyncrl.observe.curves import OF_STEP
+from asyncrl.observe.document import read_metrics
 from asyncrl.util.files import read_json
 
 SMOOTHED_STEPS = 5
