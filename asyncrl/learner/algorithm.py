@@ -79,6 +79,8 @@ def make_algorithm(config: Config) -> Algorithm:
     asked, wanted = _positional(advantage), _positional(loss)
     correction = settings.correction.weight_options()
     solve = BOUNDS.get(settings.loss)
+    parameters = inspect.signature(solve or loss).parameters
+    bound_options = {name: value for name, value in settings.loss_options.items() if name in parameters}
     turns = 1 if config.environment.name is None else config.environment.max_turns
     return Algorithm(
         advantage=_called_by_name(advantage, asked, settings.advantage_options),
@@ -88,7 +90,7 @@ def make_algorithm(config: Config) -> Algorithm:
         loss=_called_with_terms(loss, wanted, settings.loss_options, correction),
         masks=partial(_masked, correction=correction if CORRECTION in inspect.signature(loss).parameters else {}),
         weights=partial(importance_weights, **correction),
-        bound=None if solve is None else partial(solve, **_accepted(solve, settings.loss_options)),
+        bound=None if solve is None else partial(solve, **bound_options),
         aggregate=partial(aggregate, mode=settings.aggregation, max_length=config.generator.max_new_tokens * turns),
         correction_level=settings.correction.level,
         correction_cap=settings.correction.high,
@@ -126,11 +128,6 @@ def _called_with_terms(
         return function(*(getattr(terms, name) for name in asked), **fixed, **own)
 
     return call
-
-
-def _accepted(function: Callable[..., Any], options: Options) -> Options:
-    parameters = inspect.signature(function).parameters
-    return {name: value for name, value in options.items() if name in parameters}
 
 
 def is_group_relative(advantage: Callable[..., Any]) -> bool:

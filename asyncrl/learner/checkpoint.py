@@ -3,6 +3,7 @@ retention."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 PARTS = ".parts"
 """Folder in an unfinished checkpoint with the checksums of each process that has written its part."""
 POLL_S = 0.05
+ALARM_STEPS = max(LASTS_STEPS.values())
 log = structlog.get_logger()
 CHECKPOINTS = "checkpoints"
 """Folder of the checkpoints in a run's folder."""
@@ -42,7 +44,6 @@ PARTIAL = ".partial"
 """Suffix of the folder of an incomplete checkpoint."""
 UNREADABLE = (OSError, ValueError, TypeError)
 """Errors raised on reading a damaged manifest."""
-CHUNK_BYTES = 16 << 20
 Sum = dict[str, Any]
 """Size `bytes` and checksum `xxh3` (64 bits, hexadecimal) of a file."""
 
@@ -99,9 +100,10 @@ class Checkpoints:
         """Returns the step of the newest undamaged checkpoint, or 0. All ranks call it, before anything is saved.
         Damaged checkpoints are logged; those that a killed process left unfinished are removed."""
         if self.ranks.rank == 0:
-            for left in [path for path in self.folder.glob("step-*") if not _is_finished(path)]:
-                log.warning("an unfinished checkpoint is removed", path=str(left))
-                shutil.rmtree(left)
+            for path in list(self.folder.glob("step-*")):
+                if path.suffix == PARTIAL or not (path / MANIFEST).exists():
+                    log.warning("an unfinished checkpoint is removed", path=str(path))
+                    shutil.rmtree(path)
         steps = finished_steps(self.folder)
         self._finished = [step for step in steps if has_manifest(self.path(step))]
         while True:
@@ -288,7 +290,7 @@ def _write(folder: Path, name: str, files: Files) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         write(target)
         written = [target] if target.is_file() else sorted(p for p in target.rglob("*") if p.is_file())
-        sums |= {str(file.relative_to(folder)): seal(file) for file in written}
+        sums |= {str(file.relative_to(folder)): sum_of(file, flush=True) for file in written}
     (folder / PARTS).mkdir(parents=True, exist_ok=True)
     replace_file(folder / PARTS / f"{name}.json", json.dumps(sums, indent=1))
 
@@ -388,30 +390,15 @@ def _find_damage(path: Path, part: int, parts: int) -> str:
     return ""
 
 
-def seal(path: Path) -> Sum:
-    """Flushes the file to disk and returns its checksum."""
+def sum_of(path: Path, *, flush: bool = False) -> Sum:
+    """Returns the checksum of the file; with `flush`, the disk has it by then."""
     with path.open("rb") as file:
-        os.fsync(file.fileno())
-    return sum_of(path)
-
-
-def sum_of(path: Path) -> Sum:
-    digest = xxhash.xxh3_64()
-    num_bytes = 0
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-            num_bytes += len(chunk)
-    return {"bytes": num_bytes, "xxh3": digest.hexdigest()}
+        if flush:
+            os.fsync(file.fileno())
+        digest = hashlib.file_digest(file, xxhash.xxh3_64)
+        return {"bytes": file.tell(), "xxh3": digest.hexdigest()}
 
 
 def write_manifest(path: Path, manifest: CheckpointManifest) -> None:
     """Writes or replaces the manifest, which makes the folder a complete checkpoint."""
     replace_file(path / MANIFEST, json.dumps(asdict(manifest), indent=1))
-
-
-def _is_finished(path: Path) -> bool:
-    return path.suffix != PARTIAL and (path / MANIFEST).exists()
-
-
-ALARM_STEPS = max(LASTS_STEPS.values())

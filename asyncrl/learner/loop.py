@@ -3,7 +3,7 @@
     step            what happens                                    waits for                    woken by
     ------------    --------------------------------------------    -------------------------    -----------------------
     _agree          the ranks agree to continue or to stop          all learner ranks            a collective
-    prefetch.get    gets this rank's part of the step, packed       groups_per_step groups       the prefetch thread
+    _prepared       gets this rank's part of the step, packed       groups_per_step groups       the prefetch thread
     raise_on_all..  an error of any rank is raised on all ranks     all learner ranks            a collective
     card.begin      with launch.colocate: takes the card            its generator                polling (`colocated`)
     trainer.train   version step - 1 becomes version step           all learner ranks, critic    collectives, its reply
@@ -14,7 +14,7 @@
          |
          +-- back to _agree, until the last step
 
-Meanwhile the prefetch thread takes and packs this rank's part of the next step: `batches.take`, `prepare`. It waits for
+Meanwhile the prefetch thread takes and packs this rank's part of the next step (`_take`). It waits for
 the queue's reply. The sender's thread copies the weights; `trainer.train` waits for it before its first update.
 
 A step is committed before its weights are sent: the replay queue must know every version that a generator has."""
@@ -58,8 +58,8 @@ from asyncrl.wire.learner_messages import Committed
 log = structlog.get_logger()
 REWARD_STEPS = 50
 """Steps that the reward of a checkpoint is the mean of where `checkpoint.every_steps` is not set."""
-_LOOK_S = 0.02
-"""Interval of calls of `meanwhile`."""
+POLL_S = 0.02
+"""Interval at which it looks for a generator without weights while it waits for a batch."""
 
 
 @dataclass(slots=True)
@@ -96,7 +96,10 @@ class Learner:
     """Step of the newest checkpoint that was started or loaded."""
     rewards: deque[float] = field(init=False)
     """Mean rewards of the latest steps."""
-    prefetch: Prefetcher = field(init=False)
+    prefetch: ThreadPoolExecutor = field(init=False)
+    """Takes and packs the batches of this rank, where it needs no other rank: the next one while one is trained."""
+    ahead: Future[tuple[Shard, Batch | InvariantError] | None] | None = None
+    """What it prepares, or has prepared; None before the first step."""
     profiler: StepProfiler = field(init=False)
     peak_flops: float | None = field(init=False)
     """Peak of each rank's device in FLOP/s; None if it is unknown."""
@@ -104,7 +107,7 @@ class Learner:
     def __post_init__(self) -> None:
         self.saved = self.start
         self.rewards = deque(maxlen=self.config.checkpoint.every_steps or REWARD_STEPS)
-        self.prefetch = Prefetcher(self.batches.take, self.prepare, last_step=self.config.steps)
+        self.prefetch = ThreadPoolExecutor(1, thread_name_prefix="take")
         self.trainer.before_update = self._await_copy
         observe = self.config.observe
         self.profiler = StepProfiler(observe.profile, self.run_dir / "profile", self.ranks.rank)
@@ -160,18 +163,19 @@ class Learner:
         return bool(stop)
 
     def _train(self, step: int) -> bool:
-        prepared = self.prefetch.get(step, self._hand_over_again if self.card.hands_over else None)
+        prepared = self._prepared(step)
         self.watch.switch("working")
         if prepared is None:
             return False
+        shard, batch = prepared
         # On all ranks, so that none waits for one that has ended.
-        self.ranks.raise_on_all_ranks(prepared.error)
-        assert prepared.batch is not None
+        self.ranks.raise_on_all_ranks(batch if isinstance(batch, InvariantError) else None)
+        assert isinstance(batch, Batch)
         self.watch.switch("waiting")
         self.card.begin(meanwhile=self._hand_over_again)
         self.watch.switch("working")
         with self.profiler.step(step):
-            metrics = self.trainer.train(prepared.batch, step=step)
+            metrics = self.trainer.train(batch, step=step)
         self.watch.switch("writing")
         lap = self.watch.lap()
         metrics |= {metric: lap[activity] for activity, metric in LEARNER_TIMES.items()} | self.trainer.phases.metrics()
@@ -191,7 +195,7 @@ class Learner:
         self._log(step, metrics | committed.metrics)
         if self.book is not None:
             with observing("samples"):
-                self.book.record(step, prepared.shard.groups, is_last=step == self.config.steps)
+                self.book.record(step, shard.groups, is_last=step == self.config.steps)
         return True
 
     def _saves(self, step: int) -> bool:
@@ -238,6 +242,26 @@ class Learner:
         save_model(self.trainer.policy, self.run_dir / "model")
         if self.trainer.critic is not None:
             self.trainer.critic.save(self.run_dir / "critic")
+
+    def _prepared(self, step: int) -> tuple[Shard, Batch | InvariantError] | None:
+        """Waits for this rank's part of the step, and lets the thread prepare that of the next step. Returns None if
+        there is no batch. Raises what `batches.take` raises."""
+        ahead = self.ahead or self.prefetch.submit(self._take, step)
+        while self.card.hands_over and not wait([ahead], POLL_S).done:
+            self._hand_over_again()
+        prepared = ahead.result()
+        if prepared is not None and step < self.config.steps:
+            self.ahead = self.prefetch.submit(self._take, step + 1)
+        return prepared
+
+    def _take(self, step: int) -> tuple[Shard, Batch | InvariantError] | None:
+        shard = self.batches.take(step)
+        if shard is None:
+            return None
+        try:
+            return shard, self.prepare(shard, step)
+        except InvariantError as error:
+            return shard, error
 
     def prepare(self, shard: Shard, step: int) -> Batch:
         """The packed batch. Raises InvariantError if the shard cannot be trained in this step."""
@@ -334,47 +358,3 @@ class Learner:
     def _rate(self, metrics: dict[str, float]) -> None:
         if self.checkpoints is not None and "eval/reward" in metrics:
             self.checkpoints.evaluated(int(metrics["eval/version"]), metrics["eval/reward"])
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """One rank's part of a step."""
-
-    shard: Shard
-    batch: Batch | None
-    error: InvariantError | None
-    """Why the shard cannot be trained, if there is no batch."""
-
-
-class Prefetcher:
-    """Takes and packs the batches of one rank in a thread, where it needs no other rank: while one is trained, the next
-    one. At most two batches are in memory."""
-
-    def __init__(
-        self, take: Callable[[int], Shard | None], pack: Callable[[Shard, int], Batch], *, last_step: int
-    ) -> None:
-        self._take, self._pack = take, pack
-        self._last_step = last_step
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="take")
-        self._ahead: Future[Prepared | None] | None = None
-        """What the thread prepares, or has prepared; None before the first step."""
-
-    def get(self, step: int, meanwhile: Callable[[], None] | None = None) -> Prepared | None:
-        """Waits for this rank's part of the step, and lets the thread prepare that of the next step. `meanwhile` is
-        called during the wait. Returns None if there is no batch. Raises what `take` raises."""
-        ahead = self._ahead or self._thread.submit(self._prepare, step)
-        while meanwhile is not None and not wait([ahead], _LOOK_S).done:
-            meanwhile()
-        prepared = ahead.result()
-        if prepared is not None and step < self._last_step:
-            self._ahead = self._thread.submit(self._prepare, step + 1)
-        return prepared
-
-    def _prepare(self, step: int) -> Prepared | None:
-        shard = self._take(step)
-        if shard is None:
-            return None
-        try:
-            return Prepared(shard, self._pack(shard, step), None)
-        except InvariantError as error:
-            return Prepared(shard, None, error)

@@ -176,18 +176,8 @@ class TrainedModel:
 
     def collect_weights(self) -> dict[str, Tensor]:
         """Returns all weights, on the CPU, on rank 0 and an empty dict on other ranks. All ranks call it."""
-        if self.ranks.rank == 0:
-            return {name: weight.to("cpu", copy=True) for name, weight in self.weights()}
-        self.join_gathering()
-        return {}
-
-    def join_gathering(self) -> None:
-        """Takes part in gathering while rank 0 iterates over `weights`. All other ranks call it."""
-        if self.partitioned:
-            self.factors()
-            for part in self._parts():
-                with self._gathered([parameter for _, parameter in part]):
-                    pass
+        first = self.ranks.rank == 0
+        return {name: weight.to("cpu", copy=True) for name, weight in self.weights(None if first else ())}
 
     def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
         named = self.model.named_parameters()

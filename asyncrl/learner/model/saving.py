@@ -56,9 +56,9 @@ WEIGHT = "weight"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's state of a parameter. Tensors are saved in float32 with the key `KIND/PARAMETER`; the kinds are `WEIGHT` and
 the names in the optimizer's state. The number of updates has the key `STEP`, int64, in every file."""
-WAY_OUT = "resume with the model.path, critic.path, learner.lora and learner.optimizer that the run began with"
+HINT = "resume with the model.path, critic.path, learner.lora and learner.optimizer that the run began with"
 SKIPPED = "skipped"
-"""Key of the number of consecutive skipped updates, int64; in every file, except those of older checkpoints."""
+"""Key of the number of consecutive skipped updates, int64; in every file."""
 BASE = "base"
 """Key of the fingerprint of the weights that adapters change, uint8; in every file of adapters."""
 
@@ -69,6 +69,10 @@ def save_model(trained: TrainedModel, folder: Path) -> None:
     all of them if it cannot be written."""
     ranks, partial = trained.ranks, folder.with_name(f"{folder.name}.partial")
     factors = trained.factors()
+
+    def begin() -> None:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
 
     def write() -> None:
         for file in export.own:
@@ -83,7 +87,7 @@ def save_model(trained: TrainedModel, folder: Path) -> None:
             trained.adapters.write(adapter := folder.with_name(f"{ADAPTER_FOLDER}.partial"), factors)
             _replace(folder.with_name(ADAPTER_FOLDER), adapter)
 
-    ranks.raise_on_all_ranks(_problem(folder, lambda: _empty(partial), when=ranks.rank == 0))
+    ranks.raise_on_all_ranks(_problem(folder, begin, when=ranks.rank == 0))
     export = Export(trained, writers=ranks.count if _is_shared(partial, ranks) else 1)
     tensors = export.tensors()
     error = _problem(folder, write)
@@ -105,7 +109,7 @@ def model_files(trained: TrainedModel, name: str) -> Files:
     copies = (tensor.to("cpu", copy=True) for tensor in export.tensors())
     for file in export.own:
         own = list(islice(copies, len(file.tensors)))
-        files[f"{folder}/{file.name}"] = partial(_write_weights, file=file, own=own)
+        files[f"{folder}/{file.name}"] = lambda path, file=file, own=own: write_file(path, file, iter(own))
     for _ in copies:  # takes part in what the others gather
         pass
     factors = trained.factors()
@@ -115,10 +119,6 @@ def model_files(trained: TrainedModel, name: str) -> Files:
     if trained.adapters is not None:
         files[ADAPTER_FOLDER] = partial(trained.adapters.write, factors=factors)
     return files
-
-
-def _write_weights(path: Path, *, file: WeightFile, own: list[Tensor]) -> None:
-    write_file(path, file, iter(own))
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,11 +245,6 @@ def _is_shared(folder: Path, ranks: Ranks) -> bool:
     return shared
 
 
-def _empty(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-
-
 def _replace(folder: Path, partial: Path) -> None:
     former = folder.with_name(f"{folder.name}.former")
     shutil.rmtree(former, ignore_errors=True)
@@ -304,20 +299,26 @@ def restore_state(trained: TrainedModel, folder: Path) -> None:
         where = {key: file for file in files for key in file.keys()}  # noqa: SIM118 (it is no dict)
         parameters = dict(trained_parameters(trained.model))
         kinds = {name: _kinds(trained, parameter) for name, parameter in parameters.items()}
-        _check_names(folder, set(where) - {STEP, SKIPPED, BASE}, kinds)
+        keys, wanted = set(where) - {STEP, SKIPPED, BASE}, {f"{kind}/{name}" for name in kinds for kind in kinds[name]}
+        if keys != wanted:
+            key = min(keys ^ wanted)
+            what = "holds" if key in keys else "lacks"
+            raise RunError(f"{folder}: {what} {key}, unlike the model of this run; {HINT}")
         if trained.adapters is not None and not torch.equal(where[BASE].get_tensor(BASE), _base_of(trained.adapters)):
             raise RunError(
                 f"the checkpoint {folder.parent}: its adapters belong to other weights than those that are in "
-                f"model.path now; {WAY_OUT}"
+                f"model.path now; {HINT}"
             )
         for name, parameter in parameters.items():
             for kind in kinds[name]:
                 file, key = where[f"{kind}/{name}"], f"{kind}/{name}"
-                _check_shape(folder, name, file.get_slice(key).get_shape(), _shape(trained, parameter, kind))
+                saved, shape = file.get_slice(key).get_shape(), list(_shape(trained, parameter, kind))
+                if saved != shape:
+                    raise RunError(f"{folder}: {name} has shape {saved}, but {shape} in the model of this run; {HINT}")
                 for fragment, start in _fragments(trained, parameter, kind):
                     fragment.copy_(read_range(file, key, start, start + len(fragment)))
         updates = where[STEP].get_tensor(STEP)
-        trained.skipped = int(where[SKIPPED].get_tensor(SKIPPED)) if SKIPPED in where else 0
+        trained.skipped = int(where[SKIPPED].get_tensor(SKIPPED))
     for flat in flats:
         if STEP in (state := trained.optimizer.state[flat]):
             state[STEP].fill_(int(updates))
@@ -413,17 +414,3 @@ def _refresh(trained: TrainedModel) -> None:
             optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
     elif trained.sharded:
         optimizer.update_lp_params()
-
-
-def _check_names(folder: Path, keys: set[str], kinds: dict[str, list[str]]) -> None:
-    wanted = {f"{kind}/{name}" for name, own in kinds.items() for kind in own}
-    if keys != wanted:
-        key = min(keys ^ wanted)
-        raise RunError(
-            f"{folder}: {'holds' if key in keys else 'lacks'} {key}, unlike the model of this run; {WAY_OUT}"
-        )
-
-
-def _check_shape(folder: Path, name: str, saved: list[int], shape: torch.Size) -> None:
-    if saved != list(shape):
-        raise RunError(f"{folder}: {name} has shape {saved}, but {list(shape)} in the model of this run; {WAY_OUT}")
