@@ -17,6 +17,7 @@ import pytest
 from asyncrl.config import Config, load_config, parse_override
 from asyncrl.errors import ConfigError
 from asyncrl.launch import machine as gpus
+from asyncrl.launch.layout import CARDS, parse_cards
 from asyncrl.launch.memory import (
     GIB,
     Models,
@@ -34,7 +35,6 @@ from asyncrl.launch.memory import (
     trained_parts,
 )
 from asyncrl.launch.placement import Placement, place_roles
-from asyncrl.plan.cards import CARDS, parse_cards
 
 QWEN2_05B = {
     "model_type": "qwen2",
