@@ -13,7 +13,8 @@ from typing import Any
 
 from rich.console import Console
 
-from asyncrl.config import AUTO, ENVIRONMENT, Config, Rewards
+from asyncrl.config.config import Config
+from asyncrl.config.sections import AUTO, ENVIRONMENT, Rewards
 from asyncrl.data.rows import Split
 from asyncrl.environments.environment import Schema
 from asyncrl.errors import ConfigError, DataError

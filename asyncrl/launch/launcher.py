@@ -15,7 +15,7 @@ from typing import IO, Protocol
 
 import structlog
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.fork_server import Forked, ForkServer, ForkServerError
 from asyncrl.launch.machine import listening_address

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import structlog
 from pydantic import ValidationError
 
-from asyncrl.config import Config, LearnerConfig
-from asyncrl.config.mappings import Lora
+from asyncrl.config.config import Config
+from asyncrl.config.training import LearnerConfig, Lora
 from asyncrl.errors import ConfigError
 from asyncrl.generator.transformers_backend.setup import STEP_TOKENS
 from asyncrl.generator.vllm_backend.setup import LORA_RANKS, uses_adapter

@@ -15,7 +15,8 @@ from typing import Any
 
 from rich.console import Console
 
-from asyncrl.config import Config, load_config
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.memory import with_changes
 from asyncrl.launch.run_dir import read_summary

@@ -20,7 +20,8 @@ from typing import Any, Self, TextIO
 import structlog
 from pydantic import TypeAdapter
 
-from asyncrl.config import Config, load_config, read_config
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config, read_config
 from asyncrl.errors import AsyncrlError, ConfigError, DataError, PeerTimeoutError, is_disk_full
 from asyncrl.launch.machine import check_interfaces, network_environment
 from asyncrl.observe.logs import configure_logs

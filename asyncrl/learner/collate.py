@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import InvariantError
 from asyncrl.learner.batch import Batch, MicroBatch, Name, Routing
 from asyncrl.learner.model.packed_attention import Integers, Layout, find_firsts, make_layout

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.algorithms.corrections import mismatch_kl
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.distributed import Ranks
 

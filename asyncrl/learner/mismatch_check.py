@@ -7,7 +7,7 @@ import structlog
 import torch
 from torch import Tensor
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.distributed import Ranks

@@ -13,7 +13,7 @@ from torch import Tensor
 from asyncrl.algorithms.corrections import loglinear_proximal, opsm_mask
 from asyncrl.algorithms.kl import kl_estimate
 from asyncrl.algorithms.losses import PolicyTerms
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.learner.advantage_step import Estimates
 from asyncrl.learner.algorithm import Algorithm
 from asyncrl.learner.batch import MicroBatch

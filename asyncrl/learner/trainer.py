@@ -29,7 +29,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.learner.advantage_step import Estimates, Scores, estimate
 from asyncrl.learner.algorithm import Algorithm
 from asyncrl.learner.batch import Batch, MicroBatch

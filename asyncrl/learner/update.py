@@ -25,7 +25,8 @@ import structlog
 import torch
 from torch import Tensor
 
-from asyncrl.config import Config, LearnerConfig
+from asyncrl.config.config import Config
+from asyncrl.config.training import LearnerConfig
 from asyncrl.errors import RunError
 from asyncrl.learner.batch import MicroBatch, Name, empty_micro_batch
 from asyncrl.learner.distributed import Ranks

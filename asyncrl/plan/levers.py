@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.plan.verdict import BUSY
 from asyncrl.types import GOODPUT_FACTORS
 from asyncrl.weights.files.links import SLOWEST_STEPS, STRIDES, stride_of

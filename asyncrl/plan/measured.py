@@ -10,7 +10,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from asyncrl.config import Config, load_config
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config
 from asyncrl.errors import DataError
 from asyncrl.observe.document import read_metrics
 from asyncrl.observe.rollbacks import read_rollbacks, rollback_line

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from asyncrl.config import load_config
+from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
 from asyncrl.plan.choices import RECOMMENDED, Comparison, compare_choices
 from asyncrl.plan.episodes import Episodes

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.launch import run_dir as module
 from asyncrl.launch.run_dir import RunFolder, check_resume, fingerprint, fingerprints

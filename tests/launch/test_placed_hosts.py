@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.machine import Gpu
 from asyncrl.launch.placement import Host, Placement, check_run_dir, find_room, place_roles, why_no_room

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from asyncrl.config import Config, load_config
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
 from asyncrl.launch import run_dir as run_dir_module
 from asyncrl.launch.rollback import MAX_ROLLBACKS, collapse_error, discard_journal, is_due, resume_point

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from asyncrl.config import load_config
+from asyncrl.config.load import load_config
 from asyncrl.data import tiny_model
 from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.errors import ConfigError

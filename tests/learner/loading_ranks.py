@@ -18,7 +18,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 from worlds import endpoints, make_config
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.learner.distributed import Ranks, process_group
 from asyncrl.learner.model import partitioned_loading, policy
 from asyncrl.learner.model.deepspeed_import import deepspeed

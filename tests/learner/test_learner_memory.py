@@ -19,7 +19,7 @@ from transformers import (
 )
 from worlds import make_config, single_groups
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.launch.memory import Shape
 from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.collate import make_batch

@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from asyncrl.config import Config, read_config
+from asyncrl.config.config import Config
+from asyncrl.config.load import read_config
 from asyncrl.config.sections import WeightsConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch.memory import Shape, longest_tokens, with_changes

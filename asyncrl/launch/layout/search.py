@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.launch.layout.cells import (
     OFFLOADS,
     Generation,

@@ -10,7 +10,8 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from asyncrl.config import Config, load_config, read_config
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config, read_config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.layout.cells import with_lengths
 from asyncrl.launch.layout.search import Found, Layout, Tried, search

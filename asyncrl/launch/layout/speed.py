@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.launch.layout.cells import Generation, Training
 from asyncrl.launch.memory import Shape, item_bytes, longest_tokens
 from asyncrl.plan.hardware import Gpu, Job, ModelShape, generation_rate

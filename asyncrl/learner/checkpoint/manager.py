@@ -11,7 +11,7 @@ from pathlib import Path
 import structlog
 import torch
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import AsyncrlError
 from asyncrl.learner.checkpoint.files import (
     MANIFEST,

@@ -16,7 +16,7 @@ import structlog
 import torch
 from torch import Tensor
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import AsyncrlError, InvariantError, ProtocolError
 from asyncrl.learner.batch import Batch, MicroBatch
 from asyncrl.learner.checkpoint.files import CHECKPOINTS, Files, PartWriter, folder_name, partial_folder, step_of

@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from asyncrl.algorithms.losses import value_loss
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.learner.batch import Batch, MicroBatch
 from asyncrl.learner.checkpoint.files import Files, model_files
 from asyncrl.learner.checkpoint.hf_export import save_model

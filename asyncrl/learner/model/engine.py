@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 from transformers import PreTrainedModel
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import InvariantError
 from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.distributed import Ranks

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import InvariantError
 from asyncrl.types import Group
 from asyncrl.util.tokenizer import end_tokens

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Adafactor, AdamW, Muon, Optimizer
 from transformers import PreTrainedModel
 
-from asyncrl.config import LearnerConfig
+from asyncrl.config.training import LearnerConfig
 
 STEP = "step"
 """Name of the number of updates in an optimizer's state."""

@@ -16,7 +16,7 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.modeling_utils import set_zero3_state
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.learner.model.deepspeed_import import deepspeed
 from asyncrl.learner.model.packed_attention import PACKED
 from asyncrl.learner.model.settings import deepspeed_config

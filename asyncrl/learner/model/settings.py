@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from asyncrl.config import Config
-from asyncrl.config.passthrough import merged
+from asyncrl.config.config import Config
+from asyncrl.config.engine_options import merged
 
 BUCKET_ELEMENTS = 50_000_000
 """Number of gradients or weights that the ranks exchange at a time."""

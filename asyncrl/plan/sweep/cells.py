@@ -17,7 +17,8 @@ from typing import Any
 
 from rich.console import Console
 
-from asyncrl.config import Config, load_config, parse_override
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config, parse_override
 from asyncrl.errors import ConfigError
 from asyncrl.plan.sweep.report import print_results, write_sweep_report
 from asyncrl.plan.sweep.results import Cell, has_ended, read_results, status_of
