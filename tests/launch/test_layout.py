@@ -9,13 +9,21 @@ import pytest
 from test_memory import LLAMA_8B, QWEN2_7B, QWEN2_15B, fitted, shape_of
 
 from asyncrl.config.load import load_config
+from asyncrl.launch import layout as search
 from asyncrl.launch import machine as gpus
-from asyncrl.launch.layout.cells import shared_by, stagings
-from asyncrl.launch.layout.search import LEAST_SEQUENCES, search
-from asyncrl.launch.layout.show import LOWERED_BY
+from asyncrl.launch.layout import (
+    CARDS,
+    LEAST_SEQUENCES,
+    LOWERED_BY,
+    Gpu,
+    Job,
+    ModelShape,
+    decode_s,
+    parse_cards,
+    shared_by,
+    stagings,
+)
 from asyncrl.launch.memory import GIB, Models, make_cards, with_changes
-from asyncrl.plan.cards import CARDS, parse_cards
-from asyncrl.plan.hardware import Gpu, Job, ModelShape, decode_s
 from tests.helpers.cli import asyncrl
 
 LLAMA_70B = LLAMA_8B | {

@@ -18,6 +18,7 @@ from asyncrl.config.config import Config
 from asyncrl.config.load import load_config, parse_override
 from asyncrl.errors import ConfigError
 from asyncrl.launch import machine as gpus
+from asyncrl.launch.layout import CARDS, parse_cards
 from asyncrl.launch.memory import (
     GIB,
     Models,
@@ -35,7 +36,6 @@ from asyncrl.launch.memory import (
     trained_parts,
 )
 from asyncrl.launch.placement import Placement, place_roles
-from asyncrl.plan.cards import CARDS, parse_cards
 
 QWEN2_05B = {
     "model_type": "qwen2",
