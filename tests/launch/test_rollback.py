@@ -175,7 +175,7 @@ def kill_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
         monkeypatch.setattr(Path, name, counted(getattr(Path, name)))
     for name in ("copyfile", "move"):
         monkeypatch.setattr(shutil, name, counted(getattr(shutil, name)))
-    monkeypatch.setattr(run_dir_module, "save_fingerprints", counted(run_dir_module.save_fingerprints))
+    monkeypatch.setattr(run_dir_module, "fingerprints", counted(run_dir_module.fingerprints))
 
     def kill_at(count: int) -> None:
         left[0] = count
