@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from asyncrl.config import Config, load_config
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
 from asyncrl.generator.engine import Completion, Engine, make_engine
 from asyncrl.learner.batch import make_batch

@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from asyncrl.config import Config
+    from asyncrl.config.config import Config
     from asyncrl.learner.distributed import Ranks
     from asyncrl.types import Group
     from asyncrl.wire.endpoints import Endpoints

@@ -99,7 +99,7 @@ def advantages(groups: int) -> np.ndarray:
 
 
 def ours(model: str, groups: int, turns: Turns) -> None:
-    from asyncrl.config import Config
+    from asyncrl.config.config import Config
     from asyncrl.launch.machine import find_port
     from asyncrl.learner.algorithm import make_algorithm
     from asyncrl.learner.batch import make_batch

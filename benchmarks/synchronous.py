@@ -18,7 +18,7 @@ from benchmarks.worker import answer, instructions
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
 
-    from asyncrl.config import Config
+    from asyncrl.config.config import Config
     from asyncrl.learner.batch import Batch
     from asyncrl.learner.distributed import Ranks
     from asyncrl.types import Group
@@ -154,7 +154,7 @@ def trajectory(output: RequestOutput) -> Any:
 
 
 def main() -> None:
-    from asyncrl.config import load_config, parse_override
+    from asyncrl.config.load import load_config, parse_override
     from asyncrl.generator.vllm_backend.setup import CONDITIONS, DEFAULTS
 
     os.environ.update(DEFAULTS | CONDITIONS | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "DS_ACCELERATOR": "cpu"})

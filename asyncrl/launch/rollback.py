@@ -15,8 +15,10 @@ from typing import Any
 
 from rich.console import Console
 
-from asyncrl.config import Config, load_config
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
+from asyncrl.launch.console import say
 from asyncrl.launch.memory import with_changes
 from asyncrl.launch.run_dir import read_summary
 from asyncrl.observe.curves import step_of
@@ -96,12 +98,13 @@ def resume_point(run_dir: Path, config: Config, console: Console, *, without_jou
         record["lr_after"] = rate
     replace_file(run_dir / ROLLBACKS, json.dumps(records, indent=2) + "\n")
     put_aside(run_dir, record["to_step"], run_dir / record["aside"])
-    console.print(
+    say(
+        console,
         f"the training {record['sentence']}. It continues from step {record['to_step']} with learner.lr = "
         f"{record['lr_before']:g} -> {record['lr_after']:g} ({done + 1} of {MAX_ROLLBACKS}); what came after is in "
         f"{run_dir / record['aside']}",
-        style="yellow", highlight=False, markup=False, soft_wrap=True,
-    )  # fmt: skip
+        "yellow",
+    )
     return with_changes(config, {"learner.lr": record["lr_after"]}), str(state) if state.is_file() else ""
 
 

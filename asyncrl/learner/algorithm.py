@@ -15,9 +15,11 @@ from asyncrl.algorithms.advantages import ADVANTAGES
 from asyncrl.algorithms.corrections import Level, importance_weights
 from asyncrl.algorithms.kl import Estimator
 from asyncrl.algorithms.losses import BOUNDS, LOSSES, PolicyTerms, aggregate
-from asyncrl.config import Config, CriticConfig, Options, check_options
-from asyncrl.config.mappings import Correction
+from asyncrl.config.config import Config
+from asyncrl.config.sections import Options
+from asyncrl.config.training import Correction, CriticConfig
 from asyncrl.errors import ConfigError
+from asyncrl.util.hints import check_options
 from asyncrl.util.user_code import resolve_function
 
 TERMS = [field.name for field in fields(PolicyTerms)] + ["old_logprobs"]

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import InvariantError
 from asyncrl.learner.model.attention import Integers, Layout, find_firsts, make_layout
 from asyncrl.types import Group, Trajectory

@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import AsyncrlError, PeerTimeoutError, RunError
 from asyncrl.replay.metrics.collapse import LASTS_STEPS
 from asyncrl.util.files import replace_file, sync_folder

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 import structlog
 from torch import Tensor
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.step import Trainer
 from asyncrl.util.card_lock import CardLock

@@ -24,7 +24,7 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from asyncrl.algorithms.losses import value_loss
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import AsyncrlError, InvariantError, ProtocolError
 from asyncrl.learner.batch import Batch, MicroBatch, Name
 from asyncrl.learner.checkpoint import CHECKPOINTS, Files, PartWriter, folder_name, partial_folder, step_of

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from asyncrl.algorithms.corrections import mismatch_kl
-from asyncrl.config import Config, LearnerConfig
+from asyncrl.config.config import Config
+from asyncrl.config.training import LearnerConfig
 from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.distributed import Ranks
 

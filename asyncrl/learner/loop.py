@@ -34,7 +34,7 @@ from typing import Any
 import structlog
 import torch
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import InvariantError, PeerTimeoutError, RunError, observer_failures, observing
 from asyncrl.learner.batch import Batch, collate
 from asyncrl.learner.checkpoint import Checkpoints, Files, bytes_file

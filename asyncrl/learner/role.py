@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import RunError
 from asyncrl.learner.algorithm import make_algorithm
 from asyncrl.learner.checkpoint import CHECKPOINTS, Checkpoints

@@ -35,7 +35,7 @@ from asyncrl.algorithms.advantages import sequence_ends, whiten
 from asyncrl.algorithms.corrections import loglinear_proximal, opsm_mask, segment_sum
 from asyncrl.algorithms.kl import kl_estimate
 from asyncrl.algorithms.losses import PolicyTerms
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import InvariantError, RunError
 from asyncrl.learner.algorithm import Algorithm
 from asyncrl.learner.batch import Batch, MicroBatch, Name, empty_micro_batch

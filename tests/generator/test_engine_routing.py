@@ -25,7 +25,7 @@ from generator_model import (
 )
 from transformers import AutoModelForCausalLM
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError, InvariantError
 from asyncrl.generator.engine import Completion
 from asyncrl.generator.vllm_backend.engine import VllmEngine

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 from worlds import endpoints, make_config
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.learner.distributed import Ranks, deepspeed, process_group
 from asyncrl.learner.model import loading, policy
 from asyncrl.learner.model.loading import load_policy_model, load_value_model

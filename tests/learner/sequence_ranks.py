@@ -27,7 +27,7 @@ from worlds import (
 )
 
 from asyncrl.algorithms.losses import LOSSES
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.learner import batch
 from asyncrl.learner.distributed import Ranks, process_group

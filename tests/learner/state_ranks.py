@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch.distributed import distributed_c10d
 from worlds import STATE_RUNS, endpoints, make_config, make_trainer, partitioning, train_steps, wanted
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import PeerTimeoutError, RunError
 from asyncrl.learner.checkpoint import Checkpoints, Files, tensors_file
 from asyncrl.learner.distributed import Ranks, process_group

@@ -12,7 +12,7 @@ import torch
 from test_members import FakeRanks
 
 from asyncrl.algorithms.advantages import grpo
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.generator.engine import Completion
 from asyncrl.generator.groups import Running, make_group
 from asyncrl.learner.algorithm import make_algorithm

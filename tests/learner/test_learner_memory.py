@@ -19,7 +19,7 @@ from transformers import (
 )
 from worlds import make_config, single_groups
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.launch.memory import Shape
 from asyncrl.learner.batch import MicroBatch, make_batch
 from asyncrl.learner.model import attention, memory_trace

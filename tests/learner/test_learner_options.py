@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from asyncrl.algorithms.advantages import ADVANTAGES
 from asyncrl.algorithms.losses import PolicyTerms, decoupled_ppo, ppo_clip
-from asyncrl.config import Config, LearnerConfig, load_config
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config
 from asyncrl.config.sections import ReplayConfig
+from asyncrl.config.training import LearnerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner.algorithm import (
     check_algorithm,

@@ -17,7 +17,7 @@ from worlds import LR, make_config, make_groups, make_trainer, make_trajectory, 
 
 from asyncrl.algorithms.advantages import grpo
 from asyncrl.algorithms.losses import PolicyTerms
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.learner.algorithm import make_algorithm
 from asyncrl.learner.batch import make_batch

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from worlds import CRITIC, make_config, make_groups, make_trainer
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import RunError
 from asyncrl.learner import step as update
 from asyncrl.learner.checkpoint import Checkpoints

@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from worlds import LORA, copy_weights, make_config, make_groups, make_trainer, pack_groups, train_steps
 
-from asyncrl.config import Config, parse_override
+from asyncrl.config.config import Config
+from asyncrl.config.load import parse_override
 from asyncrl.errors import ConfigError, ProtocolError, RunError
 from asyncrl.launch.memory import Shape, learner_parts
 from asyncrl.learner.distributed import Ranks

@@ -15,7 +15,7 @@ import pytest
 from torch import Tensor
 from worlds import GAE_CONFIG, critic_endpoints, make_config, running
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.learner.algorithm import make_algorithm
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.colocated import SharedCard

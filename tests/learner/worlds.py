@@ -16,7 +16,7 @@ import torch
 from deepspeed.utils import safe_get_full_grad
 from torch import Tensor
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.launch.fork_server import Forked
 from asyncrl.learner.algorithm import make_algorithm
 from asyncrl.learner.batch import Batch, make_batch

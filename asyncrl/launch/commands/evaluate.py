@@ -23,7 +23,7 @@ import structlog
 from rich.console import Console
 from rich.table import Table
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.data.hub import fetch, is_model_name
 from asyncrl.errors import ConfigError
 from asyncrl.launch.checks import check_data, check_environments, check_model, checked_eval_rewards, checked_rewards

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.learner.batch import MicroBatch, make_batch
 from asyncrl.learner.distributed import Ranks, is_lost_rank

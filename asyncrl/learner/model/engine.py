@@ -12,8 +12,9 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Adafactor, AdamW, Muon, Optimizer
 from transformers import PreTrainedModel
 
-from asyncrl.config import Config, LearnerConfig
-from asyncrl.config.passthrough import merged as overridden
+from asyncrl.config.config import Config
+from asyncrl.config.engine_options import merged as overridden
+from asyncrl.config.training import LearnerConfig
 from asyncrl.errors import InvariantError
 from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.distributed import BF16_Optimizer, Ranks, ZeROOptimizer, deepspeed

@@ -24,7 +24,7 @@ from transformers.initialization import no_init_weights
 from transformers.modeling_utils import set_zero3_state
 from transformers.utils.logging import disable_progress_bar
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.model.attention import PACKED, SequenceParallel

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError, InvariantError
 from asyncrl.learner.batch import MicroBatch, Routing
 from asyncrl.learner.distributed import Ranks, deepspeed
