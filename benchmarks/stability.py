@@ -127,7 +127,8 @@ def train(cell: Cell) -> Result:
     """Trains a cell in this process."""
     import torch
 
-    from asyncrl.config import AUTO, load_config
+    from asyncrl.config.load import load_config
+    from asyncrl.config.sections import AUTO
     from asyncrl.data.rows import count_sources
     from asyncrl.rewards.auto import choose_rewards
     from benchmarks.lagged import train_lagged

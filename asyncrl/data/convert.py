@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config import unknown_name
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.util.answers import last_boxed
+from asyncrl.util.hints import unknown_name
 
 Record = dict[str, Any]
 TRAIN_AND_TEST: dict[str, tuple[str, ...]] = {"train": ("train",), "test": ("test",)}

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute
 import pyarrow.parquet as pq
 
-from asyncrl.config.passthrough import check_template_options
+from asyncrl.config.engine_options import check_template_options
 from asyncrl.errors import AsyncrlError, ConfigError, DataError
 from asyncrl.util.files import check_writable, read_json
 

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import structlog
 
-from asyncrl.config import Config, did_you_mean
+from asyncrl.config.config import Config
 from asyncrl.data.custom import OwnRows, RawRows, load_filter
 from asyncrl.data.files import (
     JsonRows,
@@ -36,6 +36,7 @@ from asyncrl.data.sampler import check_sampler
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.types import MAX_NAME_CHARACTERS
 from asyncrl.util.files import read_json
+from asyncrl.util.hints import did_you_mean
 from asyncrl.util.tokenizer import TEMPLATE_COLUMN
 
 Split = Literal["train", "eval"]
