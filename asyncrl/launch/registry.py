@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.launch.console import say
 from asyncrl.util.user_code import resolve
 

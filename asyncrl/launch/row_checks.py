@@ -18,7 +18,7 @@ from typing import Any, Self
 import structlog
 from rich.console import Console
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.data.prompts import LeftOut, TrainingRows
 from asyncrl.environments.dialogue import Dialogue, DialogueError
 from asyncrl.environments.dialogue.checks import call_turn, check_stops

@@ -19,7 +19,8 @@ from typing import TextIO
 import msgspec
 import structlog
 
-from asyncrl.config import Config, load_config, read_config
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config, read_config
 from asyncrl.errors import AsyncrlError, ConfigError, DataError, PeerTimeoutError, is_disk_full
 from asyncrl.launch.machine import check_interfaces, network_environment
 from asyncrl.observe.logs import configure_logs
@@ -174,7 +175,7 @@ def _run_learner(config: Config, spec: RoleSpec, should_stop: Callable[[], bool]
 
 
 def _run_critic(config: Config, spec: RoleSpec, should_stop: Callable[[], bool]) -> None:
-    from asyncrl.learner.critic.remote import run_critic
+    from asyncrl.learner.critic import run_critic
 
     run_critic(
         config,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import structlog
 from msgspec import structs
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import ProtocolError
 from asyncrl.replay.codec import GroupLimits, check_group
 from asyncrl.replay.metrics.rewards import FailedRewards

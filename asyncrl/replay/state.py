@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import JournalError
 from asyncrl.replay.evaluation.book import EvalBook
 from asyncrl.replay.journal.reader import Location

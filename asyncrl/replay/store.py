@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import JournalError, ProtocolError
 from asyncrl.replay.journal.history import History
 from asyncrl.replay.journal.reader import WITHOUT, Loader, segments_of

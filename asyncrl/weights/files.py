@@ -20,7 +20,7 @@ import torch
 from msgspec import structs
 from numpy.typing import NDArray
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import PeerTimeoutError, RunError
 from asyncrl.types import NO_VERSION
 from asyncrl.weights import deltas, transports

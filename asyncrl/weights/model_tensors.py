@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils.loading_report import LoadStateDictInfo
 
-from asyncrl.config.mappings import Lora
+from asyncrl.config.training import Lora
 from asyncrl.errors import ConfigError, InvariantError
 from asyncrl.util.files import read_tensor_descriptions
 from asyncrl.weights.layout import slice_of

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from asyncrl.config import load_config
+from asyncrl.config.load import load_config
 from asyncrl.weights import layout as buckets
 from asyncrl.weights import receiver as session
 from asyncrl.weights import sender as membership

@@ -14,7 +14,8 @@ import structlog
 from rich.console import Console
 from rich.table import Table
 
-from asyncrl.config import Config, load_config
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.launch.checks import check_model
 from asyncrl.launch.console import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, Interrupts

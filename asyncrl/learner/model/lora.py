@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.weights.model_tensors import (
     ADAPTER,

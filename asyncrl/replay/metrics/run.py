@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from msgspec import field
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.replay.ledger import Ledger
 from asyncrl.replay.ledger_counts import Amount
 from asyncrl.replay.metrics.collapse import CollapseWatch
