@@ -60,7 +60,7 @@ class Ranks:
     group: dist.ProcessGroup | None = None
     """The members; None if they are all processes."""
     parallel: SequenceParallel | None = None
-    """The ranks that share this one's sequences; None if it has sequences of its own."""
+    """The ranks that share this one's sequences; None if no other rank has them."""
     members: Ranks | None = None
 
     @property

@@ -95,7 +95,7 @@ class Trainer:
         """The seconds of the phases of a step, which the loop reads."""
         self._flops = ModelFlops.of(self.policy.model)
         self._reference: Reference | None = None
-        """With adapters the reference policy is the policy without them, otherwise a model of its own."""
+        """With adapters the reference policy is the policy without them, otherwise a separate model."""
         self.divergence_bound = DivergenceBound(config, ranks.of_data)
 
     def train(self, batch: Batch, *, step: int) -> dict[str, float]:

@@ -39,7 +39,7 @@ class Policy(TrainedModel):
         replay = None if routers is None else RouterReplay(model, routers, config.model.path)
         network = PolicyNetwork(config, model, entropy_gradient=config.algorithm.entropy_coef > 0, replay=replay)
         self.replay = replay
-        """Replays the engine's experts, in scoring passes, too; None without `algorithm.routing_replay`. The
+        """Replays the engine's experts, also in scoring passes; None without `algorithm.routing_replay`. The
         reference and the critic are other models, and route live."""
         self.excluded = network.excluded
         """Tokens that the engine excludes early in a completion; None if there are none."""
@@ -65,7 +65,7 @@ class Policy(TrainedModel):
 
 
 class Reference:
-    """The frozen reference policy of the KL divergence. With ZeRO stage 3 its weights are sharded, too."""
+    """The frozen reference policy of the KL divergence. With ZeRO stage 3 its weights are sharded."""
 
     def __init__(self, config: Config, ranks: Ranks) -> None:
         path = config.algorithm.reference or config.model.path
