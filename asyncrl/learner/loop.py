@@ -14,8 +14,8 @@
          |
          +-- back to _agree, until the last step
 
-While a step is trained, the prefetch thread takes and packs this rank's part of the next one (`_take`); it waits for the
-queue's reply. The sender's thread copies the weights; `trainer.train` waits for it before its first update.
+While a step is trained, the prefetch thread takes and packs this rank's part of the next one (`_take`); it waits for
+the queue's reply. The sender's thread copies the weights; `trainer.train` waits for it before its first update.
 
 A step is committed before its weights are sent: the replay queue must know every version that a generator has.
 """
