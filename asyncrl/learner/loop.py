@@ -171,7 +171,7 @@ class Learner:
         shard, batch = prepared
         # On all ranks, so that none waits for one that has ended.
         self.ranks.raise_on_all_ranks(batch if isinstance(batch, InvariantError) else None)
-        assert isinstance(batch, Batch)
+        assert not isinstance(batch, InvariantError)
         self.watch.switch("waiting")
         self.card.begin(meanwhile=self._hand_over_again)
         self.watch.switch("working")
