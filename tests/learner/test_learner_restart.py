@@ -261,20 +261,6 @@ def test_a_run_whose_steps_are_all_committed_saves_its_model(world: Make, uninte
     same_end(learner, uninterrupted[0])
 
 
-def test_a_checkpoint_that_was_half_written_or_damaged_is_not_used(world: Make, uninterrupted: Any) -> None:
-    one = world(every_steps=1, keep_last=4)
-    one.kill_at(5)
-    folder = one.run_dir / "checkpoints"
-    (folder / "step-000004").rename(folder / "step-000004.partial")
-    path = folder / "step-000003" / "critic" / "rank-0.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-    learner, _ = one.start()
-    assert one.queue.begun == [0, 2]
-    same_end(learner, uninterrupted[0])
-
-
 def test_the_queue_asks_for_a_checkpoint(world: Make) -> None:
     one = world(every_steps=None, keep_last=2)
     one.queue.wanted_at = 2
