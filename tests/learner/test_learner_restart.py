@@ -10,14 +10,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import structlog
 import torch
-from torch import Tensor
-from worlds import CRITIC, make_config, make_groups, make_trainer
+from worlds import CRITIC, Sender, make_config, make_groups, make_trainer
 
 from asyncrl.config.config import Config
 from asyncrl.errors import RunError
@@ -89,21 +87,6 @@ class Queue:
         return self.evaluated
 
     def close(self) -> None: ...
-
-
-class Sender:
-    is_missed = False
-
-    def __init__(self) -> None:
-        self.sent: dict[int, dict[str, Tensor]] = {}
-        self.stats = SimpleNamespace(count=0, broadcast_s=0.0, wait_s=0.0, dropped=0, bytes=0)
-
-    def copied(self) -> None: ...
-
-    def send(self, version: int, weights: Iterable[tuple[str, Tensor]], *, copy_later: bool = False) -> None:
-        self.sent[version] = {name: weight.clone() for name, weight in weights}
-
-    def wait(self) -> None: ...
 
 
 @dataclass

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -17,6 +18,7 @@ from deepspeed.utils import safe_get_full_grad
 from torch import Tensor
 
 from asyncrl.config.config import Config
+from asyncrl.errors import PeerTimeoutError
 from asyncrl.launch.fork_server import Forked
 from asyncrl.learner.algorithm import make_algorithm
 from asyncrl.learner.batch import Batch, make_batch
@@ -272,6 +274,35 @@ def gradients_before_step(policy: TrainedModel) -> Iterator[dict[str, Tensor]]:
 
     with patch.object(policy, "step", keep):
         yield gradients
+
+
+class Sender:
+    """A sender to nobody. Checks that the weights of a version do not change before `copied`."""
+
+    is_missed = False
+
+    def __init__(self, lost: bool = False) -> None:
+        self.sent: dict[int, dict[str, Tensor]] = {}
+        self.uncopied: list[tuple[str, Tensor]] = []
+        self.lost = lost
+        self.stats = SimpleNamespace(count=0, broadcast_s=0.0, wait_s=0.0, dropped=0, bytes=0)
+        self.waited = 0
+
+    def send(self, version: int, weights: Iterable[tuple[str, Tensor]], *, copy_later: bool = False) -> None:
+        self.copied()
+        assert copy_later
+        self.uncopied = list(weights)
+        self.sent[version] = {name: weight.clone() for name, weight in self.uncopied}
+
+    def copied(self) -> None:
+        for name, weight in self.uncopied:
+            assert torch.equal(weight, [*self.sent.values()][-1][name])
+        self.uncopied = []
+
+    def wait(self) -> None:
+        self.waited += 1
+        if self.lost:
+            raise PeerTimeoutError("generator 0 is gone")
 
 
 def _start(script: str, arguments: Iterable[object], log: Path, folder: Path) -> Forked:
