@@ -319,10 +319,18 @@ def _end(process: Forked) -> None:
 
 
 def spawn(
-    script: str, model: Path, out: Path, port: int, *, ranks: int, timeout_s: float, names: Iterable[str] = ()
+    script: str,
+    model: Path,
+    out: Path,
+    port: int,
+    *,
+    ranks: int,
+    timeout_s: float,
+    names: Iterable[str] = (),
+    code: int = 0,
 ) -> None:
-    """Runs a script of this folder as `ranks` ranks to a good end, with the output in `out`. The script has its runs of
-    these names only."""
+    """Runs a script of this folder as `ranks` ranks to this exit code, with the output in `out`. The script has its
+    runs of these names only."""
     (out / NAMES).write_text(json.dumps(sorted(names)))
     processes = [_start(script, (rank, port, model, out), out / f"{rank}.log", Path.cwd()) for rank in range(ranks)]
     try:
@@ -331,7 +339,7 @@ def spawn(
         for process in processes:
             _end(process)
     logs = [(out / f"{rank}.log").read_text()[-2500:] for rank in range(ranks)]
-    assert codes == [0] * ranks, "\n".join(logs)
+    assert codes == [code] * ranks, "\n".join(logs)
 
 
 def wanted(runs: dict[str, dict[str, Any]], out: Path) -> dict[str, dict[str, Any]]:
