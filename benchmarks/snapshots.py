@@ -7,7 +7,6 @@ transformers, at a temperature of 1 and with the same seed.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path

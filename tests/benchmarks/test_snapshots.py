@@ -17,7 +17,7 @@ import pytest
 
 from benchmarks import overlap
 from benchmarks.goodput import with_signal
-from benchmarks.snapshots import Point, Scorer, at, reach
+from benchmarks.snapshots import Point, Scorer, reach
 from benchmarks.synchronous import Measured
 from benchmarks.weights import figures
 
@@ -64,7 +64,7 @@ def test_policies_after_the_reward_are_not_scored() -> None:
 def test_score_is_the_expected_reward_of_sampled_answers(tmp_path: Path) -> None:
     import torch
 
-    from asyncrl.data.arithmetic import make_arithmetic
+    from asyncrl.data.demo import make_arithmetic
     from asyncrl.data.tiny_model import make_model, make_tokenizer
 
     torch.manual_seed(1)
