@@ -29,7 +29,8 @@ import pyarrow as pa
 from rich.console import Console
 
 from asyncrl.cli.running import scale
-from asyncrl.config import Config, config_keys, load_config, settings_of_model
+from asyncrl.config.config import Config
+from asyncrl.config.load import config_keys, load_config, settings_of_model
 from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
 from asyncrl.launch.run_dir import is_running, read_endpoints
 from asyncrl.observe.console import EXIT_CONFIG, EXIT_DONE, EXIT_INTERRUPTED

@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.config import Config, load_config
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config
 from asyncrl.launch.run_dir import run_endpoints
 from asyncrl.replay.client import GeneratorClient, LauncherClient, LearnerClient
 from asyncrl.types import NO_VERSION, Group, Lease, Prompt, PromptPosition, RowPlace, Trajectory
@@ -27,6 +28,8 @@ from asyncrl.wire.messages import GeneratorStats
 
 GROUP_SIZE, PROMPT_TOKENS = 8, 32
 GROUPS_PER_STEP = 128
+TOKEN_BYTES = 13
+"""Bytes per token: token id, log-prob, version, and action mask."""
 SHAPES = 16
 """Number of different synthetic groups per generator."""
 CHECKPOINT_STEPS = 100

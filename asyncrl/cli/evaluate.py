@@ -23,12 +23,12 @@ import structlog
 from rich.console import Console
 from rich.table import Table
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.data.hub import fetch, is_model_name
 from asyncrl.errors import ConfigError
 from asyncrl.launch.checks import check_data, check_environments, check_model, checked_eval_rewards, checked_rewards
 from asyncrl.launch.run_dir import run_endpoints
-from asyncrl.learner.checkpoint.files import MANIFEST
+from asyncrl.learner.checkpoint import MANIFEST
 from asyncrl.observe.console import EXIT_DONE, EXIT_INTERRUPTED, Interrupts
 from asyncrl.observe.sample_search import PARQUET, check_samples_file
 from asyncrl.observe.samples import Samples

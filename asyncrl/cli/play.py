@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from asyncrl.cli.evaluate import quiet_logs
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.environments.dialogue import Dialogue
 from asyncrl.environments.dialogue.display import Display, Shown
 from asyncrl.environments.episode import Limits, Turn, start_of

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from asyncrl.config import load_config
+from asyncrl.config.load import load_config
 from asyncrl.observe.report import RunSummary
 from asyncrl.observe.sample_search import (
     CONVERSATION,

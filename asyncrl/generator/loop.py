@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import PeerTimeoutError
 from asyncrl.generator.colocated import OwnCard
 from asyncrl.generator.cost_model import StepCosts
@@ -48,7 +48,7 @@ from asyncrl.wire.messages import GeneratorStats
 if TYPE_CHECKING:
     from asyncrl.environments.pool import EnvironmentPool
     from asyncrl.rewards.workers import RewardPool, Scored
-    from asyncrl.weights.background import BackgroundReceiver
+    from asyncrl.weights.receiver import BackgroundReceiver
 
 log = structlog.get_logger()
 

@@ -31,7 +31,7 @@ from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from asyncrl.config import load_config
+from asyncrl.config.load import load_config
 from asyncrl.data.rows import Split
 from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.launch.run_dir import is_running

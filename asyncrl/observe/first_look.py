@@ -10,7 +10,8 @@ from typing import Any
 
 import structlog
 
-from asyncrl.config import ENVIRONMENT, Config
+from asyncrl.config.config import Config
+from asyncrl.config.sections import ENVIRONMENT
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.launch.bottleneck import Background
 from asyncrl.observe.live import ShownSample

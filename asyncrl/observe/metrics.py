@@ -10,7 +10,7 @@ import numpy as np
 import structlog
 from msgspec import field
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.observe.collapse import CollapseWatch
 from asyncrl.observe.stats import (
     DownsampledSeries,

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 import numpy as np
 import pyarrow as pa
 
-from asyncrl.config import Config, load_config
-from asyncrl.data.parquet import PromptTable, Split
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config
+from asyncrl.data.rows import PromptTable, Split
 from asyncrl.errors import ConfigError, DataError, observing
 from asyncrl.observe.document import MAX_SAMPLES, PageSamples
 from asyncrl.observe.samples import FOLDER, Part, Recorded, Samples, count_evaluated, evaluated_versions, read_evaluated

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import ProtocolError
 from asyncrl.observe.collapse import COLLAPSE
 from asyncrl.replay.dealing import balance, shards_for

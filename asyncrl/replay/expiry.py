@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import structlog
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.replay.evaluation.book import STRANDED
 from asyncrl.replay.store import Store
 from asyncrl.wire.messages import LeaseName

@@ -5,7 +5,7 @@ from __future__ import annotations
 import structlog
 from msgspec import structs
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import ProtocolError
 from asyncrl.observe.metrics import FailedRewards
 from asyncrl.replay.codec import GroupLimits, check_group

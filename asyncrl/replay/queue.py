@@ -35,7 +35,7 @@ from typing import Any
 import structlog
 from msgspec import structs
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import ProtocolError
 from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay.admission import Admission

@@ -3,7 +3,7 @@ their place."""
 
 from __future__ import annotations
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import RunError
 from asyncrl.replay.ledger import Ledger
 from asyncrl.util.durable import Durable

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError, JournalError, RunError
 from asyncrl.observe.metrics import RunSums
 from asyncrl.observe.stats import ReportedStats

@@ -10,7 +10,7 @@ from typing import Self
 
 from msgspec import field
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.util.durable import Durable
 
 FRACTION = "learner/lr_fraction"

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import JournalError
 from asyncrl.observe.collapse import COLLAPSE
 from asyncrl.observe.metrics import RunMetrics

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import JournalError, ProtocolError
 from asyncrl.observe.stats import ReportedStats
 from asyncrl.observe.trace import TraceWriter

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncrl
 from asyncrl.cli.show_config import Key, config_keys_of, written
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 
 API_MODULES = ("asyncrl.observe.sample_search.Query",)
 """Further objects that users of the API meet."""

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from asyncrl.cli.play import play
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.environments.dialogue import Dialogue
 from asyncrl.environments.dialogue.display import Display, Shown
 from asyncrl.errors import ConfigError

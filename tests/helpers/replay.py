@@ -8,7 +8,8 @@ from itertools import count
 
 import numpy as np
 
-from asyncrl.config import Config, load_config
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.types import NO_VERSION, Group, Lease, Prompt, PromptPosition, RowPlace, Status, Trajectory
 from asyncrl.wire.endpoints import Endpoints

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from asyncrl.cli.show_samples import show_group, show_samples
-from asyncrl.config import load_config
+from asyncrl.config.load import load_config
 from asyncrl.environments import Environment, Step
 from asyncrl.environments.dialogue import Dialogue
 from asyncrl.environments.named import Named

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.cli.evaluate import reward_model, use_folder
-from asyncrl.config import load_config, settings_of_model
+from asyncrl.config.load import load_config, settings_of_model
 from asyncrl.errors import ConfigError
 from asyncrl.wire.endpoints import Endpoints
 from tests.helpers.replay import small_config

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from asyncrl.config import Config, load_config
-from asyncrl.data.parquet import write_rows
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config
+from asyncrl.data.files import write_rows
 from asyncrl.observe.samples import SampleBook, Samples
 from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay.codec import pack_group

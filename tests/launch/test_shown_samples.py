@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from asyncrl.config import load_config
+from asyncrl.config.load import load_config
 from asyncrl.observe.first_look import ShownSamples
 from asyncrl.observe.live import LiveView, ShownSample
 from asyncrl.observe.samples import SampleBook

@@ -5,24 +5,22 @@ from __future__ import annotations
 import gzip
 import json
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from torch import Tensor
-from worlds import GAE_CONFIG, critic_endpoints, make_config, running
+from worlds import GAE_CONFIG, Sender, critic_endpoints, make_config, running
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.learner.algorithm import make_algorithm
-from asyncrl.learner.checkpoint.manager import Checkpoints
+from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.colocated import SharedCard
-from asyncrl.learner.critic.remote import RemoteCritic
+from asyncrl.learner.critic import RemoteCritic
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.loop import Learner
-from asyncrl.learner.trainer import Trainer
+from asyncrl.learner.step import Trainer
 from asyncrl.observe.document import CHARTS
 from asyncrl.observe.trace import TraceWriter
 from asyncrl.observe.trackers import make_trackers
@@ -106,15 +104,6 @@ class QueueBatches:
 
     def close(self) -> None:
         self.queue.close()
-
-
-class Sender:
-    is_missed = False
-    stats = SimpleNamespace(count=0, broadcast_s=0.0, wait_s=0.0, dropped=0, bytes=0)
-
-    def send(self, version: int, weights: Iterable[tuple[str, Tensor]], *, copy_later: bool = False) -> None: ...
-    def copied(self) -> None: ...
-    def wait(self) -> None: ...
 
 
 class Lock(CardLock):

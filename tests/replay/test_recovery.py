@@ -17,7 +17,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError, JournalError, ProtocolError, RunError
 from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay.codec import pack_group

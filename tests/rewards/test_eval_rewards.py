@@ -12,7 +12,8 @@ import pytest
 from rich.console import Console
 
 from asyncrl.cli.evaluate import check_evaluation
-from asyncrl.config import Config, load_config
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.checks import check_data_and_rewards
 from asyncrl.rewards.reward_model import check_failed, model_options, uses_reward_model

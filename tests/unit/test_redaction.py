@@ -13,7 +13,8 @@ from rich.console import Console
 
 import asyncrl
 from asyncrl.cli.show_config import show_config
-from asyncrl.config import Config, load_config
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.run_dir import lock_path, refuse_changes
 from asyncrl.observe.board import WatchedRun

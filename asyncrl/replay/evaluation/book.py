@@ -13,7 +13,7 @@ from typing import Any
 import structlog
 from msgspec import field
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import ProtocolError
 from asyncrl.observe.stats import ReportedStats
 from asyncrl.replay.evaluation.scores import PromptScore, eval_metrics, score_table

@@ -15,7 +15,7 @@ from typing import Any
 import structlog
 from msgspec import field
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.replay.prompts.pass_rates import MAX_BYTE, PassRates, RowOutcome, RowRecord
 from asyncrl.types import RowPlace
 from asyncrl.util.durable import Durable, restore
