@@ -78,7 +78,7 @@ def main() -> None:
 
 def train(name: str, choice: str, seed: int, seconds: float, settings: list[str]) -> tuple[Point | None, float]:
     """Runs a training. Returns when it reached the reward of its workload, and its last reward."""
-    from asyncrl.rewards.builtin.text import exact
+    from asyncrl.rewards.builtin import exact
 
     workload = WORKLOADS[name]
     if name == "long-tailed" and not LONG_MODEL.exists():

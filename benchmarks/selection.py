@@ -60,7 +60,7 @@ def around(snapshots: list[Snapshot], seconds: float) -> list[Snapshot]:
 
 
 def measure(quick: bool) -> Iterator[Round]:
-    from asyncrl.rewards.builtin.text import exact
+    from asyncrl.rewards.builtin import exact
 
     model, seconds = prepare(), QUICK_SECONDS if quick else SECONDS
     halves()

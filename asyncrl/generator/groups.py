@@ -21,7 +21,7 @@ from asyncrl.wire.frames import Block
 from asyncrl.wire.messages import Evaluated
 
 if TYPE_CHECKING:
-    from asyncrl.rewards.workers import Scored
+    from asyncrl.rewards.pool import Scored
 
 
 @dataclass(frozen=True, slots=True)
