@@ -1,4 +1,4 @@
-"""Between messages and tokens: what environments say, and what the policy said, without a template and with the model's."""
+"""Dialogues with the policy: messages become tokens and turns messages, without a template and with the model's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Agent programs by name, and those in an interpreter of their own, which has nothing of asyncrl (`environment.python`)."""
+"""Agent programs by name, and those in a separate interpreter, which has nothing of asyncrl (`environment.python`)."""
 
 from __future__ import annotations
 
