@@ -34,7 +34,6 @@ ROWS = (
     "gateway",
     "goodput",
     "end_to_end",
-    "selection",
     "start",
 )
 """Modules of this folder with a ROW, in the order of measurement."""

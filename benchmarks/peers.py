@@ -15,7 +15,7 @@ from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from typing import Any
 
-from asyncrl.replay.journal.writer import SEGMENT_BYTES
+from asyncrl.replay.journal import SEGMENT_BYTES
 from benchmarks.frame import CannotRun
 from benchmarks.queue_load import CONTEXT, GROUP_SIZE, GROUPS_PER_STEP, cores, start
 

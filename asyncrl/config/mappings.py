@@ -53,18 +53,6 @@ class CustomData(MappingValue):
         return self
 
 
-class Selection(MappingValue):
-    """Rows whose latest groups have no training signal are generated less often."""
-
-    strength: float = Field(default=0.5, gt=0.0, lt=1.0)
-    """A row is kept with probability (1 - strength)^n after n groups in a row whose rewards were all equal."""
-    floor: float = Field(default=0.1, ge=0.02, le=1.0)
-    """Least probability of a row; after 4 / floor skips in a row it is kept for sure."""
-    unbiased: bool = False
-    """Groups weigh in the loss by 1 over the probability of their row, so that expected gradients are those without
-    selection, up to a common factor."""
-
-
 class Sampling(MappingValue):
     """The sampling of evaluation completions, as in `vllm.SamplingParams`."""
 

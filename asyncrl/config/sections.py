@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, JsonValue, Tag, field_validator, model_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from asyncrl.config.addresses import parse_host, split_address
 from asyncrl.config.base import Options, Section
-from asyncrl.config.mappings import Columns, CustomData, Selection
+from asyncrl.config.mappings import Columns, CustomData
 from asyncrl.config.passthrough import check_template_options
 from asyncrl.config.paths import LocalPath
 
@@ -29,13 +29,6 @@ class ModelConfig(Section):
     """Number format of weights and activations in engine and learner; log-probs are always float32."""
     trust_remote_code: bool = False
     """Run the Python code in the model's folder; models that transformers has itself need none."""
-
-
-SelectionChoice = Annotated[
-    Annotated[Literal["off", "on"], Tag("str")] | Annotated[Selection, Tag("dict")],
-    Discriminator(lambda value: "str" if isinstance(value, str) else "dict"),
-]
-DEFAULT_SELECTION: Literal["off", "on"] = "off"
 
 
 class DataConfig(Section):
@@ -63,18 +56,8 @@ class DataConfig(Section):
     """Prompts above the limit are counted and skipped, or lose tokens at their left end, right end or in the middle."""
     custom: CustomData = CustomData()
     """A dataset, sampler or filter of your own, by `module:name` or `file.py:name`, and their options."""
-    selection: SelectionChoice = DEFAULT_SELECTION
-    """Rows whose groups have no training signal, since they are solved or hopeless, are generated less often (on), also
-    with options: {strength: 0.5, floor: 0.1, unbiased: false}. No row is left out for ever."""
     workers: int = Field(default=0, ge=0, le=64)
     """Processes that read and tokenize prompts ahead of the replay queue; 0: a thread of the queue's process does."""
-
-    @property
-    def selection_rule(self) -> Selection | None:
-        """The options of `selection`; None if it is off."""
-        if isinstance(self.selection, Selection):
-            return self.selection
-        return Selection() if self.selection == "on" else None
 
     @property
     def train_files(self) -> list[str]:
@@ -83,15 +66,6 @@ class DataConfig(Section):
     @property
     def eval_files(self) -> list[str]:
         return [self.eval] if isinstance(self.eval, str) else list(self.eval or [])
-
-    @field_validator("selection", mode="before")
-    @classmethod
-    def _check_selection(cls, value: Any) -> Any:
-        if isinstance(value, bool):  # YAML reads on and off as true and false
-            return "on" if value else "off"
-        if not isinstance(value, dict | Selection) and value not in ("off", "on"):
-            raise ValueError("must be off, on or a mapping such as {strength: 0.5}")
-        return value  # pyright: ignore[reportUnknownVariableType]
 
     @field_validator("template_options")
     @classmethod

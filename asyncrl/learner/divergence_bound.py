@@ -8,7 +8,7 @@ lr_1 ... lr_n the policy has diverged from the one before them by about
 Every step measures `speed`, from the log-probs of its stale tokens, which it computes anyway, and the rates of the
 steps since they were sampled. The next step may use an equal share of the distance that the bound allows over the
 staleness of the tokens, and no more than the steps before it have left. All follows from the learner's inputs: a step
-that is trained again is the same. The other lever is `replay/staleness_control.py`.
+that is trained again is the same. The other lever is `replay/ledger.py`.
 """
 
 from __future__ import annotations

@@ -49,9 +49,8 @@ from asyncrl.learner.prefetch import Prefetcher
 from asyncrl.learner.trainer import Trainer
 from asyncrl.observe.trackers import Trackers
 from asyncrl.replay.client import LearnerClient
-from asyncrl.replay.journal.history import JournalBatches
+from asyncrl.replay.history import JournalBatches, SampleBatches
 from asyncrl.replay.metrics.run import LEARNER_TIMES
-from asyncrl.replay.sample_batches import SampleBatches
 from asyncrl.samples.book import SampleBook
 from asyncrl.types import Shard
 from asyncrl.util.processes import Stopwatch

@@ -107,7 +107,7 @@ def _make_file_sender(
     config: Config, ranks: Ranks, manifest: WeightManifest, endpoints: Endpoints, run_dir: Path, parts: ExitStack
 ) -> BackgroundSender:
     """The sender of this rank's slices; rank 0 publishes what all have written."""
-    from asyncrl.replay.announcer import Announcer
+    from asyncrl.replay.client import Announcer
     from asyncrl.weights.files.rank_sender import RankSender
     from asyncrl.weights.files.sender import FileSender, StoreOptions
     from asyncrl.weights.files.share_writer import Written
@@ -164,8 +164,7 @@ def run_offline(
     `out_dir`. Raises an AsyncrlError if training cannot continue.
     """
     from asyncrl.observe.trackers import make_trackers
-    from asyncrl.replay.journal.history import JournalBatches
-    from asyncrl.replay.sample_batches import SampleBatches
+    from asyncrl.replay.history import JournalBatches, SampleBatches
 
     with _training(config, rank, endpoints, run_dir) as (trainer, checkpoints, parts, _):
         if start:

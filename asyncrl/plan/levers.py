@@ -147,8 +147,6 @@ def _admitted(config: Config, learner_idle: float, environments: float, may_be_o
 
 def _signal(config: Config, solved: float | None) -> str:
     levers: list[str] = []
-    if config.data.selection_rule is None:
-        levers.append("data.selection=on generates fewer of them; compare the rewards of an evaluation")
     if solved is not None and solved > MOSTLY:
         levers.append("most such groups are solved: take harder data")
     elif solved is not None and solved < 1 - MOSTLY:

@@ -15,8 +15,7 @@ from asyncrl.plan.prediction import Prediction
 from asyncrl.plan.tally import Tally, total_idle_s
 from asyncrl.plan.turns_engine import TurnsEngine
 from asyncrl.plan.workload import Setup, Workload, slowdown
-from asyncrl.replay.ledger import Ledger, wanted_groups
-from asyncrl.replay.ledger_counts import State
+from asyncrl.replay.ledger import Ledger, State, wanted_groups
 
 COUNTED = 256
 """Approximate number of measurements of the tokens in flight."""

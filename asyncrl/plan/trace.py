@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from asyncrl.errors import DataError
+from asyncrl.replay.live_group import SAME_REWARD
 from asyncrl.replay.metrics.trace import END_OF_STREAM, SCHEMA, last_of_each, trace_parts, whole_bytes
-from asyncrl.replay.refunds import SAME_REWARD
 
 
 def read_trace(path: Path) -> pa.Table:

@@ -76,7 +76,7 @@ class QueueBatches:
             return self._take(step)
 
     def _take(self, step: int) -> Shard | None:
-        self.queue.note_memory("reward_model", 1 << 30)
+        self.queue.state.reported.note_memory("reward_model", 1 << 30)
         leases, _ = ask_queue(self.queue, 0, step - 1, 100, 100, stats=STATS)
         for lease in leases:
             self.finish(lease, step - 1)
@@ -105,7 +105,7 @@ class QueueBatches:
         return iter(())
 
     def close(self) -> None:
-        self.queue.close()
+        self.queue.store.close()
 
 
 class Sender:

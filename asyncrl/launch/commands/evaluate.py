@@ -37,7 +37,7 @@ from asyncrl.launch.preflight import (
 )
 from asyncrl.launch.samples import PARQUET, check_samples_file
 from asyncrl.learner.checkpoint.files import MANIFEST
-from asyncrl.replay.evaluation.scores import PromptScore, pass_ks, score_table
+from asyncrl.replay.evaluation import PromptScore, pass_ks, score_table
 from asyncrl.rewards.reward_model import await_reward_model, uses_reward_model
 from asyncrl.rewards.table import evaluation_config
 from asyncrl.samples import Samples

@@ -18,7 +18,7 @@ from asyncrl.launch.resources.engine_memory import engine_host_parts
 from asyncrl.launch.resources.fit import Models
 from asyncrl.launch.resources.memory import GIB, host_parts, longest_tokens
 from asyncrl.plan.cards import parse_cards
-from asyncrl.replay.journal.records import FRAME_BYTES
+from asyncrl.replay.journal import FRAME_BYTES
 from asyncrl.util.routing import replayed_routers
 
 DEFAULT_TOKENS = 8192
