@@ -35,7 +35,7 @@ from asyncrl.launch.console import EXIT_CONFIG, EXIT_DONE, EXIT_INTERRUPTED
 from asyncrl.launch.run_dir import is_running, read_endpoints
 from asyncrl.launch.samples import Query, find_samples
 from asyncrl.observe.document import read_metrics
-from asyncrl.plan.trace import read_trace
+from asyncrl.plan.measured import read_trace
 from asyncrl.replay.client import LauncherClient
 from asyncrl.samples import Samples
 from asyncrl.util.files import read_json, replace_file

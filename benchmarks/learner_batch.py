@@ -100,7 +100,7 @@ def advantages(groups: int) -> np.ndarray:
 
 def ours(model: str, groups: int, turns: Turns) -> None:
     from asyncrl.config import Config
-    from asyncrl.launch.resources.network import find_port
+    from asyncrl.launch.machine import find_port
     from asyncrl.learner.algorithm import make_algorithm
     from asyncrl.learner.collate import make_batch
     from asyncrl.learner.distributed import process_group

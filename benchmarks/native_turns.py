@@ -97,7 +97,7 @@ def measure(quick: bool) -> Iterator[Round]:
     from asyncrl.config import load_config
     from asyncrl.environments.pool import EnvironmentPool
     from asyncrl.generator.episodes import Episodes
-    from asyncrl.launch.endpoints import run_endpoints
+    from asyncrl.launch.run_dir import run_endpoints
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with ExitStack() as stack:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl.config import Config, load_config
-from asyncrl.launch.endpoints import run_endpoints
+from asyncrl.launch.run_dir import run_endpoints
 from asyncrl.replay.client import GeneratorClient, LauncherClient, LearnerClient
 from asyncrl.types import NO_VERSION, Group, Lease, Prompt, PromptPosition, Trajectory
 from asyncrl.util.processes import end_with_parent, tune_gc

@@ -161,7 +161,7 @@ _OPEN = ExitStack()
 @cache
 def _group_of_one() -> tuple[Ranks, Endpoints]:
     """The process group of this process alone."""
-    from asyncrl.launch.resources.network import find_port
+    from asyncrl.launch.machine import find_port
     from asyncrl.learner.distributed import process_group
     from asyncrl.wire.endpoints import Endpoints
 
@@ -233,7 +233,7 @@ def prepare(tasks: set[str]) -> None:
     from rich.console import Console
 
     from asyncrl.config import load_config
-    from asyncrl.launch.preflight import run_recipes
+    from asyncrl.launch.checks import run_recipes
     from benchmarks.no_signal import LONG_MODEL, make_long_model
 
     for task in sorted(tasks):

@@ -158,7 +158,7 @@ def main() -> None:
     from asyncrl.generator.vllm_backend.setup import CONDITIONS, DEFAULTS
 
     os.environ.update(DEFAULTS | CONDITIONS | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "DS_ACCELERATOR": "cpu"})
-    from asyncrl.launch.resources.network import find_port
+    from asyncrl.launch.machine import find_port
     from asyncrl.learner.distributed import process_group
     from asyncrl.wire.endpoints import Endpoints
 

@@ -30,11 +30,11 @@ BATCH, LENGTH_TOKENS = 64, 64
 def engine_step(model: str, running: int) -> Callable[[], None]:
     """Starts an engine and returns a function that runs one step with `running` sequences."""
     from asyncrl.config import load_config, parse_override
-    from asyncrl.generator.vllm_backend.setup import ENVIRONMENT
+    from asyncrl.generator.vllm_backend.setup import set_environment
 
-    os.environ.update(ENVIRONMENT)
     overrides = settings(model, steps=1, max_staleness=0, quick=False)
     config = load_config("demo", dict(parse_override(text) for text in overrides))
+    set_environment(config)
     from vllm import TokensPrompt
 
     from asyncrl.generator.vllm_backend.requests import sampling_params

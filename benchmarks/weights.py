@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 
-from asyncrl.launch.resources.network import find_port
+from asyncrl.launch.machine import find_port
 from asyncrl.wire.socket_folder import socket_folder
 from benchmarks.demo import prepare_cold
 from benchmarks.frame import CannotRun, Limit, Round, Row

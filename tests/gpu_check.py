@@ -3,8 +3,7 @@
 Each stage is a process with a deadline, so that one which hangs or crashes is one line. Checks of what is not there are
 skipped with the reason: vLLM, a second GPU, a GPU at all. Needs no installation beyond what a check imports:
 PYTHONPATH=. is enough. The results go to `benchmarks/results/CARD.json`, or to FILE, each with the commit that was
-checked; those of stages that do not run stay there. The table "What runs where" of the README is made from them
-(`python -m scripts.what_runs_where`).
+checked; those of stages that do not run stay there. `docs/gpus.md` shows them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""KL divergence from a reference policy: estimators per token, and controllers of the KL coefficient."""
+"""KL divergence from a reference policy: estimators per token."""
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 from torch import Tensor
@@ -13,10 +12,6 @@ Estimator = Literal["k1", "k2", "k3", "k3+", "abs"]
 
 MAX_K3 = 10.0
 """Upper bound of k3 per token in nats; k3 grows linearly with the ratio."""
-MAX_STEP = 0.2
-"""Bound on the relative error of the divergence to which the adaptive controller responds in one step."""
-HORIZON = 10_000
-"""Number of sequences over which the adaptive controller adapts the coefficient, as in arXiv:1909.08593."""
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, *, estimator: Estimator = "k3") -> Tensor:
@@ -52,37 +47,3 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, *, estimator: Estimator 
 def _k3(log_ratios: Tensor) -> Tensor:
     bounded = log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return (bounded.expm1() - bounded).clamp(max=MAX_K3)
-
-
-class FixedKL:
-    """A constant coefficient."""
-
-    def __init__(self, coef: float) -> None:
-        self.coef = coef
-
-    def update(self, kl: float, num_sequences: int) -> None:
-        """Leaves the coefficient unchanged."""
-
-
-class AdaptiveKL:
-    """A coefficient that steers the divergence toward `target` nats within about `horizon` sequences.
-
-    coef *= 1 + clip(kl / target - 1, -0.2, 0.2) num_sequences / horizon, arXiv:1909.08593 section 2.2.
-    Raises ValueError for a target or horizon that is not positive.
-    """
-
-    def __init__(self, coef: float, target: float, horizon: int = HORIZON) -> None:
-        for name, value in (("target", target), ("horizon", horizon)):
-            if not value > 0:
-                raise ValueError(f"{name} = {value!r}: must be positive")
-        self.coef, self.target, self.horizon = coef, target, horizon
-
-    def update(self, kl: float, num_sequences: int) -> None:
-        """Adapts the coefficient to a step's mean divergence in nats and number of sequences, both over all ranks.
-
-        Raises ValueError for a non-finite divergence, which would corrupt the coefficient permanently.
-        """
-        if not math.isfinite(kl):
-            raise ValueError(f"kl = {kl!r}: the divergence from the reference must be finite; check its log-probs")
-        error = max(-MAX_STEP, min(MAX_STEP, kl / self.target - 1))
-        self.coef *= 1 + error * num_sequences / self.horizon

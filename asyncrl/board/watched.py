@@ -14,8 +14,7 @@ import pyarrow as pa
 from asyncrl.launch.documents import RunSummary, trace_of
 from asyncrl.launch.samples import page_samples
 from asyncrl.observe.document import RUNNING, PageSamples, curves_of, run_document
-from asyncrl.plan.measured import MAX_GROUPS
-from asyncrl.plan.tail import TraceTail
+from asyncrl.plan.measured import MAX_GROUPS, TraceTail
 from asyncrl.samples.book import FOLDER as SAMPLES
 
 READ_BUDGET_S = 1.0

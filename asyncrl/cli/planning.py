@@ -100,7 +100,7 @@ def plan(
     and what to do with groups without signal. With --model: a layout that fits the memory of the cards. Exit code 2:
     there is none."""
     if model is not None and run is None:
-        from asyncrl.launch.layout.show import show_layout
+        from asyncrl.launch.layout import show_layout
 
         if gpus is None:
             raise ConfigError("--gpus: is missing, as in --gpus 8xH100-80")
@@ -124,7 +124,7 @@ def sweep(
 ) -> None:
     """Train with several staleness limits and say which to take; again to resume. Exit code 0: done, 1: a training
     failed, 2: bad configuration, 130: interrupted."""
-    from asyncrl.plan.sweep.cells import sweep as sweep_runs
+    from asyncrl.plan.sweep import sweep as sweep_runs
 
     arguments = [*(overrides or []), *([f"steps={steps}"] if steps is not None else [])]
     raise typer.Exit(sweep_runs(name, config, arguments, max_staleness, seeds, Console()))

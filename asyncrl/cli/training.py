@@ -58,11 +58,10 @@ def launch(
     ] = False,
 ) -> None:
     """Train. Exit code 0: done, 1: the run failed, 2: bad configuration or data, 130: interrupted."""
-    from asyncrl.launch.fingerprints import accept_rows
-    from asyncrl.launch.ray.job import SCHEME, submit_job
+    from asyncrl.launch.ray_launcher import SCHEME, submit_job
     from asyncrl.launch.run import launch as launch_run
-    from asyncrl.launch.run_dir import config_of_run
-    from asyncrl.launch.slurm_job import in_job, submit
+    from asyncrl.launch.run_dir import accept_rows, config_of_run
+    from asyncrl.launch.slurm import in_job, submit
 
     flags: dict[str, Any] = {
         "generators": generators, "learners": learners, "max_staleness": max_staleness, "steps": steps, "run": run,

@@ -39,7 +39,7 @@ class Config(Section):
     `module:function` or `file.py:function`; or a weighted sum, {name: weight}; or a mapping of these by data source,
     with "default" for the others."""
     reward_options: dict[str, Options] = Field(default_factory=dict)
-    """Options (keyword-only arguments) of reward functions, by their names in `rewards`."""
+    """Options (keyword-only arguments) of reward functions, by their names in `rewards` and `eval.rewards`."""
     generator: GeneratorConfig = GeneratorConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     replay: ReplayConfig = ReplayConfig()
@@ -101,12 +101,11 @@ class Config(Section):
                 f"{what} = {shards} does not divide replay.groups_per_step = {groups}: "
                 f"every learner rank takes the same number of whole groups; use {_divisors(groups)} learners"
             )
-        for key, parts in (("learner", self.learner.minibatches), ("critic", self.critic_minibatches)):
-            if (groups // shards) % parts:
-                raise ValueError(
-                    f"{key}.minibatches = {parts} does not divide the {groups // shards} groups that a learner rank "
-                    f"gets in a step; use one of {_divisors(groups // shards)}"
-                )
+        if (groups // shards) % (parts := self.learner.minibatches):
+            raise ValueError(
+                f"learner.minibatches = {parts} does not divide the {groups // shards} groups that a learner rank "
+                f"gets in a step; use one of {_divisors(groups // shards)}"
+            )
         if self.critic.ranks > learners:
             raise ValueError(
                 f"critic.ranks = {self.critic.ranks}: each serves at least one of the learner ranks, of which there "
@@ -296,16 +295,6 @@ class Config(Section):
     def shard_of(self, rank: int) -> int:
         """Returns the number of the part that a learner rank gets."""
         return rank // self.learner.sequence_parallel
-
-    @property
-    def critic_epochs(self) -> int:
-        """Passes of the critic over the batch of a step."""
-        return self.critic.epochs or self.learner.epochs
-
-    @property
-    def critic_minibatches(self) -> int:
-        """Parts of the batch of a step, each with an update of the critic."""
-        return self.critic.minibatches or self.learner.minibatches
 
     @property
     def run_dir(self) -> Path:

@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
-from asyncrl.config.base import Options, Rewards, Section
+from asyncrl.config.base import Rewards, Section
 from asyncrl.config.mappings import Sampling
 from asyncrl.config.passthrough import check_engine_options
 
@@ -130,14 +130,3 @@ class EvalConfig(Section):
     """Number of prompts that are evaluated, from the start of the files; by default all."""
     rewards: Rewards | None = None
     """Reward of evaluations, in any form of `rewards`; by default that of training."""
-    reward_options: dict[str, Options] = Field(default={})
-    """Options of the functions in `eval.rewards`, by their names there; by default those in `reward_options`."""
-
-    @model_validator(mode="after")
-    def _check_reward_options(self) -> Self:
-        if self.reward_options and self.rewards is None:
-            raise ValueError(
-                f"reward_options = {self.reward_options!r}: evaluations have the reward of training; set eval.rewards, "
-                "or give the options in reward_options"
-            )
-        return self

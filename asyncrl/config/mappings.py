@@ -64,12 +64,6 @@ class Sampling(MappingValue):
     """Number of most likely tokens that are sampled from; 0 excludes none."""
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
     """Least probability of a token, relative to that of the most likely one; 0 excludes none."""
-    presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
-    """Subtracted from the logits of tokens that the completion has."""
-    frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
-    """Subtracted from the logits of tokens for each time that the completion has them."""
-    repetition_penalty: float = Field(default=1.0, gt=0.0)
-    """Divides the positive logits, and multiplies the negative ones, of tokens that prompt or completion have."""
 
     @model_validator(mode="before")
     @classmethod

@@ -102,8 +102,6 @@ class ReplayConfig(Section):
     min_staleness: int = Field(default=0, ge=0)
     """Complete batches that the queue holds before one is trained. With `max_staleness` of them all tokens are that
     old, to study corrections at a known staleness."""
-    order: Literal["ready", "ticket"] = "ready"
-    """ready: finished groups may overtake a slow one while the bound holds for all; ticket: strict order."""
     zero_variance: Literal["auto", "refund", "train", "drop"] = "auto"
     """A group whose rewards are all equal is replaced by another prompt (refund), trained (train), or counted in its
     step without being computed (drop). auto refunds it if the advantage compares within the group, and would be 0."""
@@ -111,9 +109,6 @@ class ReplayConfig(Section):
     """The treatment of a completion whose reward raises, times out or is None. exclude: it is not trained, and the
     others of its group are compared without it; zero: it has reward 0; refund: its group is replaced by another prompt.
     A group with fewer than two rewards is always replaced, except with zero if it has one."""
-    max_refunds_in_a_row: int = Field(default=4096, ge=1)
-    """The run fails after this many consecutive groups without signal that were refunded or dropped. Groups whose
-    environments or rewards failed do not count: they end a run after `launch.progress_timeout_s`."""
     max_bytes: int = Field(default=4 << 30, ge=1 << 20)
     """Limit of the finished groups in memory, with their prompts; above it only groups that the next batch needs may
     start."""
@@ -143,8 +138,6 @@ class CheckpointConfig(Section):
     """Newest checkpoints that are kept; older ones are deleted."""
     keep_best: bool = True
     """Also keep the checkpoint with the best reward: of its evaluation, else of the `every_steps` steps before it."""
-    max_bytes: int | None = Field(default=None, ge=1 << 20)
-    """Limit of `checkpoints/`; a checkpoint that does not fit next to the newest one ends the run with an error."""
 
 
 class JournalConfig(Section):
@@ -184,11 +177,6 @@ class WeightsConfig(Section):
     url: LocalPath | None = None
     """With the transport files: the folder or object store (s3://bucket/path) in which each run has a folder of its
     own for its versions; null for one in the run folder."""
-    full_every: int = Field(default=32, ge=1)
-    """With the transport files and 16-bit weights: every so many versions one is complete, the others are what has
-    changed."""
-    keep: int = Field(default=3, ge=1)
-    """With the transport files: the number of versions that stay even if no generator needs them."""
 
 
 class LaunchConfig(Section):
@@ -212,8 +200,6 @@ class LaunchConfig(Section):
     """on: each learner rank and a generator share a card, of which one of them uses it at a time; on a CPU the card is
     a part of the cores. There are as many learner ranks as generators, times `generator.tensor_parallel`. force: on
     GPUs with an engine other than transformers, too, where this is not proven."""
-    pin_cores: bool = True
-    """On a CPU, generators and learners have cores of their own."""
     start_timeout_s: float = Field(default=1800.0, gt=0.0)
     """Deadline for the start of every role. The default is for GPUs, whose engines read, compile and capture for
     minutes; in a run without GPUs it is 180."""
@@ -238,7 +224,7 @@ class LaunchConfig(Section):
 
     @property
     def host(self) -> str:
-        """The address, interface or network to listen on (`launch/resources/network.py`)."""
+        """The address, interface or network to listen on (`launch/machine.py`)."""
         return split_address(self.address)[0]
 
     @property
@@ -286,11 +272,6 @@ class ObserveConfig(Section):
     with the completions of every evaluation; 0 records none."""
     profile: list[Annotated[int, Field(ge=1)]] = Field(default=[], max_length=16)
     """Steps of which each learner rank writes a trace of torch's profiler to `profile/`, for Perfetto."""
-    peak_flops: float | None = Field(default=None, gt=0.0)
-    """Peak of one learner device in FLOP/s, for the metric `learner/mfu`; by default that of a known GPU for dense
-    matrices in bfloat16. Without a peak there is no such metric."""
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Lowest level of the events in `logs/<role>.jsonl`."""
 
     def check_profile(self, steps: int) -> None:
         """Raises ValueError if a run of this many steps does not come to all of the steps to profile."""

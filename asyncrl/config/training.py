@@ -53,8 +53,6 @@ class AlgorithmConfig(Section):
     entropy_coef: float = Field(default=0.0, ge=0.0)
     """Weight of the mean entropy of the sampled distribution, aggregated as the loss, that is subtracted from the
     loss."""
-    kl_target: float | None = Field(default=None, gt=0.0)
-    """Adapt `kl_reward_coef` to keep the divergence near this many nats (arXiv:1909.08593); by default it is fixed."""
     reference: str | None = None
     """Folder of the reference policy; by default `model.path`. Loaded only if a coefficient above is positive."""
     routing_replay: Literal["off", "engine"] = "off"
@@ -109,8 +107,6 @@ class LearnerConfig(Section):
     adamw, and a learning rate about ten times as high."""
     max_grad_norm: float = Field(default=1.0, gt=0.0)
     """Gradients with a larger norm, over all parameters, are scaled down to it."""
-    max_skipped_updates: int = Field(default=5, ge=0)
-    """An update whose loss or gradient is not finite is skipped; more consecutive ones than this end the run."""
     on_collapse: Literal["warn", "stop", "rollback"] = "warn"
     """While an alarm is active (docs/staleness.md) and the reward is below 0.9 of its best: the alarm alone
     (warn), end the run (stop), or continue from the last checkpoint before the alarm's first step with half of `lr`, at
@@ -124,9 +120,6 @@ class LearnerConfig(Section):
     """Passes over the batch of a step."""
     minibatches: int = Field(default=1, ge=1)
     """Parts of the batch, each with its own optimizer update. Versions and staleness count steps, not updates."""
-    shuffle: bool = False
-    """Every epoch distributes the groups of a rank over the mini-batches again, at random, by `seed` and step;
-    otherwise all epochs have the same mini-batches."""
     tokens_per_microbatch: int = Field(default=8192, ge=1)
     """Tokens of one packed forward pass; a longer trajectory is a micro-batch of its own."""
     gradient_checkpointing: bool = False
@@ -143,11 +136,6 @@ class LearnerConfig(Section):
     def updates(self) -> int:
         """Optimizer updates of a step."""
         return self.epochs * self.minibatches
-
-    @property
-    def packed_minibatches(self) -> int:
-        """Mini-batches of the batch as it is packed first and scored; shuffled ones are packed again."""
-        return 1 if self.shuffle else self.minibatches
 
     @model_validator(mode="after")
     def _check_optimizer_options(self) -> Self:
@@ -188,9 +176,5 @@ class CriticConfig(Section):
     """First steps in which only the critic is trained."""
     clip: float | None = Field(default=0.5, gt=0.0)
     """Distance from the old value at which the loss stops to decrease (PPO's value clipping)."""
-    epochs: int | None = Field(default=None, ge=1)
-    """Passes of the critic over the batch of a step; by default `learner.epochs`."""
-    minibatches: int | None = Field(default=None, ge=1)
-    """Parts of the batch, each with an update of the critic; by default `learner.minibatches`."""
     ranks: int = Field(default=0, ge=0)
     """Processes of the critic; 0 keeps it in the learner ranks."""

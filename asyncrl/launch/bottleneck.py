@@ -11,18 +11,19 @@ from typing import Any, Generic, TypeVar
 
 from asyncrl.config import Config
 from asyncrl.errors import observing
-from asyncrl.launch.resources.placement import Placement
+from asyncrl.launch.placement import Placement
 from asyncrl.observe.rollbacks import read_rollbacks
-from asyncrl.plan.levers import (
+from asyncrl.plan.measured import RecentRun
+from asyncrl.plan.verdict import (
     MOST_OF_RATE,
+    after_collapse,
     divergence_sentence,
     goodput_sentence,
     link_sentence,
     thread_sentence,
     timeout_sentence,
+    verdict_of,
 )
-from asyncrl.plan.measured import RecentRun
-from asyncrl.plan.verdict import after_collapse, verdict_of
 from asyncrl.types import goodput_of
 
 EVERY_S = 60.0

@@ -18,8 +18,7 @@ from asyncrl.observe.destinations import METRICS_FILE
 from asyncrl.observe.document import RUNNING, UNANSWERED, UNFINISHED, run_document
 from asyncrl.observe.report import write_report
 from asyncrl.observe.trackers import tracker_summary
-from asyncrl.plan.measured import MAX_GROUPS
-from asyncrl.plan.tail import TraceTail, read_metrics_tail
+from asyncrl.plan.measured import MAX_GROUPS, TraceTail, read_metrics_tail
 from asyncrl.plan.verdict import after_collapse, guess
 from asyncrl.replay.client import LauncherClient
 from asyncrl.util.files import check_writable, read_json
@@ -28,7 +27,7 @@ from asyncrl.util.redaction import describe, redact
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from asyncrl.launch.watch import Run
+    from asyncrl.launch.run import Run
 
 log = structlog.get_logger()
 

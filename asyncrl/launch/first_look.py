@@ -24,7 +24,7 @@ TEXT_CHARACTERS = 300
 
 class FirstLook:
     """Warns, once in a run, when there is no reward but 0 a minute after the first ones. Without a signal the queue
-    replaces group after group, and only `replay.max_refunds_in_a_row` would end the run."""
+    replaces group after group, and only `MAX_REFUNDS_IN_A_ROW` would end the run."""
 
     def __init__(self, run_dir: Path, config: Config, say: Callable[[str], None]) -> None:
         self._run_dir = run_dir

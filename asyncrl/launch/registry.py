@@ -27,7 +27,7 @@ def tables() -> dict[str, Mapping[str, Any]]:
     from asyncrl.environments.table import ENVIRONMENTS, SCHEMES, find_environment, find_loader
     from asyncrl.generator.engine import ENGINES
     from asyncrl.generator.engine import KEY as ENGINE
-    from asyncrl.launch.local import LAUNCHERS
+    from asyncrl.launch.launcher import LAUNCHERS
     from asyncrl.observe.trackers import TRACKERS
     from asyncrl.rewards.load import REWARDS, load_reward
     from asyncrl.weights.transports import TRANSPORTS, find_transport
@@ -51,7 +51,7 @@ def check_parts(config: Config) -> None:
     run."""
     from asyncrl.generator.engine import ENGINES
     from asyncrl.generator.engine import KEY as ENGINE
-    from asyncrl.launch.local import find_launcher
+    from asyncrl.launch.launcher import find_launcher
     from asyncrl.observe.trackers import find_tracker
     from asyncrl.weights.files.folder import Folder
     from asyncrl.weights.transports import goes_by_files

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from asyncrl.config import Config, load_config
 from asyncrl.errors import ConfigError
-from asyncrl.launch.resources.fit import with_changes
+from asyncrl.launch.memory import with_changes
 from asyncrl.launch.run_dir import read_summary
 from asyncrl.observe.curves import step_of
 from asyncrl.observe.rollbacks import ROLLBACKS, read_rollbacks

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+import re
+import secrets
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
@@ -14,14 +19,163 @@ from rich.console import Console
 
 from asyncrl.config import Config, MappingValue, config_keys, load_config
 from asyncrl.errors import ConfigError
-from asyncrl.launch.fingerprints import changed_files, refuse_other_rows, save_fingerprints
-from asyncrl.launch.resources.hosts import Host
+from asyncrl.launch.machine import find_port, listening_address
+from asyncrl.launch.placement import Host
 from asyncrl.launch.worker import endpoints_of
 from asyncrl.observe.rollbacks import read_rollbacks
 from asyncrl.util.files import next_free_path, read_json, replace_file
 from asyncrl.util.locks import is_locked, try_lock
 from asyncrl.util.redaction import redact, redact_named
-from asyncrl.wire.endpoints import Endpoints
+from asyncrl.wire.curve_keys import is_loopback, new_keys
+from asyncrl.wire.endpoints import NAMED, Endpoints
+from asyncrl.wire.socket_folder import socket_folder
+from asyncrl.wire.sockets import IPC
+
+RUN_ID_BYTES = 16
+"""Random bytes: knowledge of the run id authenticates a process as part of the run."""
+
+
+@contextmanager
+def run_endpoints(config: Config, *, host: str = "", reward_model: bool = False) -> Iterator[Endpoints]:
+    """Yields addresses for all roles of a run, with a new run id; valid inside the block. `host` is the address of the
+    launcher's own host, by default that of `launch.address`.
+
+    On a loopback address, ZeroMQ uses unix sockets in a folder that only this user can enter; on any other one it uses
+    ports, encrypted with new keys. The port of the replay queue is chosen here, those of the other roles by the roles
+    (`wire/directory.py`). Raises ConfigError when the host cannot be bound, when a port is taken or has no effect, and
+    when the socket folder cannot be created.
+    """
+    host, port = listening_address(host or config.launch.host), config.launch.port
+    critics = [f"critic-{rank}" for rank in range(config.critic.ranks)]
+    names = ["replay", "weights", "learners", *critics]
+    names += ["critic-ranks"] if critics else []
+    names += ["reward-model"] if reward_model else []
+    with ExitStack() as stack:
+        if is_loopback(host):
+            if port:
+                raise ConfigError(
+                    f"launch.address = {config.launch.address!r}: a port has no effect on a loopback address, where "
+                    "the roles listen on unix sockets; leave it out, or use an address that other machines reach"
+                )
+            folder, keys = str(stack.enter_context(socket_folder())), ""
+            addresses = {name: f"{IPC}{folder}/{name}" for name in names}
+        else:
+            port = find_port(port, host=host)
+            folder, keys = "", new_keys()
+            addresses = {name: f"{NAMED}{name}" for name in names} | {"replay": f"tcp://{host}:{port}"}
+        yield Endpoints(
+            f"{config.run}-{secrets.token_hex(RUN_ID_BYTES)}",
+            replay=addresses["replay"],
+            weights=addresses["weights"],
+            learners=addresses["learners"],
+            host=host,
+            reward_model=addresses.get("reward-model", ""),
+            critics=tuple(addresses[name] for name in critics),
+            critic_ranks=addresses.get("critic-ranks", ""),
+            folder=folder,
+            keys=keys,
+        )
+
+
+FILE = "fingerprints.json"
+"""File of the run folder with the fingerprints of its latest launch."""
+ROWS = "data.train"
+ACCEPTED = "accepted"
+"""Key of the file that is set when other training rows are accepted."""
+COMPLETE_BYTES = 64 << 20
+"""Larger files are read in part."""
+BLOCKS, BLOCK_BYTES = 64, 1 << 16
+"""Parts that are read of a larger file: the first, the last and others at equal distances."""
+CODE = re.compile(r"(.+):[A-Za-z_]\w*")
+"""The user's own function, class or reward: `file.py:NAME` or `module:NAME`."""
+
+Fingerprints = dict[str, list[list[str]]]
+"""By config key, the name and the fingerprint of each file."""
+
+
+def fingerprints(config: Config) -> Fingerprints:
+    """Returns those of data, models and the user's own code. Names are without their folders, so that a copied folder
+    has the same ones; files that do not exist are left out."""
+    paths: dict[str, Sequence[Path]] = {
+        ROWS: [Path(file) for file in config.data.train_files],
+        "data.eval": [Path(file) for file in config.data.eval_files],
+    }
+    models = {
+        "model.path": config.model.path, "algorithm.reference": config.algorithm.reference,
+        "critic.path": config.critic.path,
+        "reward_options.reward_model.path": config.reward_options.get("reward_model", {}).get("path"),
+    }  # fmt: skip
+    for key, folder in models.items():
+        files = sorted(Path(folder).iterdir()) if folder and Path(folder).is_dir() else []
+        paths[key] = [path for path in files if not path.name.startswith(".") and path.suffix != ".md"]
+    for key, path in _code(config.model_dump(mode="json"), ""):
+        paths[key] = [*paths.get(key, ()), path]
+    found = {key: [path for path in files if path.is_file()] for key, files in paths.items()}
+    return {key: [[path.name, fingerprint(path)] for path in files] for key, files in found.items() if files}
+
+
+def fingerprint(path: Path) -> str:
+    """Returns the size of a file, and a hash of its content or, if it is large, of parts of it."""
+    size, digest = path.stat().st_size, hashlib.sha256()
+    with path.open("rb") as file:
+        if size <= COMPLETE_BYTES:
+            digest.update(file.read())
+        else:
+            for number in range(BLOCKS):
+                file.seek((size - BLOCK_BYTES) * number // (BLOCKS - 1))
+                digest.update(file.read(BLOCK_BYTES))
+    return f"{size}-{digest.hexdigest()[:32]}"
+
+
+def save_fingerprints(run_dir: Path, config: Config) -> None:
+    """Writes the fingerprints of a launch."""
+    replace_file(run_dir / FILE, json.dumps(fingerprints(config), indent=2) + "\n")
+
+
+def changed_files(run_dir: Path, config: Config) -> list[str]:
+    """Returns `key: name` of each file that has changed, is new or is missing since the run's latest launch."""
+    if not (run_dir / FILE).is_file():
+        return []
+    before, now = read_json(run_dir / FILE), fingerprints(config)
+    changed: list[str] = []
+    for key in [key for key in now if key in before]:
+        differing = {tuple(entry) for entry in now[key]} ^ {tuple(entry) for entry in before[key]}
+        changed += [f"{key}: {name}" for name in sorted({name for name, _ in differing})]
+    return changed
+
+
+def refuse_other_rows(run_dir: Path, config: Config) -> None:
+    """Raises ConfigError if training rows have changed since the run's latest launch and are not accepted."""
+    changed = [text for text in changed_files(run_dir, config) if text.startswith(f"{ROWS}: ")]
+    if changed and not read_json(run_dir / FILE).get(ACCEPTED):
+        raise ConfigError(
+            f"{'; '.join(changed)} has other content than when the run was last started, and the run refers to its "
+            "rows by number; restore it, continue with the new rows (--accept-data), or start another run without "
+            "--resume"
+        )
+
+
+def accept_rows(run_dir: Path) -> None:
+    """Has the next launch continue with other training rows."""
+    if (run_dir / FILE).is_file():
+        replace_file(run_dir / FILE, json.dumps(read_json(run_dir / FILE) | {ACCEPTED: True}, indent=2) + "\n")
+
+
+def _code(value: Any, key: str) -> Iterator[tuple[str, Path]]:
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _code(name, key)
+            yield from _code(inner, f"{key}.{name}" if key else name)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _code(inner, key)
+    elif isinstance(value, str) and (match := CODE.fullmatch(value)):
+        where = match.group(1)
+        module = sys.modules.get(where)
+        file = where if where.endswith(".py") else getattr(module, "__file__", None)
+        if file:
+            yield key, Path(file)
+
 
 ENDPOINTS = "endpoints.json"
 JOB = "job.yaml"
@@ -155,7 +309,6 @@ _HOSTS = TypeAdapter(list[Host])
 
 
 def _attempts_s(run_dir: Path) -> list[float]:
-    """Wall times of the earlier launches of a run; that of a killed launch up to its last write."""
     file = run_dir / ATTEMPTS
     earlier_s: list[float] = read_json(file, kind=list) if file.exists() else []
     summary = run_dir / "summary.json"
@@ -173,10 +326,10 @@ FREE_KEYS = {
     "generator.max_running_groups", "generator.reward_workers", "generator.reward_timeout_s",
     "generator.kv_cache_bytes", "generator.gpu_memory_utilization", "generator.tensor_parallel",
     "generator.engine_options",
-    "replay.max_bytes", "replay.max_refunds_in_a_row",
+    "replay.max_bytes",
     "learner.tokens_per_microbatch", "learner.gradient_checkpointing", "learner.deepspeed_options",
     "learner.offload", "learner.sequence_parallel", "learner.lora.load",
-    "learner.lr", "critic.lr", "learner.max_grad_norm", "learner.max_skipped_updates",
+    "learner.lr", "critic.lr", "learner.max_grad_norm",
     "learner.on_collapse",
 }  # fmt: skip
 """Settings that may change when a run is resumed. The objective and the data must stay. The size of an update may

@@ -22,7 +22,7 @@ from pydantic import TypeAdapter
 
 from asyncrl.config import Config, load_config, read_config
 from asyncrl.errors import AsyncrlError, ConfigError, DataError, PeerTimeoutError, is_disk_full
-from asyncrl.launch.resources.network import check_interfaces, network_environment
+from asyncrl.launch.machine import check_interfaces, network_environment
 from asyncrl.observe.logs import configure_logs
 from asyncrl.util.processes import end_with_parent, raise_file_limit, tune_gc
 from asyncrl.util.routing import replayed_routers
@@ -270,7 +270,7 @@ def run_role(spec: RoleSpec, parent: int) -> int:
     faulthandler.register(SHOW_STACKS)
     config = read_config(spec.config) if spec.config else load_config(spec.home / "config.yaml")
     copy = _take_stdout() if spec.sends_log else None
-    configure_logs(spec.home, spec.name, config.observe.log_level, host=spec.host, copy=copy)
+    configure_logs(spec.home, spec.name, host=spec.host, copy=copy)
     log.info("started", pid=os.getpid(), cpus=spec.cpus, start=spec.start)
     try:
         os.environ.update(network_environment(spec.endpoints.host))

@@ -235,11 +235,6 @@ def _check_roles(config: Config, asked: list[str]) -> None:
             f"algorithm.reference = {settings.reference!r}: nothing measures the divergence from it; set "
             "algorithm.kl_reward_coef or algorithm.kl_loss_coef, or leave it out"
         )
-    if settings.kl_target is not None and settings.kl_reward_coef == 0:
-        raise ConfigError(
-            f"algorithm.kl_target = {settings.kl_target}: adapts algorithm.kl_reward_coef, which is 0; set it to the "
-            "initial coefficient"
-        )
     if settings.kl_estimator == "k1" and settings.kl_loss_coef > 0:
         raise ConfigError(
             "algorithm.kl_estimator = 'k1': its gradient in the loss is zero in expectation; use k3+ or k2 with "

@@ -53,8 +53,6 @@ class MicroBatch:
     """[S]"""
     start: int = 0
     """Number of action tokens in the rank's batch before this micro-batch."""
-    places: Integers | None = None
-    """[N], the place of each action token in the rank's batch; None if they are consecutive, from `start` on."""
     ends: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     """int64 [C], positions of the last tokens of sequences for which the critic also values the state after the end."""
     members: Integers = field(default_factory=lambda: np.empty(0, dtype=np.int64))
@@ -68,9 +66,9 @@ class MicroBatch:
         return torch.cumsum(self.position_ids == 0, dim=0)[self.ends] - 1
 
     @property
-    def span(self) -> slice | Integers:
+    def span(self) -> slice:
         """Places of its action tokens in the rank's batch, as an index of a column."""
-        return slice(self.start, self.start + len(self.targets)) if self.places is None else self.places
+        return slice(self.start, self.start + len(self.targets))
 
     def to(self, device: torch.device) -> MicroBatch:
         tensors = {

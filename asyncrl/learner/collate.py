@@ -65,7 +65,7 @@ def collate(groups: Sequence[Group], config: Config, *, version: int) -> Batch:
     return make_batch(
         groups,
         tokens_per_microbatch=config.learner.tokens_per_microbatch,
-        minibatches=config.learner.packed_minibatches,
+        minibatches=config.learner.minibatches,
         skip_truncated=config.algorithm.truncated == "mask",
         bootstrap_truncated=config.algorithm.truncated == "bootstrap",
     )

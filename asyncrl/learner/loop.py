@@ -109,7 +109,7 @@ class Learner:
         self.trainer.before_update = self._await_copy
         observe = self.config.observe
         self.profiler = StepProfiler(observe.profile, self.run_dir / "profile", self.ranks.rank)
-        self.peak_flops = observe.peak_flops or device_peak(self.ranks.device)
+        self.peak_flops = device_peak(self.ranks.device)
 
     @property
     def ranks(self) -> Ranks:

@@ -29,7 +29,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from asyncrl.algorithms.kl import AdaptiveKL, FixedKL
 from asyncrl.config import Config
 from asyncrl.learner.advantage_step import Estimates, Scores, estimate
 from asyncrl.learner.algorithm import Algorithm
@@ -87,17 +86,13 @@ class Trainer:
         self._flops = ModelFlops.of(self.policy.model)
         self._reference: Reference | None = None
         """With adapters the reference policy is the policy without them, otherwise a model of its own."""
-        settings = config.algorithm
-        self.kl_control: FixedKL | AdaptiveKL = FixedKL(settings.kl_reward_coef)
-        if settings.kl_target is not None:
-            self.kl_control = AdaptiveKL(settings.kl_reward_coef, settings.kl_target)
         self.divergence_bound = DivergenceBound(config, ranks.of_data)
 
     def train(self, batch: Batch, *, step: int) -> dict[str, float]:
         """Trains version `step` - 1 of the policy on this rank's batch, which results in version `step`. Returns the
         finite metrics over all ranks.
 
-        Raises RunError on all ranks after more than `learner.max_skipped_updates` skipped updates in a row.
+        Raises RunError on all ranks after more than MAX_SKIPPED_UPDATES skipped updates in a row.
         """
         settings, device = self.config.learner, self.ranks.device
         minibatches = sync_microbatches(
@@ -108,7 +103,9 @@ class Trainer:
         scores = self._score(batch, minibatches, step)
         phase = self.phases.phase
         with phase("advantage"):
-            estimates = estimate(self.algorithm, batch, scores, self.data_ranks, kl_coef=self.kl_control.coef)
+            estimates = estimate(
+                self.algorithm, batch, scores, self.data_ranks, kl_coef=self.config.algorithm.kl_reward_coef
+            )
         if self.critic is not None:
             assert estimates.returns is not None
             with phase("critic"):
@@ -117,9 +114,8 @@ class Trainer:
         warmup = self.critic is not None and step <= self.config.critic.warmup_steps
         total = self._new_metrics(step)
         updates: list[Update] = []
-        parts = {"epochs": settings.epochs, "minibatches": settings.minibatches}
         scheduled = learning_rate(step, settings, steps=self.config.steps)
-        planned = plan_updates(batch, minibatches, self.data_ranks, step, self.config, **parts)
+        planned = plan_updates(minibatches, epochs=settings.epochs)
         for number, minibatch in enumerate(planned):
             metrics = self._new_metrics(step)
             finite: list[Tensor] = []
@@ -143,7 +139,7 @@ class Trainer:
             if not warmup:
                 with phase("optimizer"):
                     norm = self.policy.gradient_norm()
-                if skip_if_not_finite(self.policy, minibatch, finite, norm, step, settings, "learner.lr", culprits):
+                if skip_if_not_finite(self.policy, minibatch, finite, norm, step, "learner.lr", culprits):
                     continue
                 lr = self.divergence_bound.rate(scheduled)
                 self.before_update()
@@ -173,7 +169,7 @@ class Trainer:
         files = model_files(self.policy, "policy")
         files[f"random/rank-{rank}.safetensors"] = tensors_file(random_state())
         if rank == 0:
-            state = {"kl_reward_coef": self.kl_control.coef, "divergence_bound": self.divergence_bound.state()}
+            state = {"divergence_bound": self.divergence_bound.state()}
             files["trainer.json"] = bytes_file(json.dumps(state).encode())
         return files | (self.critic.snapshot(folder) if self.critic is not None else {})
 
@@ -183,8 +179,6 @@ class Trainer:
         if self.critic is not None:
             self.critic.restore(folder)
         state = json.loads((folder / "trainer.json").read_text())
-        if isinstance(self.kl_control, AdaptiveKL):
-            self.kl_control.coef = state["kl_reward_coef"]
         self.divergence_bound.restore(state["divergence_bound"])
         states = folder / "random" / f"rank-{self.ranks.rank}.safetensors"
         if states.exists():
@@ -262,18 +256,9 @@ class Trainer:
         if counted:
             metrics["learner/grad_norm"] = sum(update.grad_norm for update in updates) / max(len(updates), 1)
             metrics["learner/lr"] = sum(update.lr for update in updates) / max(len(updates), 1)
-        metrics |= self._control_kl(estimates, sum(minibatch.num_sequences for minibatch in minibatches))
+        if estimates.kl is not None:
+            metrics["kl/reference"] = estimates.kl
         if self.critic is not None:
             with self.phases.phase("critic"):
                 metrics |= self.critic.finish()
         return {name: value for name, value in metrics.items() if math.isfinite(value)}
-
-    def _control_kl(self, estimates: Estimates, num_sequences: int) -> dict[str, float]:
-        if estimates.kl is None:
-            return {}
-        metrics = {"kl/reference": estimates.kl}
-        if self.kl_control.coef:
-            metrics["kl/reward_coef"] = self.kl_control.coef
-        if math.isfinite(estimates.kl):
-            self.kl_control.update(estimates.kl, num_sequences)
-        return metrics

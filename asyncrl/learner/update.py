@@ -20,19 +20,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
-import numpy as np
 import structlog
 import torch
 from torch import Tensor
 
 from asyncrl.config import Config, LearnerConfig
 from asyncrl.errors import RunError
-from asyncrl.learner.batch import Batch, MicroBatch, Name, empty_micro_batch
+from asyncrl.learner.batch import MicroBatch, Name, empty_micro_batch
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.model.engine import TrainedModel
-from asyncrl.learner.repacking import repack
 
 SHAPES: dict[str, Callable[[float], float]] = {
     "constant": lambda progress: 1.0,
@@ -57,6 +54,8 @@ def learning_rate(step: int, settings: LearnerConfig, *, steps: int) -> float:
 
 log = structlog.get_logger()
 
+MAX_SKIPPED_UPDATES = 5
+"""Consecutive updates that may be skipped because their loss or gradient is not finite."""
 MAX_NAMED = 4
 """Maximum number of trajectories that each rank names for a skipped update; the others are only counted."""
 
@@ -82,26 +81,9 @@ class Minibatch:
             yield micro.to(device), number == len(self.micro_batches)
 
 
-def plan_updates(
-    batch: Batch, scored: list[Minibatch], ranks: Ranks, step: int, config: Config, *, epochs: int, minibatches: int
-) -> list[Minibatch]:
-    """Returns the mini-batch of every update of a step, in their order, without those that have no action token.
-    `scored` are the mini-batches of `batch`, which are used again if they have the right number and `learner.shuffle`
-    is not set. All ranks call it.
-
-    Shuffled ones are drawn for each epoch, by `seed`, step and epoch: a step that is trained again is the same.
-    """
-    budget = config.learner.tokens_per_microbatch
-    sync = partial(sync_microbatches, ranks=ranks, step=step, may_be_empty=may_be_empty(config))
-    if config.learner.shuffle and minibatches > 1:
-        draws = [np.random.default_rng([config.seed, step, epoch]) for epoch in range(epochs)]
-        repacked = [repack(batch, minibatches, tokens_per_microbatch=budget, rng=rng) for rng in draws]
-        planned = [minibatch for parts, num_members in repacked for minibatch in sync(parts, num_members)]
-    elif minibatches != len(scored):
-        planned = sync(*repack(batch, minibatches, tokens_per_microbatch=budget)) * epochs
-    else:
-        planned = scored * epochs
-    return [minibatch for minibatch in planned if minibatch.num_tokens]
+def plan_updates(scored: list[Minibatch], *, epochs: int) -> list[Minibatch]:
+    """The mini-batch of every update of a step, in their order, without those that have no action token."""
+    return [minibatch for minibatch in scored * epochs if minibatch.num_tokens]
 
 
 def may_be_empty(config: Config) -> bool:
@@ -136,7 +118,6 @@ def skip_if_not_finite(
     finite: Sequence[Tensor],
     grad_norm: float,
     step: int,
-    settings: LearnerConfig,
     lr_key: str,
     culprits: str = "",
 ) -> bool:
@@ -145,7 +126,7 @@ def skip_if_not_finite(
     All ranks call it after the last backward, and either all or none of them skip the update. `finite` has one mask per
     micro-batch, true for the action tokens [N] with finite outputs and gradients. `culprits` names trajectories already
     known to have non-finite scores, and `lr_key` is the config key of the learning rate, for the error. Raises RunError
-    on all ranks if more than `max_skipped_updates` updates in a row were skipped.
+    on all ranks if more than MAX_SKIPPED_UPDATES updates in a row were skipped.
     """
     reason = _find_reason(minibatch, finite, grad_norm, model.ranks.of_data, culprits)
     if not reason:
@@ -153,11 +134,11 @@ def skip_if_not_finite(
     model.skip()
     if model.ranks.rank == 0:
         log.warning("update skipped", step=step, of=model.ranks.what, reason=reason, in_a_row=model.skipped)
-    if model.skipped > settings.max_skipped_updates:
+    if model.skipped > MAX_SKIPPED_UPDATES:
         raise RunError(
-            f"step {step}: {model.skipped} updates in a row are not finite, more than learner.max_skipped_updates = "
-            f"{settings.max_skipped_updates}; the last one: {reason}. The weights are those after the last finite "
-            f"update. Lower {lr_key} or learner.max_grad_norm, or raise learner.max_skipped_updates, and continue with "
+            f"step {step}: {model.skipped} updates in a row are not finite, more than {MAX_SKIPPED_UPDATES}; "
+            f"the last one: {reason}. The weights are those after the last finite "
+            f"update. Lower {lr_key} or learner.max_grad_norm, and continue with "
             "`asyncrl launch --resume`, which trains the steps after the newest checkpoint again"
         )
     return True

@@ -15,7 +15,7 @@ import structlog
 from asyncrl.util.redaction import redact
 
 
-def configure_logs(run_dir: Path, role: str, level: str, *, host: str = "", copy: TextIO | None = None) -> Path:
+def configure_logs(run_dir: Path, role: str, *, host: str = "", copy: TextIO | None = None) -> Path:
     """Sends this process's events, and other libraries' warnings, to `logs/<role>.jsonl`; returns its path. Events have
     the `host` unless it is the launcher's own. The `copy` has the same lines.
 
@@ -44,11 +44,11 @@ def configure_logs(run_dir: Path, role: str, level: str, *, host: str = "", copy
             *shared,
             structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
         ],
-        wrapper_class=structlog.make_filtering_bound_logger(level),
+        wrapper_class=structlog.make_filtering_bound_logger("info"),
         logger_factory=lambda *_: logging.getLogger("asyncrl"),
         cache_logger_on_first_use=True,
     )
-    logging.getLogger("asyncrl").setLevel(level.upper())
+    logging.getLogger("asyncrl").setLevel(logging.INFO)
     structlog.contextvars.bind_contextvars(role=role, **({"host": host} if host else {}))
     return path
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,21 @@ from rich.table import Table
 
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError
-from asyncrl.plan.choices import RECOMMENDED, Comparison, compare_choices
-from asyncrl.plan.episodes import Episodes
 from asyncrl.plan.measured import Measured, read_run
-from asyncrl.plan.prediction import Prediction
-from asyncrl.plan.simulation import simulate
-from asyncrl.plan.verdict import Candidate, bottleneck_of, search
-from asyncrl.plan.workload import TURNS, EngineCost, LearnerCost, Lengths, Setup, SyncCost, Workload
+from asyncrl.plan.simulation import Prediction, simulate
+from asyncrl.plan.verdict import Candidate, bottleneck_of, predict, search
+from asyncrl.plan.workload import (
+    CHOICES,
+    TURNS,
+    EngineCost,
+    Episodes,
+    LearnerCost,
+    Lengths,
+    Setup,
+    SyncCost,
+    Workload,
+    ZeroVariance,
+)
 from asyncrl.types import mean_staleness
 from asyncrl.util.routing import replayed_routers
 
@@ -277,3 +285,30 @@ def _print_comparison(console: Console, comparison: Comparison) -> None:
         highlight=False,
         soft_wrap=True,
     )
+
+
+FEW = 0.02
+"""Fraction of groups without signal below which the choice makes no difference."""
+RECOMMENDED: ZeroVariance = "refund"
+"""The choice with the highest reward after equal time in the measured workloads (`python -m benchmarks.no_signal`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What the simulator predicts of each choice."""
+
+    without_signal: float
+    """Fraction of the groups that have no signal."""
+    predictions: dict[ZeroVariance, Prediction]
+
+
+def compare_choices(workload: Workload, setup: Setup) -> Comparison | None:
+    """Returns the comparison for a workload with this setup; None if nearly all groups have a signal.
+
+    The simulator knows how often a step comes and what it is made of, but not how much the policy learns from it. So
+    the recommendation is what was measured, and does not depend on the predictions.
+    """
+    without = float((~workload.lengths.signal & ~workload.lengths.failed).mean())
+    if without < FEW:
+        return None
+    return Comparison(without, {choice: predict(workload, replace(setup, zero_variance=choice)) for choice in CHOICES})

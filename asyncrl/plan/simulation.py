@@ -6,16 +6,66 @@ omits evaluation, failures, and the time of messages.
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
 from math import inf
 
-from asyncrl.plan.draws import Draws, Engine, Group
-from asyncrl.plan.prediction import Prediction
-from asyncrl.plan.tally import Tally, total_idle_s
-from asyncrl.plan.turns_engine import TurnsEngine
-from asyncrl.plan.workload import Setup, Workload, slowdown
+import numpy as np
+
+from asyncrl.plan.workload import EngineCost, Setup, Turn, Workload, slowdown, turns_of
 from asyncrl.replay.ledger import Ledger, State, wanted_groups
+from asyncrl.replay.metrics.goodput import Goodput
+from asyncrl.types import mean_staleness
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """The predicted results of a run. Rates are from the first lease to the last step."""
+
+    setup: Setup
+    wall_s: float
+    tokens_per_s: float
+    """Trained action tokens per second."""
+    signal_tokens_per_s: float
+    """Those of groups with signal."""
+    goodput: Goodput
+    generated_tokens_per_s: float
+    generator_idle: float
+    """Fraction of the generators' time without a running sequence and without an episode."""
+    environments: float
+    """Fraction of it in which all episodes waited for their environments."""
+    learner_idle: float
+    """Fraction of the time in which learners waited for groups or for weights to be sent."""
+    staleness: list[int]
+    """Trained action tokens by staleness, in learner steps."""
+    tokens_in_flight: float
+    """Tokens generated but neither trained nor refunded; mean over the ends of steps."""
+    groups_in_flight: float
+    """Groups leased but neither trained nor refunded; mean over time."""
+    life_s: float
+    """Mean seconds from the lease of a group until it is trained or refunded."""
+    leased_groups: int
+    refunded_groups: int
+
+    @property
+    def steps_per_s(self) -> float:
+        """Optimizer steps per second."""
+        return self.setup.steps / self.wall_s
+
+    @property
+    def staleness_mean(self) -> float:
+        """Mean staleness of trained tokens, in learner steps."""
+        return mean_staleness(self.staleness)
+
+    @property
+    def staleness_max(self) -> int:
+        """Highest staleness of a trained token, in learner steps."""
+        return max((staleness for staleness, tokens in enumerate(self.staleness) if tokens), default=0)
+
 
 COUNTED = 256
 """Approximate number of measurements of the tokens in flight."""
@@ -26,15 +76,35 @@ def simulate(workload: Workload, setup: Setup, *, seed: int = 0) -> Prediction:
     return Simulation(workload, setup, seed).run()
 
 
+@dataclass(slots=True)
+class _Tally:
+    """Sums over a simulation."""
+
+    histogram: Counter[int] = field(default_factory=Counter[int])
+    """Trained tokens by staleness."""
+    signal_tokens: int = 0
+    trained_signal_tokens: int = 0
+    """Tokens of finished and of trained groups with signal."""
+    scoring_tokens: int = 0
+    """Tokens of complete groups without rewards."""
+    waited_s: float = 0.0
+    """Seconds in which learners waited."""
+    lived_s: float = 0.0
+    """Total lifetime of groups that are trained or refunded."""
+    in_flight: list[float] = field(default_factory=list[float])
+    """Tokens in flight at the ends of steps."""
+
+
 class Simulation:
     """A run in which nothing fails."""
 
     def __init__(self, workload: Workload, setup: Setup, seed: int) -> None:
         self._workload, self._setup = workload, setup
         self._draws = Draws(workload, setup, seed)
-        self._tally = Tally()
+        self._tally = _Tally()
         self._ledger = Ledger(groups_per_step=setup.groups_per_step, max_staleness=setup.max_staleness)
-        self._engines = [self._draws.engine() for _ in range(setup.generators)]
+        slots = setup.max_running_groups * setup.group_size
+        self._engines = [SimulatedEngine(workload.engine, slots=slots) for _ in range(setup.generators)]
         self._busy = [False] * setup.generators
         self._leases = [0] * setup.generators
         """Number of unfinished leases of each generator."""
@@ -109,10 +179,10 @@ class Simulation:
         if changed:
             self._schedule(generator)
 
-    def _unplayed(self, engine: Engine) -> int:
+    def _unplayed(self, engine: SimulatedEngine) -> int:
         """Groups of which the generator may play the episodes in addition to those in progress, at most as many as it
         wants at all."""
-        if self._setup.max_episodes is None or not isinstance(engine, TurnsEngine):
+        if self._setup.max_episodes is None:
             return self._wanted
         return (self._setup.max_episodes - engine.num_episodes) // self._setup.group_size
 
@@ -240,15 +310,278 @@ class Simulation:
     def _prediction(self) -> Prediction:
         for engine in self._engines:
             engine.advance(self._now_s)
-        idle_s, environments_s = total_idle_s(self._engines)
-        return self._tally.prediction(
-            self._workload,
-            self._setup,
-            self._ledger,
-            wall_s=self._now_s,
-            mean_tokens=self._draws.mean_tokens,
-            idle_s=idle_s,
-            environments_s=environments_s,
-            unfinished_s=sum(self._now_s - group.leased_s for group in self._groups.values()),
-            running_tokens=sum(engine.tokens for engine in self._engines),
+        tally, ledger, workload, setup, wall_s = self._tally, self._ledger, self._workload, self._setup, self._now_s
+        idle_s = sum(engine.idle_s for engine in self._engines)
+        environments_s = sum(engine.environments_s for engine in self._engines)
+        refunded = sum(amount.groups for amount in ledger.refunded.values())
+        offered_s = wall_s * setup.generators
+        slowed = slowdown(min(setup.generators_per_device, setup.generators), workload.turns)
+        slots = setup.max_running_groups * setup.group_size
+        finished = ledger.generated.tokens
+        goodput = Goodput.of_sums(
+            bare_tokens_per_s=workload.engine.bare_tokens_per_s(slots, self._draws.mean_tokens) / slowed,
+            offered_s=offered_s,
+            busy_s=offered_s - (idle_s + environments_s),
+            generated=finished + tally.scoring_tokens + sum(engine.tokens for engine in self._engines),
+            finished=finished,
+            finished_signal=tally.signal_tokens,
+            trained_signal=tally.trained_signal_tokens,
         )
+        return Prediction(
+            setup=setup,
+            wall_s=wall_s,
+            tokens_per_s=ledger.trained.tokens / wall_s,
+            signal_tokens_per_s=tally.trained_signal_tokens / wall_s,
+            goodput=goodput,
+            generated_tokens_per_s=(finished + tally.scoring_tokens) / wall_s,
+            generator_idle=idle_s / offered_s,
+            environments=environments_s / offered_s,
+            learner_idle=tally.waited_s / wall_s,
+            staleness=[tally.histogram[staleness] for staleness in range(max(tally.histogram, default=-1) + 1)],
+            tokens_in_flight=float(np.mean(tally.in_flight)),
+            groups_in_flight=(tally.lived_s + sum(wall_s - group.leased_s for group in self._groups.values())) / wall_s,
+            life_s=tally.lived_s / (ledger.trained.groups + refunded),
+            leased_groups=ledger.issued,
+            refunded_groups=refunded,
+        )
+
+
+DRAWN_AT_ONCE = 4096
+
+
+@dataclass(slots=True)
+class Group:
+    """A group in flight."""
+
+    generator: int
+    leased_s: float
+    tokens: int
+    prompt_tokens: int
+    """Sum of the prompt tokens of all members."""
+    signal: bool
+    refunded: bool
+    by_version: dict[int, int] = field(default_factory=dict[int, int])
+    """Tokens by the version that sampled them; filled when the last member has ended."""
+
+
+class Draws:
+    """Draws rows of the workload, and starts their groups."""
+
+    def __init__(self, workload: Workload, setup: Setup, seed: int) -> None:
+        lengths = workload.lengths.of_size(setup.group_size, seed=seed)
+        self._completions: list[list[int]] = lengths.completions.tolist()
+        self._prompts: list[int] = lengths.prompts.tolist()
+        self.mean_tokens = float(lengths.completions.mean())
+        self._signal: list[bool] = lengths.signal.tolist()
+        refunded = lengths.failed | ~lengths.signal if setup.zero_variance == "refund" else lengths.failed
+        self._refunded: list[bool] = refunded.tolist()
+        self._episodes = lengths.episodes
+        self._dice, self._waits = np.random.default_rng(seed), np.random.default_rng([seed, 1])
+        self._drawn: list[int] = []
+
+    def row(self) -> int:
+        """Returns a row."""
+        if not self._drawn:
+            self._drawn = self._dice.integers(len(self._completions), size=DRAWN_AT_ONCE).tolist()
+        return self._drawn.pop()
+
+    def start(self, engine: SimulatedEngine, number: int, row: int, *, generator: int, now_s: float) -> Group:
+        """Starts the group of this row in an engine."""
+        lengths, episodes = self._completions[row], self._episodes
+        if episodes is None:
+            engine.add(number, [(Turn(tokens, 0.0),) for tokens in lengths])
+        else:
+            waits = zip(
+                episodes.turns[row].tolist(),
+                episodes.wait_s[row].tolist(),
+                episodes.slow_turns[row].tolist(),
+                strict=True,
+            )
+            turns = [turns_of(tokens, *wait, self._waits) for tokens, wait in zip(lengths, waits, strict=True)]
+            engine.add(number, turns)
+        prompt_tokens = self._prompts[row] * len(lengths)
+        signal, refunded = self._signal[row], self._refunded[row]
+        return Group(generator, now_s, sum(lengths), prompt_tokens, signal, refunded)
+
+
+ALMOST = 1e-6
+"""Tolerance for rounding of the clock, in tokens."""
+
+
+@dataclass(slots=True)
+class _Episode:
+    group: int
+    turns: Sequence[Turn]
+    number: int = 0
+    """Number of the current turn."""
+
+
+@dataclass(slots=True)
+class _Progress:
+    left: int
+    """Episodes of the group in progress."""
+    ended_tokens: int = 0
+    by_version: dict[int, int] = field(default_factory=dict[int, int])
+
+
+class SimulatedEngine:
+    """An engine with continuous batching. Each step adds one token to every running sequence, so a single clock, in
+    tokens, describes the progress of all. Every end of a turn and of a wait is an event; a completion without an
+    environment is an episode of one turn. Between its turns an episode has no slot, and free slots go to the turns of
+    the oldest groups first.
+    """
+
+    __slots__ = (
+        "_clock", "_cost", "_ended_tokens", "_ends_turn", "_free_s", "_groups", "_mark_clocks", "_mark_versions",
+        "_now_s", "_order", "_queue", "_running", "_slots", "_sum_starts", "_waits", "environments_s", "idle_s",
+        "slowdown", "version",
+    )  # fmt: skip
+
+    def __init__(self, cost: EngineCost, *, slots: int) -> None:
+        self.version = 0
+        self.slowdown = 1.0
+        """Factor of all durations while other engines compute on the same device."""
+        self.idle_s = 0.0
+        """Seconds without a sequence or an episode."""
+        self.environments_s = 0.0
+        """Seconds in which all episodes wait for their environments."""
+        self._cost, self._slots = cost, slots
+        self._now_s = self._free_s = 0.0
+        """Time up to which the engine is simulated; and time until which prompts or a swap block decoding."""
+        self._clock = 0.0
+        """Tokens that each sequence would have sampled since the start."""
+        self._mark_clocks: list[float] = [0.0]
+        """Clock at the start of each loaded version."""
+        self._mark_versions: list[int] = [0]
+        """Version of the tokens from each of these clocks on."""
+        self._order = count()
+        self._running: list[tuple[float, int, float, _Episode]] = []
+        """Heap of (clock at its end, order, clock at its start, episode) of each running turn."""
+        self._sum_starts = 0.0
+        """Sum of the start clocks of the running turns."""
+        self._queue: list[tuple[int, int, _Episode]] = []
+        """Heap of (group, order, episode) of the turns without a slot."""
+        self._waits: list[tuple[float, int, _Episode]] = []
+        """Heap of (time at its end, order, episode) of each wait."""
+        self._groups: dict[int, _Progress] = {}
+        self._ended_tokens = 0
+        """Tokens of the ended turns of unfinished groups."""
+        self._ends_turn = False
+        """True if the event of the last `next_s` is the end of a turn."""
+
+    def __len__(self) -> int:
+        """Number of turns that run or wait for a slot."""
+        return len(self._running) + len(self._queue)
+
+    @property
+    def num_episodes(self) -> int:
+        """Number of episodes in progress."""
+        return len(self) + len(self._waits)
+
+    def swap(self, version: int, swap_s: float) -> None:
+        """Loads a version, which samples all later tokens."""
+        self.version = version
+        self._mark_clocks.append(self._clock)
+        self._mark_versions.append(version)
+        self._hold(swap_s)
+
+    def _hold(self, seconds: float) -> None:
+        """Blocks decoding for this time."""
+        self._free_s = (self._free_s if self._free_s > self._now_s else self._now_s) + seconds * self.slowdown
+
+    def _count(self, counts: dict[int, int], start: float, lengths: Sequence[int]) -> None:
+        """Adds to `counts` the tokens of ended sequences that started at the clock `start`, by the version that
+        sampled them."""
+        clocks, versions = self._mark_clocks, self._mark_versions
+        first = len(clocks) - 1 if start >= clocks[-1] else bisect_right(clocks, start) - 1
+        total, before = sum(lengths), 0
+        for index in range(first, len(clocks)):
+            sampled = total
+            if index + 1 < len(clocks):
+                most = int(clocks[index + 1] - start + ALMOST)
+                sampled = sum([most if most < tokens else tokens for tokens in lengths])
+            if sampled > before:
+                counts[versions[index]] = counts.get(versions[index], 0) + sampled - before
+                before = sampled
+            if sampled == total:
+                return
+
+    @property
+    def tokens(self) -> float:
+        """Number of tokens generated for unfinished groups."""
+        return max(self._clock * len(self._running) - self._sum_starts, 0.0) + self._ended_tokens
+
+    @property
+    def next_s(self) -> float:
+        """Time at which the next turn or wait ends, if no other event comes first."""
+        wakes_s = self._waits[0][0] if self._waits else inf
+        ends_s = inf
+        if self._running:
+            step_s = self._cost.step_s(len(self._running)) * self.slowdown
+            ends_s = max(self._free_s, self._now_s) + (self._running[0][0] - self._clock) * step_s
+        self._ends_turn = ends_s <= wakes_s
+        return min(ends_s, wakes_s)
+
+    def advance(self, now_s: float) -> None:
+        """Decodes until `now_s`, which must not be later than `next_s`."""
+        at_s = max(self._free_s, self._now_s)
+        self._now_s = now_s
+        if now_s <= at_s:
+            return
+        if self._running:
+            self._clock += (now_s - at_s) / (self._cost.step_s(len(self._running)) * self.slowdown)
+        elif self._waits:
+            self.environments_s += now_s - at_s
+        else:
+            self.idle_s += now_s - at_s
+
+    def add(self, group: int, episodes: Sequence[Sequence[Turn]]) -> None:
+        """Starts the episodes of a group."""
+        self._groups[group] = _Progress(len(episodes))
+        for turns in episodes:
+            heappush(self._queue, (group, next(self._order), _Episode(group, turns)))
+        self._fill()
+
+    def end_next(self) -> tuple[int, dict[int, int]] | None:
+        """Applies the event of the last `next_s`, at that time. Returns the ended group and its tokens by the version
+        that sampled them; None if no group ended."""
+        if not self._ends_turn:
+            _, _, episode = heappop(self._waits)
+            return self._continue(episode)
+        end, _, start, episode = heappop(self._running)
+        self._clock = end
+        self._sum_starts -= start
+        group, tokens = self._groups[episode.group], episode.turns[episode.number].tokens
+        self._count(group.by_version, start, (tokens,))
+        group.ended_tokens += tokens
+        self._ended_tokens += tokens
+        self._fill()
+        wait_s = episode.turns[episode.number].wait_s
+        if wait_s > 0.0:
+            heappush(self._waits, (self._now_s + wait_s, next(self._order), episode))
+            return None
+        return self._continue(episode)
+
+    def _continue(self, episode: _Episode) -> tuple[int, dict[int, int]] | None:
+        """Starts the next turn of the episode, or ends it. Returns its group as `end_next` does."""
+        episode.number += 1
+        if episode.number < len(episode.turns):
+            heappush(self._queue, (episode.group, next(self._order), episode))
+            self._fill()
+            return None
+        group = self._groups[episode.group]
+        group.left -= 1
+        if group.left:
+            return None
+        del self._groups[episode.group]
+        self._ended_tokens -= group.ended_tokens
+        return episode.group, group.by_version
+
+    def _fill(self) -> None:
+        """Starts turns while there are free slots."""
+        while self._queue and len(self._running) < self._slots:
+            _, order, episode = heappop(self._queue)
+            end = self._clock + episode.turns[episode.number].tokens
+            heappush(self._running, (end, order, self._clock, episode))
+            self._sum_starts += self._clock
+            self._hold(self._cost.request_s)

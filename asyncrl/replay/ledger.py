@@ -143,8 +143,6 @@ class Ledger(LedgerCounts, kw_only=True):
 
     groups_per_step: int
     max_staleness: int
-    in_order: bool = False
-    """Take groups strictly by ticket number, instead of by earliest deadline among the finished ones."""
     _versions: dict[State, Counter[int]] = field(default_factory=lambda: {state: Counter[int]() for state in State})
     """Number of live tickets in each state, by start version."""
 
@@ -287,12 +285,11 @@ class Ledger(LedgerCounts, kw_only=True):
 
     def select(self) -> list[int] | None:
         """The tickets of the batch of `next_step`, or None while it is not complete."""
-        if self.count(State.FINISHED) < self.groups_per_step or not (self.in_order or self._others_can_follow()):
+        if self.count(State.FINISHED) < self.groups_per_step or not self._others_can_follow():
             return None
-        live = [t for t in self.live.values() if t.state is not State.TAKEN]
-        wanted = live if self.in_order else [t for t in live if t.state is State.FINISHED]
-        batch = nsmallest(self.groups_per_step, wanted, key=self._take_order)
-        return [t.number for t in batch] if all(t.state is State.FINISHED for t in batch) else None
+        finished = [ticket for ticket in self.live.values() if ticket.state is State.FINISHED]
+        batch = nsmallest(self.groups_per_step, finished, key=lambda ticket: (self.deadline(ticket), ticket.number))
+        return [ticket.number for ticket in batch]
 
     def take(self, numbers: Sequence[int]) -> None:
         """Moves finished tickets to TAKEN, for `next_step`. Raises InvariantError if one is past its deadline then, or
@@ -330,9 +327,6 @@ class Ledger(LedgerCounts, kw_only=True):
     def count(self, state: State) -> int:
         """The number of tickets in this state."""
         return self._versions[state].total()
-
-    def _take_order(self, ticket: Ticket) -> tuple[int, int]:
-        return (0 if self.in_order else self.deadline(ticket), ticket.number)
 
     def _others_can_follow(self) -> bool:
         """True if all other untaken tickets can still meet their deadlines after a step that trains the finished

@@ -24,6 +24,9 @@ FAILURES = ("failed", *ENVIRONMENT_FAILURES)
 """The reasons of refunds of groups whose members have no reward, or too few of them."""
 MIN_FAILURES = 16
 """Groups in a row that must have failed before failures end a run."""
+MAX_REFUNDS_IN_A_ROW = 4096
+"""The run fails after this many consecutive groups without signal that were refunded or dropped. Groups whose
+environments or rewards failed do not count: they end a run after `launch.progress_timeout_s`."""
 MIN_SCORED = 2
 """Members with a reward that a group needs if others have none: one alone has no baseline."""
 SAME_REWARD = 1e-6
@@ -173,15 +176,14 @@ def _is_equal(header: GroupHeader) -> bool:
     return max(rewards) - min(rewards) < SAME_REWARD
 
 
-def check_refunds(config: Config, ledger: Ledger, unused_in_a_row: int) -> None:
+def check_refunds(ledger: Ledger, unused_in_a_row: int) -> None:
     """Raises RunError if too many groups in a row that were scored were refunded or dropped."""
-    limit = config.replay.max_refunds_in_a_row
-    if unused_in_a_row >= limit:
+    if unused_in_a_row >= MAX_REFUNDS_IN_A_ROW:
         counts = {name: amount.groups for name, amount in ledger.refunded.items()}
         raise RunError(
-            f"the last {limit} groups had no training signal (refunded so far: {counts}): their rewards are equal; "
-            "check the reward function and the difficulty of the data, or set replay.zero_variance=train "
-            "or a higher replay.max_refunds_in_a_row"
+            f"the last {MAX_REFUNDS_IN_A_ROW} groups had no training signal (refunded so far: {counts}): their "
+            "rewards are equal; check the reward function and the difficulty of the data, or set "
+            "replay.zero_variance=train"
         )
 
 

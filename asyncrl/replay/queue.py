@@ -385,7 +385,7 @@ class ReplayQueue:
         signal = not reason and has_signal(header, group_relative=self._group_relative)
         self.store.record(GroupEvent(header, reason, signal), arrays)
         self._failed_rewards.add(header, refunded=reason in FAILURES)
-        check_refunds(self.config, ledger, state.unused_in_a_row)
+        check_refunds(ledger, state.unused_in_a_row)
         state.failures.check(self.config, ledger, header, reason)
 
     def evaluated(self, result: Evaluated) -> Prompt | None:

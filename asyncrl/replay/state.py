@@ -347,7 +347,6 @@ class QueueState:
         self.ledger = Ledger(
             groups_per_step=config.replay.groups_per_step,
             max_staleness=config.replay.max_staleness,
-            in_order=config.replay.order == "ticket",
         )
         self.staleness_controller = StalenessController.of(config)
         """Adjusts the admission limit; None if it is fixed."""

@@ -65,7 +65,7 @@ def dry_call(config: Config, prompts: Sequence[Prompt], tokenizer: Any) -> tuple
     update = {
         "rewards": rewards,
         "reward_options": {name: values for name, values in config.reward_options.items() if name in called},
-        "eval": config.eval.model_copy(update={"rewards": None, "reward_options": {}}),
+        "eval": config.eval.model_copy(update={"rewards": None}),
         "generator": config.generator.model_copy(update={"reward_workers": 1}),
     }
     called_for = [prompt for prompt in prompts if prompt.data_source in rewards]

@@ -101,7 +101,7 @@ def uses_reward_model(config: Config) -> bool:
 
 def model_options(config: Config) -> Options:
     """The options of the reward model, which training and evaluations share."""
-    return config.reward_options.get(NAME) or evaluation_config(config).reward_options.get(NAME, {})
+    return config.reward_options.get(NAME, {})
 
 
 def check_reward_model(config: Config) -> None:
@@ -111,17 +111,6 @@ def check_reward_model(config: Config) -> None:
     tokens = options.get("tokens_per_batch", 1)
     if not isinstance(tokens, int) or tokens < 1:
         raise ConfigError(f"{KEY}.tokens_per_batch = {tokens!r}: must be at least 1")
-
-
-def check_one_model(config: Config) -> None:
-    """Raises ConfigError if training and evaluations use reward models with different options."""
-    both = (config, evaluation_config(config))
-    training, evaluation = (one.reward_options.get(NAME, {}) for one in both)
-    if all(NAME in reward_names(one.rewards) for one in both) and training != evaluation:
-        raise ConfigError(
-            f"eval.{KEY} = {evaluation!r}: training has {training!r}, and one process serves both; give the options in "
-            f"{KEY} only"
-        )
 
 
 def check_failed(config: Config) -> None:

@@ -59,6 +59,15 @@ def check_rewards(config: Config) -> None:
 
     Raises ConfigError. `check_sources` checks, with the data, that every data source has a reward.
     """
+    evaluation = evaluation_config(config).rewards
+    both = [*reward_names(config.rewards), *reward_names(evaluation)]
+    for name in config.reward_options:
+        if name not in both:
+            names = dict.fromkeys(both)
+            raise ConfigError(
+                f"reward_options.{name}: rewards does not use {name}{did_you_mean(name, names)} "
+                f"(it uses {', '.join(names)})"
+            )
     RewardTable(config.rewards, config.reward_options)
     for name in reward_names(config.rewards):
         if name in CHECKS:
@@ -67,15 +76,13 @@ def check_rewards(config: Config) -> None:
 
 
 def evaluation_config(config: Config) -> Config:
-    """The config with the rewards of evaluations as `rewards` and `reward_options`."""
+    """The config with the rewards of evaluations as `rewards`, and their options."""
     own = config.eval.rewards
     if own is None:
         return config
     options = {name: given for name, given in config.reward_options.items() if name in reward_names(own)}
-    plain = config.eval.model_copy(update={"rewards": None, "reward_options": {}})
-    return config.model_copy(
-        update={"rewards": own, "reward_options": options | config.eval.reward_options, "eval": plain}
-    )
+    plain = config.eval.model_copy(update={"rewards": None})
+    return config.model_copy(update={"rewards": own, "reward_options": options, "eval": plain})
 
 
 class RewardTable:
@@ -91,12 +98,6 @@ class RewardTable:
         self._rewards = rewards
         options = options or {}
         names = reward_names(rewards)
-        for name in options:
-            if name not in names:
-                raise ConfigError(
-                    f"reward_options.{name}: rewards does not use {name}{did_you_mean(name, names)} "
-                    f"(it uses {', '.join(names)})"
-                )
         _check_weights(rewards)
         self._functions = {name: load_reward(name, options.get(name)) for name in names}
 

@@ -13,7 +13,7 @@ SEAMS = {
     "Advantages": ("asyncrl.algorithms.advantages", ()),
     "Rewards": ("asyncrl.rewards.calling", ()),
     "Weight transports": ("asyncrl.weights.transports", ("Transport", "Link", "Member")),
-    "Launchers": ("asyncrl.launch.local", ("LocalLauncher",)),
+    "Launchers": ("asyncrl.launch.launcher", ("LocalLauncher",)),
     "Trackers": ("asyncrl.observe.trackers", ("Tracker",)),
 }
 """The module of each seam, whose docstring has an example, and the objects to show of it."""
@@ -49,7 +49,12 @@ def _row(key: Key, name: str) -> str:
 
 def api_page() -> str:
     """Returns the page of the public interface, `asyncrl.__all__`; its text comes from the docstrings."""
-    lines = ["# Python API", "", "The names of the package `asyncrl`, as described in [the guide](python.md).", ""]
+    lines = [
+        "# Python API",
+        "",
+        "The names of the package `asyncrl`, as described in [Inspecting runs](runs.md#python).",
+        "",
+    ]
     for name in asyncrl.__all__:
         found = getattr(asyncrl, name)
         lines += _documented(f"{found.__module__}.{found.__qualname__}", name, members=name in ("Run", "Samples"))

@@ -19,7 +19,7 @@ from asyncrl.algorithms.corrections import (
     opsm_mask,
     weight_moments,
 )
-from asyncrl.algorithms.kl import AdaptiveKL, FixedKL, kl_estimate
+from asyncrl.algorithms.kl import kl_estimate
 from asyncrl.algorithms.losses import aggregate
 
 
@@ -177,25 +177,6 @@ def test_k3_stays_finite_and_k3_plus_keeps_pulling() -> None:
 def test_unknown_estimator_is_named() -> None:
     with pytest.raises(ValueError, match="estimator = 'k4'"):
         kl_estimate(torch.zeros(1), torch.zeros(1), estimator="k4")  # pyright: ignore[reportArgumentType]
-
-
-@given(st.lists(st.tuples(st.floats(0, 5), st.integers(0, 512)), max_size=20))
-def test_adaptive_kl(updates: list[tuple[float, int]]) -> None:
-    controller, fixed, coef = AdaptiveKL(0.2, 0.1, 10000), FixedKL(0.2), 0.2
-    for kl, num_sequences in updates:
-        controller.update(kl, num_sequences)
-        fixed.update(kl, num_sequences)
-        coef *= 1 + max(-0.2, min(0.2, kl / 0.1 - 1)) * num_sequences / 10000
-        assert controller.coef == pytest.approx(coef) and fixed.coef == 0.2
-
-
-def test_adaptive_kl_refuses_non_finite_divergences() -> None:
-    with pytest.raises(ValueError, match=r"target = 0\.0: must be positive"):
-        AdaptiveKL(0.2, 0.0, 100)
-    with pytest.raises(ValueError, match="horizon = 0: must be positive"):
-        AdaptiveKL(0.2, 0.1, 0)
-    with pytest.raises(ValueError, match="kl = nan: the divergence from the reference must be finite"):
-        AdaptiveKL(0.2, 0.1, 100).update(math.nan, 8)
 
 
 @given(st.floats(-100.0, 100.0, width=32) | st.floats(-(2.0**-20), 2.0**-20, width=32))

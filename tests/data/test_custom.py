@@ -17,7 +17,7 @@ from asyncrl.data.cursor import PromptCursor
 from asyncrl.data.parquet import PromptTable, check_dataset, count_sources
 from asyncrl.data.prompts import eval_prompts
 from asyncrl.errors import ConfigError, DataError
-from asyncrl.launch.preflight import check_data_and_rewards
+from asyncrl.launch.checks import check_data_and_rewards
 from tests.data.conftest import row
 
 Write = Callable[..., Config]

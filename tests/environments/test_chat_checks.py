@@ -17,8 +17,8 @@ from asyncrl.config import Config
 from asyncrl.environments.dialogue import Dialogue
 from asyncrl.environments.dialogue.display import Display, Shown
 from asyncrl.errors import ConfigError
+from asyncrl.launch.checks import check_environments
 from asyncrl.launch.commands.play import play
-from asyncrl.launch.preflight import check_environments
 from tests.helpers.chat_models import (
     CALLING,
     FAMILIES,

@@ -19,7 +19,7 @@ import msgpack
 import psutil
 import zmq
 
-from asyncrl.launch.resources.network import find_port
+from asyncrl.launch.machine import find_port
 from asyncrl.wire.bounds import MAX_COUNT, Body
 from asyncrl.wire.kinds import ANSWERS, KINDS
 from asyncrl.wire.launcher_messages import ReadStatus, ReadSummary

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import structlog
 
+from asyncrl.replay import live_group as refunds
 from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.server import run_replay
@@ -53,8 +54,8 @@ def main(port: int, folder: Path) -> None:
         eval__every_steps=50,
         generator__group_size=GROUP_SIZE,
         launch__heartbeat_timeout_s=1.0,
-        replay__max_refunds_in_a_row=1 << 40,
     )
+    refunds.MAX_REFUNDS_IN_A_ROW = 1 << 40
     queue = ReplayQueue(config, Prompts(), TraceWriter(folder / "trace.parquet"), [prompt(0), prompt(1)])
     run_replay(queue, loopback_endpoints(port, RUN_ID), lambda: False)
 

@@ -21,7 +21,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.generator.vllm_backend import setup as vllm_setup
 from asyncrl.generator.vllm_backend import shared_weights
 from asyncrl.generator.vllm_backend.engine import VllmEngine
-from asyncrl.launch.resources.engine_memory import ENGINE_STEP_TOKENS
+from asyncrl.launch.memory import ENGINE_STEP_TOKENS
 
 EngineMaker = Callable[..., VllmEngine]
 

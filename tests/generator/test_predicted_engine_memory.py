@@ -14,8 +14,7 @@ from engine_memory import NEW_TOKENS, SEQUENCES
 from generator_model import save_tiny_model, small_config
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from asyncrl.launch.resources.engine_memory import engine_parts
-from asyncrl.launch.resources.shape import Shape
+from asyncrl.launch.memory import Shape, engine_parts
 
 MIB = 1 << 20
 TOLERANCE = 0.1

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncrl.launch.resources.network import find_port
+from asyncrl.launch.machine import find_port
 from asyncrl.learner.distributed import Ranks, process_group
 from tests.gpu_check import report
 from tests.helpers.runs import Launched

@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from worlds import endpoints, make_config, make_trainer, pack_groups
 
-from asyncrl.launch.resources.memory import PROCESS_BYTES, learner_parts
-from asyncrl.launch.resources.shape import Shape
+from asyncrl.launch.memory import PROCESS_BYTES, Shape, learner_parts
 from asyncrl.learner.distributed import process_group
 from asyncrl.learner.metrics.flops import device_peak
 from asyncrl.types import NO_VERSION, Group, Trajectory

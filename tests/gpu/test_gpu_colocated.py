@@ -23,8 +23,7 @@ from weight_parts import manifest_of, weights
 from worlds import VOCABULARY, make_config, make_trainer, train_steps
 
 from asyncrl.generator.engine import ENGINES, make_engine
-from asyncrl.launch.resources.gpus import visible_gpus
-from asyncrl.launch.resources.network import find_port
+from asyncrl.launch.machine import find_port, visible_gpus
 from asyncrl.learner.checkpoint.zero_state import collect_state
 from asyncrl.learner.distributed import Ranks
 from asyncrl.util.host_memory import HostMemory

@@ -23,7 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.generator.engine import ENGINES, make_engine
-from asyncrl.launch.resources.network import find_port
+from asyncrl.launch.machine import find_port
 from asyncrl.learner.model.logprob_head import LogprobHead
 from asyncrl.weights.buckets import WeightBuffer, WeightManifest
 

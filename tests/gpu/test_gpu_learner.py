@@ -20,9 +20,8 @@ from train_steps import CASES
 from worlds import make_config, make_model, pack_groups
 
 from asyncrl.generator.transformers_backend.engine import TransformersEngine
-from asyncrl.launch.resources.memory import PROCESS_BYTES, learner_parts
-from asyncrl.launch.resources.network import find_port
-from asyncrl.launch.resources.shape import Shape
+from asyncrl.launch.machine import find_port
+from asyncrl.launch.memory import PROCESS_BYTES, Shape, learner_parts
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.model import logprob_head, varlen
 from asyncrl.learner.model.logprob_head import LogprobHead

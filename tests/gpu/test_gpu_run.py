@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncrl.launch.resources.gpus import visible_gpus
+from asyncrl.launch.machine import visible_gpus
 from tests.helpers.demo import make_demo
 from tests.helpers.runs import Launched, check_ledger, start_launch
 

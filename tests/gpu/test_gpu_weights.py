@@ -13,8 +13,7 @@ import pytest
 import torch
 from weight_parts import manifest_of, weights
 
-from asyncrl.launch.resources.gpus import visible_gpus
-from asyncrl.launch.resources.network import find_port
+from asyncrl.launch.machine import find_port, visible_gpus
 from asyncrl.weights.buckets import ROW_BYTES, checksum
 from asyncrl.weights.sender import WeightSender
 

@@ -7,8 +7,8 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
-from asyncrl.launch.ray.launcher import RayLauncher
-from asyncrl.launch.resources.hosts import RoleResources
+from asyncrl.launch.placement import RoleResources
+from asyncrl.launch.ray_launcher import RayLauncher
 from asyncrl.launch.worker import RoleSpec
 from tests.helpers.replay import loopback_endpoints, small_config
 

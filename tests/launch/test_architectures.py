@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
-from asyncrl.launch.preflight import check_architecture, check_model, check_positions
+from asyncrl.launch.checks import check_architecture, check_model, check_positions
 from asyncrl.util.files import tensor_files
 from tests.helpers.inputs import SETTINGS, make_inputs
 

@@ -109,7 +109,7 @@ def test_the_command_of_the_shell(folder: Path) -> None:
 
 
 def test_taken_port(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.launch.endpoints.is_loopback", lambda host: False)  # loopback addresses have no ports
+    monkeypatch.setattr("asyncrl.launch.run_dir.is_loopback", lambda host: False)  # loopback addresses have no ports
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()

@@ -13,8 +13,9 @@ import pytest
 from asyncrl.config import load_config
 from asyncrl.launch import bottleneck
 from asyncrl.launch.bottleneck import BottleneckMonitor
-from asyncrl.launch.resources.placement import place_roles
-from asyncrl.plan import measured, tail
+from asyncrl.launch.placement import place_roles
+from asyncrl.plan import measured
+from asyncrl.plan import measured as tail
 from asyncrl.plan.verdict import Verdict
 from tests.plan.made_runs import append_log, make_run
 

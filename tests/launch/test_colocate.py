@@ -12,13 +12,10 @@ from test_memory import QWEN2_05B, QWEN2_7B, fitted, shape_of
 from asyncrl.config import Config, load_config, parse_override
 from asyncrl.errors import ConfigError
 from asyncrl.generator.colocated import cards_of
-from asyncrl.launch.resources import gpus
-from asyncrl.launch.resources.fit import PIECE, Models, make_cards
-from asyncrl.launch.resources.hosts import Host
-from asyncrl.launch.resources.memory import GIB, PROCESS_BYTES
-from asyncrl.launch.resources.placement import check_transport, place_roles
-from asyncrl.launch.resources.staging import choose_staging
-from asyncrl.launch.role_group import Progress
+from asyncrl.launch import machine as gpus
+from asyncrl.launch.memory import GIB, PIECE, PROCESS_BYTES, Models, choose_staging, make_cards
+from asyncrl.launch.placement import Host, check_transport, place_roles
+from asyncrl.launch.supervisor import Progress
 from tests.helpers.replay import small_config
 
 IPC = {"weights__transport": "ipc"}

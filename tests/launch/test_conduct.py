@@ -14,10 +14,10 @@ from rich.console import Console
 
 from asyncrl.errors import DataError
 from asyncrl.launch.console import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, Interrupts
-from asyncrl.launch.local import LocalLauncher
-from asyncrl.launch.resources.placement import place_roles
+from asyncrl.launch.launcher import LocalLauncher
+from asyncrl.launch.placement import place_roles
 from asyncrl.launch.row_checks import PromptScan
-from asyncrl.launch.watch import Run
+from asyncrl.launch.run import Run
 from asyncrl.launch.worker import RoleSpec
 from tests.helpers.replay import loopback_endpoints, small_config
 from tests.helpers.sockets import socket_address

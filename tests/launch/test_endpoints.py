@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.launch import endpoints as endpoints_module
-from asyncrl.launch.endpoints import run_endpoints
+from asyncrl.launch import run_dir as endpoints_module
+from asyncrl.launch.run_dir import run_endpoints
 from asyncrl.wire.curve_keys import read_keys
 from asyncrl.wire.endpoints import Endpoints
 from tests.helpers.replay import small_config

@@ -13,9 +13,8 @@ import pytest
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
-from asyncrl.launch import fingerprints as module
-from asyncrl.launch.fingerprints import fingerprint, fingerprints
-from asyncrl.launch.run_dir import RunFolder, check_resume
+from asyncrl.launch import run_dir as module
+from asyncrl.launch.run_dir import RunFolder, check_resume, fingerprint, fingerprints
 from tests.helpers.cli import asyncrl
 from tests.helpers.inputs import make_inputs
 from tests.helpers.replay import loopback_endpoints, small_config

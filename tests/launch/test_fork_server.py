@@ -16,8 +16,8 @@ from structlog.testing import capture_logs
 
 from asyncrl.launch import fork_server as fork_server_module
 from asyncrl.launch.fork_server import ForkServer, ForkServerError
-from asyncrl.launch.local import LocalLauncher, RoleProcess
-from asyncrl.launch.resources.hosts import RoleResources
+from asyncrl.launch.launcher import LocalLauncher, RoleProcess
+from asyncrl.launch.placement import RoleResources
 from asyncrl.launch.worker import EXIT_CRASHED, RoleSpec
 from asyncrl.observe.logs import last_error
 from tests.helpers.fork_servers import start_fork_server

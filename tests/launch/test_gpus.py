@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from asyncrl.errors import ConfigError
-from asyncrl.launch.local import LocalLauncher
-from asyncrl.launch.resources import gpus
-from asyncrl.launch.resources.gpus import Gpu, visible_gpus
-from asyncrl.launch.resources.hosts import Host, RoleResources
-from asyncrl.launch.resources.placement import Placement, check_transport, place_roles, refuse_joiner
-from asyncrl.launch.role_group import RestartHistory, RoleGroup
+from asyncrl.launch import machine as gpus
+from asyncrl.launch.launcher import LocalLauncher
+from asyncrl.launch.machine import Gpu, visible_gpus
+from asyncrl.launch.placement import Host, Placement, RoleResources, check_transport, place_roles, refuse_joiner
+from asyncrl.launch.supervisor import RestartHistory, RoleGroup
 from asyncrl.launch.worker import RoleSpec
 from asyncrl.learner.distributed import own_device
 from tests.helpers.replay import loopback_endpoints, small_config

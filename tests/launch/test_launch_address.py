@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.launch.endpoints import run_endpoints
-from asyncrl.launch.local import LocalLauncher
-from asyncrl.launch.resources.network import address_beside, listening_address, network_environment, resolve_host
+from asyncrl.launch.launcher import LocalLauncher
+from asyncrl.launch.machine import address_beside, listening_address, network_environment, resolve_host
+from asyncrl.launch.run_dir import run_endpoints
 from tests.helpers.replay import small_config
 from tests.network.hosts import Host, Network
 
@@ -144,7 +144,7 @@ def test_hosts_with_a_second_network(network: Network) -> None:
     own = "it has lo (127.0.0.1), eth0 (10.77.0.2), ib1 (10.78.2.2)"
     assert bare[0].startswith(f"launch.address = 'bare0': this machine has no IPv4 address on this interface; {own};")
     assert "this machine has 2 addresses there, eth0 (10.77.0.2), ib1 (10.78.2.2); name a network that" in both[0]
-    facts = [sys.executable, "-m", "asyncrl.launch.host_facts"]
+    facts = [sys.executable, "-m", "asyncrl.launch.machine"]
     said = [
         json.loads(other.run("env", "SLURMD_NODENAME=n2", *facts, named, os.devnull))
         for named in ("10.78.1.1", "10.78.0.0/16", "ib0")

@@ -9,14 +9,21 @@ import pytest
 from test_memory import LLAMA_8B, QWEN2_7B, QWEN2_15B, fitted, shape_of
 
 from asyncrl.config import load_config
-from asyncrl.launch.layout.cells import shared_by, stagings
-from asyncrl.launch.layout.search import LEAST_SEQUENCES, search
-from asyncrl.launch.layout.show import LOWERED_BY
-from asyncrl.launch.resources import gpus
-from asyncrl.launch.resources.fit import Models, make_cards, with_changes
-from asyncrl.launch.resources.memory import GIB
-from asyncrl.plan.cards import CARDS, parse_cards
-from asyncrl.plan.hardware import Gpu, Job, ModelShape, decode_s
+from asyncrl.launch import layout as search
+from asyncrl.launch import machine as gpus
+from asyncrl.launch.layout import (
+    CARDS,
+    LEAST_SEQUENCES,
+    LOWERED_BY,
+    Gpu,
+    Job,
+    ModelShape,
+    decode_s,
+    parse_cards,
+    shared_by,
+    stagings,
+)
+from asyncrl.launch.memory import GIB, Models, make_cards, with_changes
 from tests.helpers.cli import asyncrl
 
 LLAMA_70B = LLAMA_8B | {
@@ -156,7 +163,7 @@ def test_a_base_config_keeps_its_other_keys_and_passes_preflight(
 ) -> None:
     from rich.console import Console
 
-    from asyncrl.launch.preflight import check_inputs
+    from asyncrl.launch.checks import check_inputs
 
     monkeypatch.chdir(demo_folder)
     out = tmp_path / "plan.yaml"

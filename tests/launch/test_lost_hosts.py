@@ -11,10 +11,8 @@ import pytest
 
 from asyncrl.errors import RunError
 from asyncrl.launch.launcher import HOST_LOST, Launcher, RoleHandle
-from asyncrl.launch.placer import LOCAL_RUNS
-from asyncrl.launch.resources.hosts import Host, RoleResources
-from asyncrl.launch.resources.placement import place_roles
-from asyncrl.launch.supervisor import Supervisor
+from asyncrl.launch.placement import Host, RoleResources, place_roles
+from asyncrl.launch.supervisor import LOCAL_RUNS, Supervisor
 from asyncrl.launch.worker import RoleSpec
 from tests.helpers.replay import loopback_endpoints, small_config
 
@@ -264,7 +262,7 @@ def test_a_joining_generator_gets_the_least_loaded_host(supervisor: Supervisor, 
 def test_a_joining_generator_waits_for_a_host_that_is_asked_for(
     supervisor: Supervisor, launcher: FakeHosts, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.launch.placer.find_room", lambda *_: None)
+    monkeypatch.setattr("asyncrl.launch.supervisor.find_room", lambda *_: None)
     queue: FakeQueue = supervisor._client  # type: ignore[assignment]
     status = {"done": False, "generators_wanted": 2, "generators": {}, "learners": {}, "step": 0}
     supervisor.tick(0.0)

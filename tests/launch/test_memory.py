@@ -16,14 +16,25 @@ import pytest
 
 from asyncrl.config import Config, load_config, parse_override
 from asyncrl.errors import ConfigError
-from asyncrl.launch.resources import gpus
-from asyncrl.launch.resources.engine_memory import engine_host_parts, engine_parts, staging_parts
-from asyncrl.launch.resources.fit import Models, find_changes, fit_memory, make_cards
-from asyncrl.launch.resources.memory import GIB, item_bytes, learner_parts, longest_tokens, trained_parts
-from asyncrl.launch.resources.placement import Placement, place_roles
-from asyncrl.launch.resources.shape import Shape
-from asyncrl.launch.resources.staging import choose_staging
-from asyncrl.plan.cards import CARDS, parse_cards
+from asyncrl.launch import machine as gpus
+from asyncrl.launch.layout import CARDS, parse_cards
+from asyncrl.launch.memory import (
+    GIB,
+    Models,
+    Shape,
+    choose_staging,
+    engine_host_parts,
+    engine_parts,
+    find_changes,
+    fit_memory,
+    item_bytes,
+    learner_parts,
+    longest_tokens,
+    make_cards,
+    staging_parts,
+    trained_parts,
+)
+from asyncrl.launch.placement import Placement, place_roles
 
 QWEN2_05B = {
     "model_type": "qwen2",
@@ -201,7 +212,7 @@ def test_states_are_divided_as_zero_does() -> None:
 
 def test_the_first_exchange_of_gradients_takes_room_for_all_of_a_rank() -> None:
     """DeepSpeed 0.19.8, stages 1 and 2: `grads_in_partition`, or with stage 1 in bfloat16 its compact buffer."""
-    from asyncrl.launch.resources.memory import _exchange_bytes
+    from asyncrl.launch.memory import _exchange_bytes
     from asyncrl.learner.model.memory_trace import Trace
 
     trace, parameters = Trace(forward_bytes=1000, peak_bytes=4000, layers_bytes=1500), 200_000_000

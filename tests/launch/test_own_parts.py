@@ -10,7 +10,7 @@ from helpers.replay import EndlessPrompts, make_group, small_config
 
 from asyncrl.errors import ConfigError
 from asyncrl.generator.engine import make_engine
-from asyncrl.launch.local import LocalLauncher, find_launcher
+from asyncrl.launch.launcher import LocalLauncher, find_launcher
 from asyncrl.launch.registry import check_parts
 from asyncrl.observe.trackers import make_trackers
 from asyncrl.replay.codec import pack_group
@@ -21,7 +21,7 @@ from asyncrl.weights.transports import choose_transport, find_transport
 pytestmark = pytest.mark.timeout(120)
 
 PARTS = """
-from asyncrl.launch.local import LocalLauncher
+from asyncrl.launch.launcher import LocalLauncher
 from asyncrl.weights.transports import Transport
 
 class Rows:

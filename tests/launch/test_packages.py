@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from asyncrl import __version__
-from asyncrl.launch import packages
-from asyncrl.launch.host_facts import facts_of_this_host
-from asyncrl.launch.packages import other_packages, package_versions
-from asyncrl.launch.ray.pool_actor import PoolActor
+from asyncrl.launch import machine as packages
+from asyncrl.launch.machine import facts_of_this_host, other_packages, package_versions
+from asyncrl.launch.ray_actor import PoolActor
 
 
 @pytest.fixture

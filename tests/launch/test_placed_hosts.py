@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
-from asyncrl.launch.resources.gpus import Gpu
-from asyncrl.launch.resources.hosts import Host
-from asyncrl.launch.resources.placement import Placement, check_run_dir, find_room, place_roles, why_no_room
+from asyncrl.launch.machine import Gpu
+from asyncrl.launch.placement import Host, Placement, check_run_dir, find_room, place_roles, why_no_room
 from tests.helpers.replay import small_config
 
 ROLES = ("generator", "learner", "critic", "reward_model")

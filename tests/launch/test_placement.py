@@ -13,12 +13,11 @@ import yaml
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
+from asyncrl.launch import machine as gpus
 from asyncrl.launch.bottleneck import generators_per_device
-from asyncrl.launch.preflight import with_start_deadline
-from asyncrl.launch.resources import gpus
-from asyncrl.launch.resources.gpus import Gpu
-from asyncrl.launch.resources.network import check_interfaces, find_port, listening_address, network_environment
-from asyncrl.launch.resources.placement import place_roles
+from asyncrl.launch.checks import with_start_deadline
+from asyncrl.launch.machine import Gpu, check_interfaces, find_port, listening_address, network_environment
+from asyncrl.launch.placement import place_roles
 from tests.helpers.replay import small_config
 
 
@@ -85,16 +84,10 @@ def test_more_roles_than_cores_share_with_one_thread_each() -> None:
 
 def test_generators_that_take_turns_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert generators_per_device(place_roles(small_config(launch__generators=3))) == 1
-    assert generators_per_device(place_roles(small_config(launch__pin_cores=False, launch__generators=3))) == 1
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     assert generators_per_device(place_roles(small_config(launch__generators=3))) == 3
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     assert generators_per_device(place_roles(small_config(launch__generators=3))) == 2
-
-
-def test_unpinned_roles_may_use_every_core() -> None:
-    placement = place_roles(small_config(launch__pin_cores=False))
-    assert {resources.cpus for resources in placement.generators + placement.learners} == {(0, 1, 2, 3)}
 
 
 def test_critics_and_the_reward_model_share_with_the_learners() -> None:

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from asyncrl.launch.ray import logs
-from asyncrl.launch.ray.logs import RemoteLogs
-from asyncrl.launch.ray.pool_actor import NodeLauncher, PoolActor
-from asyncrl.launch.resources.hosts import RoleResources
+from asyncrl.launch import ray_launcher as logs
+from asyncrl.launch.placement import RoleResources
+from asyncrl.launch.ray_actor import NodeLauncher, PoolActor
+from asyncrl.launch.ray_launcher import RemoteLogs
 from asyncrl.launch.worker import RoleSpec
 from tests.helpers.replay import loopback_endpoints
 

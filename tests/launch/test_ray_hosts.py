@@ -12,10 +12,10 @@ import pytest
 
 from asyncrl.errors import ConfigError
 from asyncrl.launch.launcher import HOST_LOST
-from asyncrl.launch.packages import package_versions
-from asyncrl.launch.ray.launcher import RayRole
-from asyncrl.launch.ray.pool_actor import NodeFacts
-from asyncrl.launch.resources.hosts import Host, RoleResources
+from asyncrl.launch.machine import package_versions
+from asyncrl.launch.placement import Host, RoleResources
+from asyncrl.launch.ray_actor import NodeFacts
+from asyncrl.launch.ray_launcher import RayRole
 from asyncrl.launch.worker import RoleSpec
 from tests.helpers.replay import loopback_endpoints, small_config
 
@@ -69,7 +69,7 @@ def actor(monkeypatch: pytest.MonkeyPatch) -> Actor:
 
 @pytest.fixture
 def host(actor: Actor) -> Any:
-    from asyncrl.launch.ray.hosts import Place, RayHost
+    from asyncrl.launch.ray_cluster import Place, RayHost
 
     return RayHost(Host("n1", (0,)), Place("node"), actor, heard_s=0.0)
 
@@ -144,7 +144,7 @@ def test_the_death_of_an_actor_is_that_of_its_host(actor: Actor, host: Any, tmp_
 
 
 def test_a_bundle_of_the_generators_has_the_gpus_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    from asyncrl.launch.ray import cluster
+    from asyncrl.launch import ray_cluster as cluster
 
     monkeypatch.setattr(cluster, "placement_group", lambda bundles, strategy, name: (bundles, strategy, name))
     pools = {
@@ -160,8 +160,8 @@ def test_a_bundle_of_the_generators_has_the_gpus_of_one(monkeypatch: pytest.Monk
 
 def test_a_pool_of_gpus_grows(actor: Actor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Once for each GPU that is missing; what does not come in time is given back."""
-    from asyncrl.launch.ray import hosts as module
-    from asyncrl.launch.ray.cluster import PoolGroup
+    from asyncrl.launch import ray_cluster as module
+    from asyncrl.launch.ray_cluster import PoolGroup
 
     given_back: list[Any] = []
     monkeypatch.setattr(PoolGroup, "remove", lambda self: given_back.append(self.count))
@@ -196,7 +196,7 @@ def test_nodes_are_asked_for_their_addresses_on_the_network_of_the_run(
     actor: Actor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, named: str, own: str, network: str
 ) -> None:
     """The launcher's machine is the same at both of its addresses; a node without an address there is refused."""
-    from asyncrl.launch.ray import hosts as module
+    from asyncrl.launch import ray_cluster as module
 
     found = {"lo": "127.0.0.1", "eth0": "10.0.0.1", "ib0": "10.5.0.1"}
     addresses = {name: [SimpleNamespace(address=one, family=socket.AF_INET)] for name, one in found.items()}
@@ -227,7 +227,7 @@ def test_nodes_are_asked_for_their_addresses_on_the_network_of_the_run(
 
 
 def test_a_cluster_that_was_killed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    from asyncrl.launch.ray import cluster
+    from asyncrl.launch import ray_cluster as cluster
 
     with socket.create_server(("127.0.0.1", 0)) as alive:
         address = f"127.0.0.1:{alive.getsockname()[1]}"

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from asyncrl.cli import app
 from asyncrl.errors import ConfigError
-from asyncrl.launch.ray.job import submit_job, url_of
+from asyncrl.launch.ray_launcher import submit_job, url_of
 
 
 class Client:

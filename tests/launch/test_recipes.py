@@ -10,7 +10,7 @@ from rich.console import Console
 
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError
-from asyncrl.launch.preflight import EVAL_ROWS, run_recipes
+from asyncrl.launch.checks import EVAL_ROWS, run_recipes
 
 
 def test_training_and_evaluation_files_are_made(tmp_path: Path) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from asyncrl.launch.resources.hosts import RoleResources
-from asyncrl.launch.role_group import RestartHistory, RoleGroup
+from asyncrl.launch.placement import RoleResources
+from asyncrl.launch.supervisor import RestartHistory, RoleGroup
 from asyncrl.launch.worker import RoleSpec
 from tests.helpers.replay import loopback_endpoints
 

@@ -89,7 +89,7 @@ def test_functions_that_only_evaluations_have_are_called_for_their_rows(
     (tmp_path / "eval.jsonl").write_text(json.dumps(row))
     own = {
         "eval__rewards": {"mine.py:level": 1.0, "exact": 1.0},
-        "eval__reward_options": {"mine.py:level": {"factor": 2}},
+        "reward_options": {"mine.py:level": {"factor": 2}},
     }
     config = written(tmp_path, "1+1=", rewards="exact", data__eval=str(tmp_path / "eval.jsonl"), **own)
     assert shown(config)[0]["reward"] == r"mine.py:level gives 14 for 'So it is \\boxed{3}.'"

@@ -22,17 +22,15 @@ from rich.console import Console
 
 from asyncrl.config import Config, load_config
 from asyncrl.errors import ConfigError, RunError
-from asyncrl.launch import packages, slurm_job
+from asyncrl.launch import machine as packages
+from asyncrl.launch import slurm as slurm_job
 from asyncrl.launch import slurm as slurm_launcher
 from asyncrl.launch.console import NOTICE_S, Interrupts
-from asyncrl.launch.launcher import HOST_LOST
-from asyncrl.launch.local import find_launcher
-from asyncrl.launch.packages import package_versions
-from asyncrl.launch.resources.gpus import Gpu
-from asyncrl.launch.resources.hosts import Host, RoleResources
+from asyncrl.launch.launcher import HOST_LOST, find_launcher
+from asyncrl.launch.machine import Gpu, package_versions
+from asyncrl.launch.placement import Host, RoleResources
 from asyncrl.launch.run_dir import RunFolder
-from asyncrl.launch.slurm import SlurmLauncher, code_of_step, in_pools
-from asyncrl.launch.slurm_job import job_options, job_script, submit
+from asyncrl.launch.slurm import SlurmLauncher, code_of_step, in_pools, job_options, job_script, submit
 from asyncrl.launch.worker import EXIT_CRASHED, RoleSpec
 from asyncrl.wire.endpoints import Endpoints
 from tests.helpers.fake_slurm import FakeSlurm
@@ -227,7 +225,7 @@ def test_the_hosts_of_a_job(fake: FakeSlurm, launcher: SlurmLauncher, tmp_path: 
     places = ["--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--nodelist=n1,n3"]
     assert call[: len(call) - 2] == [
         "--overlap", "--kill-on-bad-exit=0", "--no-kill", "--cpu-bind=none", "--export=ALL", *places, sys.executable,
-        "-P", "-m", "asyncrl.launch.host_facts",
+        "-P", "-m", "asyncrl.launch.machine",
     ]  # fmt: skip
     assert list((tmp_path / "runs").iterdir()) == []
 

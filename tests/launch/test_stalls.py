@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import RunError
-from asyncrl.launch.role_group import Progress
+from asyncrl.launch.supervisor import Progress
 from tests.helpers.replay import small_config
 
 

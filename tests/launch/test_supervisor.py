@@ -17,12 +17,11 @@ import pytest
 
 from asyncrl.config import Config
 from asyncrl.errors import PeerTimeoutError, RunError
-from asyncrl.launch import local
-from asyncrl.launch.local import LocalLauncher
-from asyncrl.launch.resources import gpus
-from asyncrl.launch.resources.placement import place_roles
-from asyncrl.launch.role_group import SETTLED_S, RoleGroup
-from asyncrl.launch.supervisor import GRACE_S, Supervisor
+from asyncrl.launch import launcher as local
+from asyncrl.launch import machine as gpus
+from asyncrl.launch.launcher import LocalLauncher
+from asyncrl.launch.placement import place_roles
+from asyncrl.launch.supervisor import GRACE_S, SETTLED_S, RoleGroup, Supervisor
 from asyncrl.launch.worker import RoleSpec
 from tests.helpers.replay import loopback_endpoints, small_config
 

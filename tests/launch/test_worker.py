@@ -16,8 +16,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from asyncrl import errors
-from asyncrl.launch.local import LocalLauncher
-from asyncrl.launch.resources.hosts import RoleResources
+from asyncrl.launch.launcher import LocalLauncher
+from asyncrl.launch.placement import RoleResources
 from asyncrl.launch.worker import EXIT_TERMINATED, FINAL_CODES, RoleSpec, exit_code
 from asyncrl.observe.logs import last_error
 from tests.helpers.replay import loopback_endpoints, small_config
@@ -136,7 +136,7 @@ def test_output_that_cannot_be_cleaned_of_secrets_is_named(tmp_path: Path, monke
         return role.output_file.read_bytes(), [event for event in events if event["log_level"] == "warning"]
 
     assert ended() == (b"\\xff a ***", [])
-    monkeypatch.setattr("asyncrl.launch.local.REDACTED_BYTES", 20)
+    monkeypatch.setattr("asyncrl.launch.launcher.REDACTED_BYTES", 20)
     output, warnings = ended()
     assert b"tell-nobody" in output
     assert [(event["file"], event["bytes"]) for event in warnings] == [(str(spec.logs / "learner-0.out"), len(output))]

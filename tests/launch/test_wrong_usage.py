@@ -16,9 +16,9 @@ from asyncrl.config import load_config
 from asyncrl.data import tiny_model
 from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.errors import ConfigError
-from asyncrl.launch import preflight
+from asyncrl.launch import checks as preflight
+from asyncrl.launch.checks import run_recipes
 from asyncrl.launch.commands.evaluate import check_out
-from asyncrl.launch.preflight import run_recipes
 from asyncrl.util import user_code
 from tests.helpers.cli import asyncrl
 from tests.helpers.inputs import make_inputs
@@ -111,7 +111,7 @@ def test_model_of_the_hub(folder: Path) -> None:
 
 
 def test_a_taken_port(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.launch.endpoints.is_loopback", lambda host: False)  # loopback addresses have no ports
+    monkeypatch.setattr("asyncrl.launch.run_dir.is_loopback", lambda host: False)  # loopback addresses have no ports
     with socket.create_server(("127.0.0.1", 0)) as holder:
         address = f"127.0.0.1:{holder.getsockname()[1]}"
         output = refused_launch(folder, f"launch.address={address}")

@@ -22,7 +22,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def free_port() -> Callable[[], int]:
-    from asyncrl.launch.resources.network import find_port
+    from asyncrl.launch.machine import find_port
 
     return lambda: find_port()
 

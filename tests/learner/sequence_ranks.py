@@ -51,7 +51,7 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "unshared": {"algorithm": ALL_TERMS},
     "one-key-head": {"algorithm": ALL_TERMS},
-    "minibatches": {"learner": {"minibatches": 2, "epochs": 2, "shuffle": True}},
+    "minibatches": {"learner": {"minibatches": 2, "epochs": 2}},
     "lora": {"algorithm": ALL_TERMS, "learner": {"zero_stage": 3, "lora": {"rank": 4}}},
     "bfloat16": {"learner": {"zero_stage": 2}, "model": {"dtype": "bfloat16"}},
 }

@@ -66,7 +66,7 @@ def test_the_learner_can_compute_any_group_that_the_queue_accepts(
 ) -> None:
     vocabulary = num_embeddings(str(tiny_model))
     assert vocabulary is not None
-    config = small_config(replay__groups_per_step=1, replay__zero_variance="train", replay__max_refunds_in_a_row=10_000)
+    config = small_config(replay__groups_per_step=1, replay__zero_variance="train")
     queue = ReplayQueue(
         config,
         EndlessPrompts(),

@@ -189,7 +189,7 @@ def test_a_damaged_checkpoint_is_named_and_skipped(damage: str, make: Make, tmp_
 def test_an_older_unreadable_checkpoint_is_ignored(make: Make, tmp_path: Path) -> None:
     save(make(keep_last=3), 10, 20)
     (tmp_path / "checkpoints" / "step-000010" / "checkpoint.json").write_text("{")
-    again = make(keep_last=3, max_bytes=1 << 20)
+    again = make(keep_last=3)
     assert again.newest() == 20 and again.recent == [20]
     save(again, 30)
     assert names(tmp_path) == ["step-000020", "step-000030"]
@@ -214,39 +214,6 @@ def test_a_full_disk(make: Make, tmp_path: Path) -> None:
     )
     checkpoints.close()
     assert names(tmp_path) == ["step-000010"]
-
-
-def test_the_size_limit_of_checkpoints(make: Make, tmp_path: Path) -> None:
-    mib = 1 << 20
-    checkpoints = make(keep_last=3, max_bytes=3 * mib)
-    save(checkpoints, 1, 2, 3, rewards={1: 0.9}, num_bytes=mib)
-    assert names(tmp_path) == ["step-000002", "step-000003"]  # three exceed 3 MiB with their other files
-    save(checkpoints, 4, num_bytes=mib - 100)
-    assert names(tmp_path) == ["step-000002", "step-000003", "step-000004"]
-    with pytest.raises(RunError) as raised:
-        save(checkpoints, 5, num_bytes=2 * mib + 101)
-    assert str(raised.value) == (
-        f"checkpoint.max_bytes = {3 * mib}: the checkpoint of step 5 has {2 * mib + 106} bytes and must fit next to "
-        f"the newest one, which has {mib - 95}; raise it to at least {3 * mib + 11}, or omit it"
-    )
-    checkpoints.close()
-    assert names(tmp_path) == ["step-000002", "step-000003", "step-000004"]
-
-
-def test_parts_of_other_processes_count(make: Make, tmp_path: Path) -> None:
-    checkpoints = make(("critic-0",), max_bytes=1 << 20)
-
-    def snapshot(folder: Path) -> Files:
-        (folder / ".parts").mkdir(parents=True)
-        (folder / "critic").write_bytes(b"c" * (1 << 20))
-        (folder / ".parts" / "critic-0.json").write_text(json.dumps({"critic": sum_of(folder / "critic")}))
-        return content(1)(folder)
-
-    checkpoints.save(1, snapshot, reward=None)
-    with pytest.raises(RunError, match=f"the checkpoint of step 1 has {(1 << 20) + 1005} bytes"):
-        checkpoints.finish()
-    checkpoints.close()
-    assert names(tmp_path) == []
 
 
 def test_missing_parts_are_named(make: Make, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from transformers import (
 from worlds import make_config, single_groups
 
 from asyncrl.config import Config
-from asyncrl.launch.resources.shape import Shape
+from asyncrl.launch.memory import Shape
 from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.collate import make_batch
 from asyncrl.learner.model import memory_trace, sequence_parallel

@@ -127,7 +127,6 @@ def test_wrong_settings_are_refused(settings: dict[str, Any], text: str) -> None
             "algorithm.truncated = 'bootstrap': algorithm.advantage = 'grpo' takes no value after the last token; use "
             "gae or vtrace, or set",
         ),
-        ({"kl_target": 0.1}, "algorithm.kl_target = 0.1: adapts algorithm.kl_reward_coef, which is 0"),
         (
             {"kl_estimator": "k1", "kl_loss_coef": 0.1},
             "algorithm.kl_estimator = 'k1': its gradient in the loss is zero in expectation; use k3+",

@@ -17,8 +17,7 @@ from worlds import LORA, copy_weights, make_config, make_groups, make_trainer, p
 
 from asyncrl.config import Config, parse_override
 from asyncrl.errors import ConfigError, ProtocolError, RunError
-from asyncrl.launch.resources.memory import learner_parts
-from asyncrl.launch.resources.shape import Shape
+from asyncrl.launch.memory import Shape, learner_parts
 from asyncrl.learner.checkpoint.hf_export import save_model
 from asyncrl.learner.checkpoint.zero_state import BASE, SKIPPED, collect_state, restore_state
 from asyncrl.learner.distributed import Ranks

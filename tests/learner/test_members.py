@@ -26,9 +26,8 @@ from asyncrl.learner.collate import make_batch
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.model.packed_attention import find_firsts, make_layout
 from asyncrl.learner.packing import pack_groups
-from asyncrl.learner.repacking import repack
 from asyncrl.learner.token_losses import token_losses
-from asyncrl.learner.update import plan_updates, sync_microbatches
+from asyncrl.learner.update import sync_microbatches
 from asyncrl.types import NO_VERSION, EpisodeOutcome, Group, Trajectory
 from tests.helpers.examples import examples
 
@@ -306,8 +305,6 @@ def test_the_mean_over_sequences_is_that_of_the_batch(aggregation: str) -> None:
     }[aggregation]
     torch.testing.assert_close(losses.loss, expected)
     assert expected.abs() > 1e-3
-    planned = plan_updates(batch, [minibatch], FakeRanks(), 1, config, epochs=1, minibatches=2)
-    assert [part.num_sequences for part in planned] == [4], "a mini-batch without tokens is no update"
 
 
 def test_the_length_of_an_episode_is_that_of_all_its_turns() -> None:
@@ -334,15 +331,6 @@ def test_the_gradient_does_not_depend_on_where_rows_lie(tokens: int, one_rank: R
         found.append(gradients)
     for name, gradient in found[0].items():
         torch.testing.assert_close(gradient, found[1][name], rtol=1e-3, atol=1e-5)
-
-
-def test_repacked_rows_keep_their_members() -> None:
-    batch = pack(make_groups(4))
-    for part in repack(batch, 2, tokens_per_microbatch=30, rng=np.random.default_rng(0))[0]:
-        assert len({member for micro in part for member in micro.members.tolist()}) == 8
-        for micro in part:
-            own = dict(zip(micro.names, micro.members.tolist(), strict=True))
-            assert all(batch.group[member] == name[0] - 10 for name, member in own.items())
 
 
 def test_members_that_are_not_trained_keep_their_rewards_and_turns() -> None:

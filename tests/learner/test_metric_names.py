@@ -43,7 +43,7 @@ STATS = GeneratorStats.of(
 FROM_VERL = (
     "actor/loss", "actor/policy_loss", "actor/pg_loss", "actor/entropy", "actor/approx_kl", "actor/ppo_kl",
     "actor/kl_loss",
-    "actor/pg_clipfrac", "actor/grad_norm", "actor/lr", "actor/reward_kl_penalty", "actor/reward_kl_penalty_coeff",
+    "actor/pg_clipfrac", "actor/grad_norm", "actor/lr", "actor/reward_kl_penalty",
     "kl/mean", "critic/loss", "critic/value_loss", "critic/vf_loss", "critic/vf_clipfrac", "critic/vf_explained_var",
     "critic/values/mean", "critic/returns/mean", "reward/mean", "data/reward_mean", "data/reward_std",
     "data/advantage_mean", "data/response_length", "data/prompt_length", "response_length/mean", "response_length/max",
@@ -140,7 +140,7 @@ def run_dir(
         environment={"name": "guess"},
         eval={"every_steps": 1},
         checkpoint={"every_steps": 1},
-        observe={"peak_flops": 1e12, "profile": [2]},
+        observe={"profile": [2]},
         steps=4,
     )
     batches = QueueBatches(config, out)
@@ -150,7 +150,9 @@ def run_dir(
         checkpoints = Checkpoints(config, out / "checkpoints", one_rank, others=critic.parts)
         trackers = make_trackers(config, out)
         card = SharedCard(config, one_rank, Lock(card_path(out, 0), "learner-0"))
-        Learner(config, trainer, batches, Sender(), trackers, out, checkpoints, card=card).run(lambda: False)
+        learner = Learner(config, trainer, batches, Sender(), trackers, out, checkpoints, card=card)
+        learner.peak_flops = 1e12
+        learner.run(lambda: False)
         for part in (trackers, checkpoints, critic, batches):
             part.close()
     return out

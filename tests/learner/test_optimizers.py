@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Adafactor, AdamW, Muon, Optimizer
 from worlds import LR, copy_weights, gradients_before_step, make_config, make_groups, make_trainer, pack_groups
 
-from asyncrl.launch.resources.memory import optimizer_bytes
-from asyncrl.launch.resources.shape import Shape
+from asyncrl.launch.memory import Shape, optimizer_bytes
 from asyncrl.learner.critic.value_function import CriticModel
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.model.engine import TrainedModel

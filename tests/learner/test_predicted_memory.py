@@ -15,9 +15,8 @@ from memory_steps import TINY
 from transformers import AutoModelForCausalLM, Qwen2Config
 from worlds import make_config, make_model, spawn
 
-from asyncrl.launch.resources.memory import Parts, learner_parts
-from asyncrl.launch.resources.network import find_port
-from asyncrl.launch.resources.shape import Shape
+from asyncrl.launch.machine import find_port
+from asyncrl.launch.memory import Parts, Shape, learner_parts
 
 MIB = 1 << 20
 TOLERANCE = 0.1

@@ -28,7 +28,6 @@ from asyncrl.errors import ConfigError, InvariantError
 from asyncrl.generator.transformers_backend.engine import TransformersEngine
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.model.policy import Policy
-from asyncrl.learner.repacking import repack
 from asyncrl.replay.codec import pack_group, unpack_group
 from asyncrl.types import Group
 from benchmarks.families import save_family
@@ -115,17 +114,6 @@ def test_the_gradient_reaches_the_router_also_with_checkpointing(
     assert sum("gate.weight" in name and bool(grad.any()) for name, grad in plain.items()) == LAYERS
     for name, gradient in plain.items():
         torch.testing.assert_close(checkpointed[name], gradient, atol=1e-5, rtol=1e-5)
-
-
-def test_other_mini_batches_have_the_same_routing(sampled: tuple[Config, list[Group]], one_rank: Ranks) -> None:
-    config, groups = sampled
-    policy = Policy(config, one_rank)
-    move_routers(policy)
-    batch = pack_groups(config, groups)
-    scores = torch.cat([policy.logprobs(micro) for micro in batch.micro_batches])
-    for part in repack(batch, 2, tokens_per_microbatch=48, rng=np.random.default_rng(3))[0]:
-        for micro in part:
-            torch.testing.assert_close(policy.logprobs(micro), scores[micro.span], atol=1e-5, rtol=1e-5)
 
 
 def test_a_token_that_is_computed_again_keeps_the_routing_that_sampled_its_successor(tmp_path: Path) -> None:

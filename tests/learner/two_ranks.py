@@ -28,6 +28,7 @@ from worlds import (
 
 from asyncrl.config import Config
 from asyncrl.errors import AsyncrlError
+from asyncrl.learner import update
 from asyncrl.learner.distributed import Ranks, process_group
 from asyncrl.learner.loop import Learner
 from asyncrl.learner.model import logprob_head
@@ -37,7 +38,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "critic-zero0": {**CRITIC, "learner": {"zero_stage": 0}},
     "critic-zero3": {**CRITIC, "learner": {"zero_stage": 3}},
     "zero0": {"learner": {"zero_stage": 0}},
-    "shuffled": {"learner": {"zero_stage": 2, "shuffle": True, "minibatches": 3, "epochs": 2}},
+    "epochs": {"learner": {"zero_stage": 2, "minibatches": 3, "epochs": 2}},
     "muon": {"learner": {"optimizer": "muon"}},
     "adafactor": {"learner": {"optimizer": "adafactor"}},
     "zero1": {"learner": {"zero_stage": 1}},
@@ -115,6 +116,7 @@ def meet_errors(config: Config, ranks: Ranks, skips: dict[str, dict[str, Any]]) 
 
 def main(rank: int, port: int, model: Path, out: Path) -> None:
     torch.set_num_threads(1)
+    update.MAX_SKIPPED_UPDATES = 1
     logprob_head.CHUNK_BYTES = 4 * 48 * 7  # splits log-probs into chunks, more of them on rank 0
     errors: dict[str, Any] = {}
     try:

@@ -48,7 +48,7 @@ CRITIC: dict[str, Any] = {
 """Settings with a critic, a reference policy and an entropy bonus."""
 GAE_CONFIG: dict[str, Any] = {
     "algorithm": {"advantage": "gae", "loss": "ppo_clip"},
-    "critic": {"lr": 1e-3, "ranks": 1, "epochs": 3, "minibatches": 1},
+    "critic": {"lr": 1e-3, "ranks": 1},
     "learner": {
         "lr": LR,
         "tokens_per_microbatch": 40,
@@ -85,7 +85,7 @@ STATE_RUNS: dict[str, dict[str, Any]] = {
 """Settings with which two ranks save and restore their training state, by name."""
 SKIPS: dict[str, dict[str, Any]] = {
     f"{dtype}-zero{stage}-{offload}": {
-        "learner": {"zero_stage": stage, "offload": offload, "max_skipped_updates": 1},
+        "learner": {"zero_stage": stage, "offload": offload},
         "model": {"dtype": dtype},
     }
     for dtype, stage, offload in (
@@ -210,7 +210,7 @@ def pack_groups(config: Config, groups: Sequence[Group]) -> Batch:
     return make_batch(
         groups,
         tokens_per_microbatch=settings.tokens_per_microbatch,
-        minibatches=settings.packed_minibatches,
+        minibatches=settings.minibatches,
         bootstrap_truncated=config.algorithm.truncated == "bootstrap",
     )
 

@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import ConfigError
-from asyncrl.launch.host_facts import HostFacts
-from asyncrl.launch.launcher import HOST_LOST, RoleHandle
-from asyncrl.launch.local import LocalLauncher, RoleProcess
-from asyncrl.launch.resources.hosts import Host, RoleResources
-from asyncrl.launch.resources.network import listening_address
+from asyncrl.launch.launcher import HOST_LOST, LocalLauncher, RoleHandle, RoleProcess
+from asyncrl.launch.machine import HostFacts, listening_address
+from asyncrl.launch.placement import Host, RoleResources
 from asyncrl.launch.worker import RoleSpec
 from asyncrl.wire.endpoints import LOOPBACK
 
@@ -81,7 +79,7 @@ class Namespaces(LocalLauncher):
 def address_of(host: dict[str, Any], named: str) -> str:
     """The address of a host on the interface or network `named`, as it says itself."""
     command = ["nsenter", "--target", str(host["pid"]), "--net", "env", f"SLURMD_NODENAME={host['name']}"]
-    command += [sys.executable, "-m", "asyncrl.launch.host_facts", named, os.devnull]
+    command += [sys.executable, "-m", "asyncrl.launch.machine", named, os.devnull]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=FACTS_S, check=True)
     facts = HostFacts.from_json(done.stdout)
     if facts.problem:

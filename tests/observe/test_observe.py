@@ -34,7 +34,7 @@ STATUS = {
 def test_logs_are_json_with_role_level_time_and_traceback(tmp_path: Path) -> None:
     code = (
         "import sys, logging, structlog; from pathlib import Path; from asyncrl.observe.logs import configure_logs\n"
-        "configure_logs(Path(sys.argv[1]), 'learner-0', 'info'); log = structlog.get_logger()\n"
+        "configure_logs(Path(sys.argv[1]), 'learner-0'); log = structlog.get_logger()\n"
         "log.debug('hidden'); log.info('weights sent', version=3)\n"
         "logging.getLogger('other').warning('from a %s', 'library')\n"
         "try: 1 / 0\n"
@@ -152,7 +152,7 @@ def test_no_file_of_a_run_has_a_secret(tmp_path: Path) -> None:
         "import sys, logging, os, structlog; from pathlib import Path\n"
         "from asyncrl.observe.logs import configure_logs; from asyncrl.observe.trackers import make_trackers\n"
         "from asyncrl.util.redaction import keep_secret; from tests.helpers.replay import small_config\n"
-        "run = Path(sys.argv[1]); configure_logs(run, 'learner-0', 'info'); log = structlog.get_logger()\n"
+        "run = Path(sys.argv[1]); configure_logs(run, 'learner-0'); log = structlog.get_logger()\n"
         "key, password = os.environ['WANDB_API_KEY'], os.environ['DB_PASSWORD']\n"
         "keep_secret('curve-secret')\n"
         "log.info('env', environment=dict(os.environ), pair=(1, key), nested=[{'a': f'x{password}x'}],\n"

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
 
-from asyncrl.plan.levers import divergence_sentence, goodput_sentence, link_sentence, thread_sentence, timeout_sentence
-from asyncrl.plan.trace import read_trace, signal_of, solved_fraction
+from asyncrl.plan.measured import solved_fraction
+from asyncrl.plan.verdict import divergence_sentence, goodput_sentence, link_sentence, thread_sentence, timeout_sentence
 from tests.helpers.replay import small_config
-from tests.plan.made_runs import make_run
 
 
 def sentence(
@@ -101,18 +99,6 @@ def test_groups_without_signal_are_solved_if_their_reward_is_above_that_of_the_o
     })  # fmt: skip
     assert solved_fraction(table) == 2 / 3
     assert solved_fraction(table.slice(1)) is None and solved_fraction(table.slice(0, 1)) is None
-
-
-def test_signals_that_a_trace_does_not_have_are_those_of_its_rewards(tmp_path: Path) -> None:
-    table = pa.table({
-        "outcome": ["trained", "trained", "zero_variance", "in_flight", "failed"],
-        "rewards": [[0.0, 1.0], [1.0, 1.0], [1.0, 1.0], [0.0, 1.0], [0.0, 1.0]],
-        "signal": pa.nulls(5, pa.bool_()),
-    })  # fmt: skip
-    assert signal_of(table, trains_all=False).tolist() == [True, True, False, True, False]
-    assert signal_of(table, trains_all=True).tolist() == [True, False, False, True, False]
-    known = read_trace(make_run(tmp_path / "r"))
-    assert signal_of(known, trains_all=True).mean() == 0.8, "what the trace says counts"
 
 
 def link(version_s: float, step_s: float, *, full: bool = False) -> dict[str, float]:

@@ -12,9 +12,7 @@ import pytest
 
 from asyncrl.config import load_config
 from asyncrl.errors import DataError
-from asyncrl.plan.measured import RecentRun, read_run
-from asyncrl.plan.tail import TraceTail
-from asyncrl.plan.trace import FORMER, read_trace
+from asyncrl.plan.measured import RecentRun, read_run, read_trace
 from asyncrl.plan.workload import slowdown
 from asyncrl.replay.metrics.trace import SCHEMA, TraceWriter
 from tests.plan.made_runs import ENGINE, GROUP_SIZE, LEARNER, REWARD_S, SYNC, make_run
@@ -88,25 +86,6 @@ def test_the_last_row_of_a_ticket_counts(tmp_path: Path) -> None:
     assert sorted(after.column("ticket").to_pylist()) == before.column("ticket").to_pylist()
     (row,) = (row for row in after.to_pylist() if row["ticket"] == 5)
     assert row["outcome"] == "failed"
-
-
-@pytest.mark.parametrize("former", FORMER)
-def test_in_a_trace_of_a_former_version_what_it_lacks_is_unknown(tmp_path: Path, former: pa.Schema) -> None:
-    folder = make_run(tmp_path / "r")
-    file = folder / "trace.parquet"
-    table = pq.read_table(file).select(former.names)
-    pq.write_table(table, file)
-    assert read_trace(folder).schema == SCHEMA
-    unknown = 0 if "signal" in former.names else len(table)
-    assert read_trace(folder).column("signal").null_count == unknown
-    assert set(map(tuple, read_trace(folder).column("wait_s").to_pylist())) == {()}
-    assert read_trace(folder).column("reward_s").null_count == len(table)
-    assert (TraceTail(folder, rows=10).read().column("signal").null_count > 0) == (unknown > 0)
-    with pa.OSFile(str(folder / "trace.arrow"), "wb") as log, pa.ipc.new_stream(log, former) as stream:
-        stream.write_table(table.slice(0, 20).cast(former))
-    file.unlink()
-    assert TraceTail(folder, rows=10).read().schema == read_trace(folder).schema == SCHEMA
-    assert read_run(folder).workload.lengths.group_size == 2
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ import pytest
 from rich.console import Console
 
 from asyncrl.errors import ConfigError
-from asyncrl.plan.choices import compare_choices
-from asyncrl.plan.show import show_plan, show_simulation
+from asyncrl.plan.show import compare_choices, show_plan, show_simulation
 from asyncrl.plan.verdict import limits, search
 from asyncrl.plan.workload import EngineCost, LearnerCost, Lengths, Setup, Workload
 from tests.plan.made_runs import make_run

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.plan.prediction import Prediction
-from asyncrl.plan.simulation import simulate
+from asyncrl.plan.simulation import Prediction, simulate
 from asyncrl.plan.workload import TURNS, EngineCost, LearnerCost, Lengths, Setup, SyncCost, Workload, slowdown
 from tests.helpers.cli import asyncrl
 

@@ -18,9 +18,19 @@ import yaml
 from rich.console import Console
 
 from asyncrl.errors import ConfigError, DataError
-from asyncrl.plan.sweep.cells import Sweep, parse_limits, run_cells, status_of
-from asyncrl.plan.sweep.report import print_results, write_sweep_report
-from asyncrl.plan.sweep.results import Cell, read_cell, read_results, recommend, smoothed
+from asyncrl.plan.sweep import (
+    Cell,
+    Sweep,
+    parse_limits,
+    print_results,
+    read_cell,
+    read_results,
+    recommend,
+    run_cells,
+    smoothed,
+    status_of,
+    write_sweep_report,
+)
 from tests.helpers.replay import small_config
 from tests.plan.made_runs import make_run
 

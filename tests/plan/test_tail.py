@@ -11,10 +11,8 @@ import pytest
 
 from asyncrl.config import load_config
 from asyncrl.errors import DataError
-from asyncrl.plan import tail
-from asyncrl.plan.measured import RecentRun, read_run
-from asyncrl.plan.tail import TraceTail, read_metrics_tail
-from asyncrl.plan.trace import read_trace
+from asyncrl.plan import measured as tail
+from asyncrl.plan.measured import RecentRun, TraceTail, read_metrics_tail, read_run, read_trace
 from tests.plan.made_runs import append_log, make_run
 
 

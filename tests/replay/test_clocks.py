@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from asyncrl.launch.resources.network import find_port
+from asyncrl.launch.machine import find_port
 from asyncrl.replay.client import GeneratorClient, LauncherClient, LearnerClient
 from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import PeerTimeoutError, ProtocolError, RunError
-from asyncrl.launch.resources.network import find_port
+from asyncrl.launch.machine import find_port
 from asyncrl.replay.client import GeneratorClient, LearnerClient, LeaseReply
 from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue

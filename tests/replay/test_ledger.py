@@ -112,13 +112,12 @@ class Simulation:
     events=EVENTS,
     groups_per_step=st.integers(1, 4),
     max_staleness=st.integers(0, 4),
-    in_order=st.booleans(),
     generators=st.integers(1, 3),
 )
 def test_any_schedule_keeps_bound_balance_and_progress(
-    events: list[tuple[str, int]], groups_per_step: int, max_staleness: int, in_order: bool, generators: int
+    events: list[tuple[str, int]], groups_per_step: int, max_staleness: int, generators: int
 ) -> None:
-    ledger = Ledger(groups_per_step=groups_per_step, max_staleness=max_staleness, in_order=in_order)
+    ledger = Ledger(groups_per_step=groups_per_step, max_staleness=max_staleness)
     simulation = Simulation(ledger, generators)
     for event, pick in events:
         simulation.apply(event, pick)
@@ -232,17 +231,6 @@ def test_a_group_that_is_older_than_its_lease_has_an_earlier_deadline() -> None:
     ledger.lease(1)
     ledger.finish(2, trajectories=1, tokens=1)
     assert ledger.select() == [0]
-
-
-def test_ticket_order_waits_for_the_slow_group() -> None:
-    ledger = Ledger(groups_per_step=1, max_staleness=2, in_order=True)
-    ledger.lease(0)
-    ledger.lease(0)
-    finished(ledger, 1)
-    assert ledger.select() is None
-    finished(ledger, 0)
-    ledger.take([0])
-    assert ledger.select() == [1], "the next batch may be taken while that one is trained"
 
 
 def test_refund_gives_the_place_back() -> None:

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from asyncrl.errors import ProtocolError, RunError
+from asyncrl.replay import live_group as refunds
 from asyncrl.replay.codec import pack_group
 from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
@@ -129,8 +130,9 @@ def test_a_step_without_any_signal_is_dealt_empty_and_committed(tmp_path: Path) 
     assert len(ask(queue, version=1)) == 2, "the next step's groups may start"
 
 
-def test_endless_dropped_groups_end_the_run(tmp_path: Path) -> None:
-    queue = make_queue(tmp_path, replay__zero_variance="drop", replay__max_refunds_in_a_row=2)
+def test_endless_dropped_groups_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refunds, "MAX_REFUNDS_IN_A_ROW", 2)
+    queue = make_queue(tmp_path, replay__zero_variance="drop")
     first, second, third = ask(queue, num_groups=3)
     finish(queue, first, rewards=(0.0, 0.0))
     finish(queue, second)
@@ -164,16 +166,20 @@ def test_a_completion_without_a_reward_may_be_trained_with_0_and_is_counted(tmp_
     assert queue.summary()["ledger"]["refunded"] == {"failed": 1}
 
 
-def test_endless_refunds_end_the_run_with_the_reason(tmp_path: Path) -> None:
-    queue = make_queue(tmp_path, replay__max_refunds_in_a_row=2)
+def test_endless_refunds_end_the_run_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refunds, "MAX_REFUNDS_IN_A_ROW", 2)
+    queue = make_queue(tmp_path)
     first, second = ask(queue, num_groups=2)
     finish(queue, first, rewards=(0.0, 0.0))
     with pytest.raises(RunError, match=r"the last 2 groups had no training signal .*zero_variance.: 2"):
         finish(queue, second, rewards=(0.0, 0.0))
 
 
-def test_failed_rewards_end_the_run_by_their_time_and_not_by_their_number(tmp_path: Path) -> None:
-    queue = make_queue(tmp_path, replay__max_refunds_in_a_row=2, launch__progress_timeout_s=0.2)
+def test_failed_rewards_end_the_run_by_their_time_and_not_by_their_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refunds, "MAX_REFUNDS_IN_A_ROW", 2)
+    queue = make_queue(tmp_path, launch__progress_timeout_s=0.2)
     began_s = time.monotonic()
     with pytest.raises(RunError, match=r"the rewards of the last \d+ groups have failed for .* the last one: it broke"):
         while time.monotonic() < began_s + 10:

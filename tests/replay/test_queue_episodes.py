@@ -147,7 +147,7 @@ def test_environments_that_fail_from_the_first_group_on_end_the_run(tmp_path: Pa
 
 
 def test_environments_that_have_worked_may_fail_for_the_time_without_progress(tmp_path: Path) -> None:
-    queue = make_queue(tmp_path, launch__progress_timeout_s=600, replay__max_refunds_in_a_row=2)
+    queue = make_queue(tmp_path, launch__progress_timeout_s=600)
     for now_s in (10.0, 900.0):
         queue.finish(*pack_group(make_episodes(ask_queue(queue, 0, 0, 1)[0][0])))
         for passed_s in range(0, 600, 20):

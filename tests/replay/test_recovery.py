@@ -343,7 +343,6 @@ def test_any_schedule_with_deaths_loses_nothing(events: list[tuple[str, int]], m
     with tempfile.TemporaryDirectory() as name:
         config = small_config(
             replay__max_staleness=max_staleness,
-            replay__max_refunds_in_a_row=1000,
             data__eval="eval.parquet",
             eval__every_steps=2,
             steps=1000,

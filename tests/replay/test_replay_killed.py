@@ -14,7 +14,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from asyncrl.launch.resources.network import find_port
+from asyncrl.launch.machine import find_port
 from asyncrl.replay import client as client_module
 from asyncrl.replay.client import GeneratorClient, LauncherClient, LearnerClient
 from asyncrl.types import Lease

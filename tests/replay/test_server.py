@@ -16,7 +16,7 @@ import pytest
 import zmq
 
 from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
-from asyncrl.launch.resources.network import find_port
+from asyncrl.launch.machine import find_port
 from asyncrl.replay import history as history_module
 from asyncrl.replay import server as server_module
 from asyncrl.replay.client import GeneratorClient, LauncherClient, LearnerClient, LeaseReply

@@ -16,7 +16,7 @@ import zmq
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
-from asyncrl.launch.resources.network import find_port
+from asyncrl.launch.machine import find_port
 from asyncrl.replay import client as client_module
 from asyncrl.replay.client import GeneratorClient, LauncherClient, LearnerClient, LeaseReply
 from asyncrl.replay.codec import pack_group

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import JournalError
-from asyncrl.launch.resources.network import find_port
+from asyncrl.launch.machine import find_port
 from asyncrl.replay import journal as journal_module
 from asyncrl.replay import store as store_module
 from asyncrl.replay.client import GeneratorClient, LearnerClient

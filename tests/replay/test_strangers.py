@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.launch.resources.network import find_port
+from asyncrl.launch.machine import find_port
 from asyncrl.replay.client import LauncherClient, LearnerClient
 from asyncrl.wire.curve_keys import new_keys
 from asyncrl.wire.endpoints import Endpoints

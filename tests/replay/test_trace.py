@@ -13,9 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from asyncrl.errors import observer_failures
-from asyncrl.launch.watch import TRACE_BYTES_PER_S, TRACE_S
-from asyncrl.plan.tail import TraceTail
-from asyncrl.plan.trace import read_trace
+from asyncrl.launch.run import TRACE_BYTES_PER_S, TRACE_S
+from asyncrl.plan.measured import TraceTail, read_trace
 from asyncrl.replay.codec import pack_group
 from asyncrl.replay.metrics import trace as trace_module
 from asyncrl.replay.metrics.stats import completion_tokens

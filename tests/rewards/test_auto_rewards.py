@@ -14,8 +14,8 @@ from rich.console import Console
 
 from asyncrl.config import Config, load_config
 from asyncrl.errors import ConfigError, DataError
-from asyncrl.launch import preflight
-from asyncrl.launch.preflight import check_data_and_rewards
+from asyncrl.launch import checks as preflight
+from asyncrl.launch.checks import check_data_and_rewards
 from asyncrl.rewards.auto import BY_SOURCE, choose_rewards, describe_choice, known_reward
 from asyncrl.rewards.load import REWARDS
 

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from asyncrl.config import Config, load_config
 from asyncrl.errors import ConfigError
-from asyncrl.launch.preflight import check_data_and_rewards
+from asyncrl.launch.checks import check_data_and_rewards
 from asyncrl.rewards import worker_main
 from asyncrl.rewards.calling import Score
 from asyncrl.rewards.table import environment_weight

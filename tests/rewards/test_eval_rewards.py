@@ -13,9 +13,9 @@ from rich.console import Console
 
 from asyncrl.config import Config, load_config
 from asyncrl.errors import ConfigError
+from asyncrl.launch.checks import check_data_and_rewards
 from asyncrl.launch.commands.evaluate import check_evaluation
-from asyncrl.launch.preflight import check_data_and_rewards
-from asyncrl.rewards.reward_model import check_failed, check_one_model, model_options, uses_reward_model
+from asyncrl.rewards.reward_model import check_failed, model_options, uses_reward_model
 from asyncrl.rewards.table import evaluation_config
 from asyncrl.rewards.workers import RewardPool
 from tests.helpers.reward_pool import gather, make_config, prompt, save_tokenizer, tokens
@@ -62,11 +62,11 @@ def test_each_is_chosen_and_checked_for_its_own_data(tmp_path: Path) -> None:
         ({"eval.rewards": "gsm9k"}, r"^eval\.rewards = 'gsm9k'"),
         ({"eval.rewards": {"openai/gsm8k": "gsm8k"}}, r"^eval\.rewards: no reward for data source 'codeforces'"),
         (
-            {"eval.rewards": "number", "eval.reward_options": {"exact": {}}},
-            r"^eval\.reward_options\.exact: rewards does",
+            {"eval.rewards": "number", "reward_options": {"exact": {}}},
+            r"^reward_options\.exact: rewards does",
         ),
         (
-            {"eval.rewards": "choice", "eval.reward_options": {"choice": {"choices": 99}}},
+            {"eval.rewards": "choice", "reward_options": {"choice": {"choices": 99}}},
             r"^eval\.reward_options\.choice",
         ),
         ({"rewards": {"codeforces": "code"}, "eval.rewards": "code"}, r"^rewards: no reward for data source 'openai/"),
@@ -77,13 +77,11 @@ def test_errors_name_the_key(settings: dict[str, Any], message: str, tmp_path: P
         checked(config_for(tmp_path, **settings))
 
 
-def test_options_are_those_of_training_unless_it_has_its_own() -> None:
-    config = make_config("f.py:score", options={"f.py:score": {"scale": 2.0}})
-    assert evaluation_config(config).reward_options == {"f.py:score": {"scale": 2.0}}
-    for own, expected in (({}, {"f.py:score": {"scale": 2.0}}), ({"f.py:score": {}}, {"f.py:score": {}})):
-        section = config.eval.model_copy(update={"rewards": {"f.py:score": 1.0, "exact": 1.0}, "reward_options": own})
-        evaluated = evaluation_config(config.model_copy(update={"eval": section}))
-        assert evaluated.reward_options == expected and evaluated.eval.rewards is None
+def test_functions_have_the_options_by_their_names() -> None:
+    config = make_config("exact", options={"f.py:score": {"scale": 2.0}, "exact": {}})
+    section = config.eval.model_copy(update={"rewards": {"f.py:score": 1.0}})
+    evaluated = evaluation_config(config.model_copy(update={"eval": section}))
+    assert evaluated.reward_options == {"f.py:score": {"scale": 2.0}} and evaluated.eval.rewards is None
 
 
 @pytest.mark.timeout(200)
@@ -91,10 +89,8 @@ def test_the_workers_score_evaluations_with_it(tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     save_tokenizer(tmp_path)
     (tmp_path / "mine.py").write_text(LENGTHS)
-    config = make_config("exact")
-    section = config.eval.model_copy(
-        update={"rewards": {"default": "mine.py:score"}, "reward_options": {"mine.py:score": {"scale": 10.0}}}
-    )
+    config = make_config("exact", options={"mine.py:score": {"scale": 10.0}})
+    section = config.eval.model_copy(update={"rewards": {"default": "mine.py:score"}})
     pool = RewardPool(config.model_copy(update={"eval": section}), tokenizer_path=str(tmp_path))
     try:
         for key, evaluation in (("training", False), ("evaluation", True)):
@@ -109,19 +105,10 @@ def test_the_workers_score_evaluations_with_it(tmp_path: Path, monkeypatch: pyte
 def test_one_reward_model_serves_both() -> None:
     config = make_config("exact")
     assert not uses_reward_model(config)
-    for training, own, fits in (("exact", {"path": "b"}, True), ("reward_model", {}, True),
-                                ("reward_model", {"path": "b"}, False)):  # fmt: skip
-        options = {"reward_model": {"path": "a"}} if training == "reward_model" else {}
-        given = {"reward_model": own} if own else {}
-        section = config.eval.model_copy(update={"rewards": "reward_model", "reward_options": given})
-        both = make_config(training, options=options).model_copy(update={"eval": section})
-        assert uses_reward_model(both)
-        if fits:
-            check_one_model(both)
-            assert model_options(both) == {"path": "b" if training == "exact" else "a"}
-        else:
-            with pytest.raises(ConfigError, match=r"^eval.reward_options.reward_model = .* one process serves both"):
-                check_one_model(both)
+    for training in ("exact", "reward_model"):
+        config = make_config(training, options={"reward_model": {"path": "a"}})
+        both = config.model_copy(update={"eval": config.eval.model_copy(update={"rewards": "reward_model"})})
+        assert uses_reward_model(both) and model_options(both) == {"path": "a"}
 
 
 @pytest.mark.parametrize("rewards", ["reward_model", {"default": {"exact": 1.0, "reward_model": 0.5}}])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.launch.endpoints import run_endpoints
+from asyncrl.launch.run_dir import run_endpoints
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.sockets import bind_router
 from tests.helpers.replay import small_config

@@ -31,7 +31,7 @@ def check_run(run: Launched, steps: int) -> None:
 def test_weights_through_a_folder_with_a_generator_and_a_learner_killed(launch: Start, tmp_path: Path) -> None:
     run = launch(
         "--generators", "2", "--steps", "100000", *SMALL, "weights.transport=files", f"weights.url={tmp_path}",
-        "weights.keep=2", "checkpoint.every_steps=4",
+        "checkpoint.every_steps=4",
     )  # fmt: skip
     run.wait_for_step(2)
     for role in ("generator-0", "learner-0"):
@@ -49,7 +49,7 @@ def test_weights_through_a_folder_with_a_generator_and_a_learner_killed(launch: 
     assert code == 0, output
     check_run(again, steps)
     left = versions(tmp_path / run.run)
-    assert left[-1].startswith(f"v{steps - 1:06d}-") and 2 <= len(left) <= 3, "float32 weights are always full"
+    assert left[-1].startswith(f"v{steps - 1:06d}-") and 3 <= len(left) <= 4, "float32 weights are always full"
 
 
 @pytest.mark.slow

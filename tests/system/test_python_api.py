@@ -19,8 +19,8 @@ FAST = "steps=4"
 
 
 def eight_lines() -> str:
-    """The example of docs/python.md."""
-    (code,) = re.findall(r"```python\n(import asyncrl\n.*?)```", (REPOSITORY / "docs" / "python.md").read_text(), re.S)
+    """The example of docs/runs.md."""
+    (code,) = re.findall(r"```python\n(import asyncrl\n.*?)```", (REPOSITORY / "docs" / "runs.md").read_text(), re.S)
     return code
 
 

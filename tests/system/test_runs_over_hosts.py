@@ -25,7 +25,7 @@ from tests.network.link import Quality
 pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.timeout(600)]
 
 LAUNCHER = f"{ROOT}/tests/network/namespaces.py:Namespaces"
-QUICK = ["observe.samples=false", "launch.pin_cores=false", "launch.start_timeout_s=120"]
+QUICK = ["observe.samples=false", "launch.start_timeout_s=120"]
 
 
 IN_POOL = ["placement.pools={a: {nodes: 2}}", "placement.roles={generator: a, learner: a}"]

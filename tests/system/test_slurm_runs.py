@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from asyncrl.launch.resources.network import find_port
+from asyncrl.launch.machine import find_port
 from tests.helpers.fake_slurm import FakeSlurm
 from tests.helpers.runs import SMALL, Launched, check_ledger
 from tests.helpers.slurm import FOLDER, SlurmCluster, extract
@@ -20,7 +20,7 @@ from tests.helpers.slurm import FOLDER, SlurmCluster, extract
 pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
-SETTINGS = [*SMALL, "observe.samples=0", "launch.pin_cores=false", "launch.start_timeout_s=120"]
+SETTINGS = [*SMALL, "observe.samples=0", "launch.start_timeout_s=120"]
 
 
 def test_a_run_in_a_job(demo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

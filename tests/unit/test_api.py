@@ -33,7 +33,7 @@ def test_the_public_names_are_there_and_cost_nothing_until_they_are_used() -> No
 
 
 def test_the_documentation_names_what_is_public() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "python.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "runs.md").read_text()
     assert [name for name in asyncrl.__all__ if f"`{name}" not in text and f"asyncrl.{name}" not in text] == []
 
 

@@ -74,20 +74,12 @@ def test_overrides_are_yaml() -> None:
             {"learner.minibatches": 3},
             "learner.minibatches = 3 does not divide the 32 groups that a learner rank gets in a step; use one of 1, 2",
         ),
-        (
-            {"eval.reward_options": {"gsm8k": {"method": "flexible"}}},
-            "eval.reward_options = {'gsm8k': {'method': 'flexible'}}: evaluations have the reward of training; set ",
-        ),
         ({"generator.stop": ["a", ""]}, "generator.stop: an empty text would end every completion at its first token"),
         (
             {"generator.min_new_tokens": 16, "generator.max_new_tokens": 8},
             "generator.min_new_tokens = 16: must be at most max_new_tokens = 8",
         ),
         ({"eval.sampling.stop": ["a"]}, "eval.sampling.stop = ['a']: cannot be set here: it is generator.stop"),
-        (
-            {"critic.minibatches": 3, "algorithm.advantage": "gae"},
-            "critic.minibatches = 3 does not divide the 32 groups that a learner rank gets in a step; use one of 1, 2",
-        ),
         (
             {"critic.ranks": 2, "algorithm.advantage": "gae"},
             "critic.ranks = 2: each serves at least one of the learner ranks, of which there are 1",

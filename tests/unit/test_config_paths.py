@@ -10,7 +10,7 @@ from rich.console import Console
 
 from asyncrl.config import Config, load_config
 from asyncrl.errors import ConfigError
-from asyncrl.launch.preflight import length_of
+from asyncrl.launch.checks import length_of
 
 
 def config_with(**overrides: object) -> Config:

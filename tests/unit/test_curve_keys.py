@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from asyncrl.errors import ConfigError
-from asyncrl.launch.resources.network import find_port
+from asyncrl.launch.machine import find_port
 from asyncrl.util.redaction import redact
 from asyncrl.wire.curve_keys import Keys, new_keys, read_keys
 from asyncrl.wire.endpoints import Endpoints

@@ -76,7 +76,7 @@ def test_rules_say_type_unit_and_allowed_values() -> None:
     keys = {key.name: key for key in config_keys_of(None, {})}
     assert all(key.meaning and key.rule for key in keys.values())
     assert keys["replay.max_staleness"].rule == "integer at least 0"
-    assert keys["replay.order"].rule == "ready | ticket"
+    assert keys["replay.zero_variance"].rule == "auto | refund | train | drop"
     optimizer = keys["learner.optimizer_options"]
     assert optimizer.rule.startswith("mapping with weight_decay, betas, eps, ") and not optimizer.changed
     assert optimizer.options[1].rule == "[number at least 0 and below 1, number at least 0 and below 1]"

@@ -138,8 +138,7 @@ class TransformersEngine:
         if early and len(self._early):
             logits[torch.tensor(early, device=self._device)[:, None], self._early] = -torch.inf
         first = requests[0]  # with `deterministic` the only one
-        histories = [(one.tokens, one.num_prompt) for one in requests]
-        drawn = sample(logits, self._how[first.kind], first.generator or self._generator, histories)
+        drawn = sample(logits, self._how[first.kind], first.generator or self._generator)
         tokens, logprobs = (tensor.tolist() for tensor in drawn)
         for request, token, logprob in zip(requests, tokens, logprobs, strict=True):
             request.tokens.append(token)

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from asyncrl.config.mappings import Sampling
 
 
-def sample(
-    logits: Tensor, how: Sampling, generator: torch.Generator | None, histories: Sequence[tuple[list[int], int]]
-) -> tuple[Tensor, Tensor]:
-    """Returns tokens [rows] and their log-probs [rows] for logits [rows, vocabulary] in float32.
-
-    `histories` has the tokens of each row so far, and how many of them are the prompt.
-    """
-    if how.repetition_penalty != 1.0 or how.presence_penalty or how.frequency_penalty:
-        logits = _penalized(logits, how, histories)
+def sample(logits: Tensor, how: Sampling, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+    """Returns tokens [rows] and their log-probs [rows] for logits [rows, vocabulary] in float32."""
     if how.temperature not in (0.0, 1.0):
         logits = logits / how.temperature
     if how.temperature and how.min_p:
@@ -44,16 +35,3 @@ def _most_likely(logits: Tensor, how: Sampling) -> Tensor:
         before = probs.cumsum(dim=-1) - probs
         ordered = ordered.masked_fill(before >= how.top_p, -torch.inf)
     return torch.empty_like(logits).scatter_(1, tokens, ordered)
-
-
-def _penalized(logits: Tensor, how: Sampling, histories: Sequence[tuple[list[int], int]]) -> Tensor:
-    """Applies the penalties for tokens that a row has already."""
-    logits = logits.clone()
-    for row, (tokens, num_prompt) in zip(logits, histories, strict=True):
-        seen = torch.tensor(tokens, device=logits.device).unique()
-        old = row[seen]
-        row[seen] = torch.where(old > 0, old / how.repetition_penalty, old * how.repetition_penalty)
-        if len(tokens) > num_prompt:
-            said, counts = torch.tensor(tokens[num_prompt:], device=logits.device).unique(return_counts=True)
-            row[said] -= how.frequency_penalty * counts + how.presence_penalty
-    return logits

@@ -26,15 +26,9 @@ from rich.table import Table
 from asyncrl.config import Config
 from asyncrl.data.hub import fetch, is_model_name
 from asyncrl.errors import ConfigError
+from asyncrl.launch.checks import check_data, check_environments, check_model, checked_eval_rewards, checked_rewards
 from asyncrl.launch.console import EXIT_DONE, EXIT_INTERRUPTED, Interrupts
-from asyncrl.launch.endpoints import run_endpoints
-from asyncrl.launch.preflight import (
-    check_data,
-    check_environments,
-    check_model,
-    checked_eval_rewards,
-    checked_rewards,
-)
+from asyncrl.launch.run_dir import run_endpoints
 from asyncrl.launch.samples import PARQUET, check_samples_file
 from asyncrl.learner.checkpoint.files import MANIFEST
 from asyncrl.replay.evaluation import PromptScore, pass_ks, score_table
@@ -236,7 +230,7 @@ def write_json(out: Path, config: Config, metrics: dict[str, float], scored: lis
     report = {
         "model": config.model.path,
         "data": config.data.eval_files,
-        "settings": config.eval.model_dump(mode="json", exclude={"every_steps", "rewards", "reward_options"})
+        "settings": config.eval.model_dump(mode="json", exclude={"every_steps", "rewards"})
         | config.generator.model_dump(mode="json", include={"max_new_tokens", "min_new_tokens", "stop"})
         | {"rewards": config.rewards, "seed": config.seed},
         "metrics": metrics,

@@ -21,9 +21,9 @@ from asyncrl.environments.player import Player, play_alone
 from asyncrl.environments.programs.player import ProgramPlayer, play_program
 from asyncrl.environments.table import EnvironmentTable
 from asyncrl.errors import ConfigError
+from asyncrl.launch.checks import check_data, check_environments, check_model, run_recipes
 from asyncrl.launch.commands.evaluate import quiet_logs
 from asyncrl.launch.console import EXIT_DONE, EXIT_FAILED
-from asyncrl.launch.preflight import check_data, check_environments, check_model, run_recipes
 from asyncrl.types import Prompt
 from asyncrl.util.text import printable
 from asyncrl.util.tokenizer import end_tokens

@@ -16,16 +16,15 @@ from rich.table import Table
 
 from asyncrl.config import Config, load_config
 from asyncrl.errors import ConfigError, RunError
+from asyncrl.launch.checks import check_model
 from asyncrl.launch.console import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, Interrupts
-from asyncrl.launch.endpoints import run_endpoints
-from asyncrl.launch.local import LocalLauncher, find_launcher
-from asyncrl.launch.preflight import check_model
-from asyncrl.launch.resources.hosts import RoleResources
-from asyncrl.launch.resources.placement import place_roles
-from asyncrl.launch.role_group import with_peer_gpus
-from asyncrl.launch.run_dir import changes, refuse_changes
+from asyncrl.launch.launcher import LocalLauncher, find_launcher
+from asyncrl.launch.placement import RoleResources, place_roles
+from asyncrl.launch.run_dir import changes, refuse_changes, run_endpoints
+from asyncrl.launch.supervisor import with_peer_gpus
 from asyncrl.launch.worker import EXIT_CONFIG, RoleSpec
-from asyncrl.observe.document import OF_STEP, read_metrics
+from asyncrl.observe.curves import OF_STEP
+from asyncrl.observe.document import read_metrics
 from asyncrl.observe.logs import configure_logs
 from asyncrl.replay.history import read_index
 from asyncrl.rewards.reward_model import uses_reward_model
@@ -123,7 +122,7 @@ def retrain(
     changed = samples is not None or any(not key.startswith("observe.") for key in changes(saved, config))
     out = make_out(run_dir, out)
     replace_file(out / "config.yaml", config.to_yaml())
-    configure_logs(out, "launcher", config.observe.log_level)
+    configure_logs(out, "launcher")
     interrupts = Interrupts()
     launcher = launcher_of(config)
     with interrupts.caught():

@@ -11,7 +11,7 @@ from rich.console import Console
 from asyncrl.config import MAX_GENERATORS, load_config, too_many_generators
 from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
 from asyncrl.launch.bottleneck import BottleneckMonitor
-from asyncrl.launch.resources.placement import place_roles
+from asyncrl.launch.placement import place_roles
 from asyncrl.launch.run_dir import is_running, read_endpoints, read_hosts
 from asyncrl.launch.shown_samples import ShownSamples
 from asyncrl.observe.curves import Curves

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
-from asyncrl.launch.resources.hosts import Host, Member, RoleResources
-from asyncrl.launch.resources.memory import PROCESS_BYTES
+from asyncrl.launch.placement import Host, Member, RoleResources
 
 _PROVEN_ENGINES = ("transformers",)
 """Engines that `make gpu-check` has shown to share a GPU."""
@@ -32,17 +31,17 @@ def on_shared_cards(config: Config, host: Host, members: Sequence[Member]) -> di
             own = (
                 range(min(cards, len(host.gpus) - 1), min(cards, len(host.gpus) - 1) + 1) if host.gpus else range(cards)
             )
-        placed[role, index] = _of_cards(host, own, cards, pin=config.launch.pin_cores)
+        placed[role, index] = _of_cards(host, own, cards)
     return placed
 
 
-def _of_cards(host: Host, own: range, cards: int, *, pin: bool) -> RoleResources:
+def _of_cards(host: Host, own: range, cards: int) -> RoleResources:
     if host.gpus:
         if own.stop > len(host.gpus):
             raise ConfigError(f"no GPU of {host.name or 'this machine'} is free: it has {len(host.gpus)}")
         return RoleResources(host.cpus, max(1, len(host.cpus) // cards), tuple(host.gpus[card].name for card in own))
     each = len(host.cpus) // cards
-    if not pin or not each or own.stop > cards:
+    if not each or own.stop > cards:
         return RoleResources(host.cpus, max(1, each * len(own)))
     return RoleResources(tuple(host.cpus[own.start * each : own.stop * each]), each * len(own))
 
@@ -62,7 +61,3 @@ def check_colocate(config: Config, hosts: Sequence[Host]) -> None:
             "`make gpu-check`; launch.colocate=force uses it all the same, generator.engine=transformers is proven, "
             "launch.colocate=off takes separate GPUs"
         )
-
-
-ASLEEP_BYTES = PROCESS_BYTES
-"""The memory that a process keeps on a card while the other one uses it."""

@@ -12,7 +12,7 @@ import structlog
 import torch
 
 from asyncrl.config import Config
-from asyncrl.errors import AsyncrlError, RunError
+from asyncrl.errors import AsyncrlError
 from asyncrl.learner.checkpoint.files import (
     MANIFEST,
     PARTIAL,
@@ -99,7 +99,7 @@ class Checkpoints:
         """Starts a checkpoint of this step. Waits for the previous checkpoint, takes the snapshot of this rank, and
         writes it in the background. All ranks call it.
 
-        Raises RunError on all ranks if the previous checkpoint failed or `checkpoint.max_bytes` is too low.
+        Raises RunError on all ranks if the previous checkpoint failed.
         """
         self.finish()
         begun_s = time.monotonic()
@@ -107,8 +107,6 @@ class Checkpoints:
         unfinished = partial_folder(path)
         self._partial = unfinished
         files = snapshot(unfinished)
-        num_bytes = self.ranks.sum(torch.tensor([sum(content.num_bytes for content in files.values())]))
-        self.ranks.raise_on_all_ranks(self._make_room(step, int(num_bytes)))
         started_s = time.monotonic()
 
         def complete() -> None:
@@ -153,32 +151,10 @@ class Checkpoints:
         if self._partial is not None and self.ranks.rank == 0 and not self._late:
             shutil.rmtree(self._partial, ignore_errors=True)
 
-    def _make_room(self, step: int, num_bytes: int) -> RunError | None:
-        """Removes older checkpoints until one of `num_bytes` fits in addition to the newest. Returns an error if it
-        cannot fit."""
-        limit = self._settings.max_bytes
-        if limit is None or self.ranks.rank:
-            return None
-        sizes = {other: read_manifest(self.path(other)).num_bytes for other in self._finished if other != step}
-        newest = sizes[max(sizes)] if sizes else 0
-        if newest + num_bytes > limit:
-            return RunError(
-                f"checkpoint.max_bytes = {limit}: the checkpoint of step {step} has {num_bytes} bytes and must fit "
-                f"next to the newest one, which has {newest}; raise it to at least {newest + num_bytes}, or omit it"
-            )
-        order = [other for other in sorted(sizes) if other not in self._kept()] + sorted(sizes)
-        while sum(sizes.values()) + num_bytes > limit:
-            self._remove(order[0])
-            sizes.pop(order[0])
-            order = [other for other in order if other in sizes]
-        return None
-
     def _complete(self, step: int, unfinished: Path, reward: float | None) -> None:
         """Waits for all parts, completes the checkpoint, and removes those that are no longer retained."""
         files = await_parts(unfinished, self._names, timeout_s=self._timeout_s, cancelled=self._cancelled)
         manifest = CheckpointManifest(step, reward, files=files)
-        if error := self._make_room(step, manifest.num_bytes):
-            raise error
         shutil.rmtree(unfinished / PARTS)
         write_manifest(unfinished, manifest)
         for folder in [path for path in unfinished.rglob("*") if path.is_dir()]:

@@ -199,7 +199,7 @@ class CriticServer:
         if isinstance(body, Value):
             config = self.critic.config
             vocabulary = self.critic.model.model.config.get_text_config().vocab_size
-            check_rows(message, minibatches=config.learner.packed_minibatches, vocabulary=vocabulary)
+            check_rows(message, minibatches=config.learner.minibatches, vocabulary=vocabulary)
         elif isinstance(body, Train):
             if not self._spans:
                 raise ProtocolError("train: no values were requested before these returns")
@@ -215,7 +215,7 @@ class CriticServer:
         self._spans = {rank: [] for rank in rows}
         ends: dict[int, list[slice]] = {rank: [] for rank in rows}
         start = num_ends = 0
-        for number in range(self.critic.config.learner.packed_minibatches):
+        for number in range(self.critic.config.learner.minibatches):
             minibatches.append([])
             for rank, own in rows.items():
                 for micro in own[number]:

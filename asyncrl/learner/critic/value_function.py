@@ -141,10 +141,7 @@ class Critic:
         total = torch.zeros(3, dtype=torch.float64)
         norms: list[float] = []
         skipped = 0
-        parts = {"epochs": self.config.critic_epochs, "minibatches": self.config.critic_minibatches}
-        for minibatch in plan_updates(
-            self._batch, self._minibatches, self.data_ranks, self._step, self.config, **parts
-        ):
+        for minibatch in plan_updates(self._minibatches, epochs=settings.epochs):
             sums = torch.zeros_like(total)
             finite: list[Tensor] = []
             for micro, last in minibatch.on(self.ranks.device):
@@ -154,7 +151,7 @@ class Critic:
                 finite.append(values.detach().isfinite() & gradient.isfinite())
                 self.model.backward(values, gradient, last=last)
             norm = self.model.gradient_norm()
-            if skip_if_not_finite(self.model, minibatch, finite, norm, self._step, settings, "critic.lr"):
+            if skip_if_not_finite(self.model, minibatch, finite, norm, self._step, "critic.lr"):
                 skipped += 1
                 continue
             self.model.step(lr=lr, max_grad_norm=settings.max_grad_norm, grad_norm=norm)

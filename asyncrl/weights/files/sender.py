@@ -44,6 +44,11 @@ _AGAIN_S = LOOK_S
 """Pause before a version that could not be written is written again, and between two announcements of a version."""
 _LOOK_S = 0.05
 
+FULL_EVERY = 32
+"""With 16-bit weights every version of this number is complete; the others are what has changed."""
+KEEP = 3
+"""Versions that stay even if no generator needs them."""
+
 Announce = Callable[[Announced, Callable[[], None]], Sequence[Follower]]
 """Announces a version, calling the function during the wait, which may raise. Returns what live generators have."""
 
@@ -53,15 +58,15 @@ class StoreOptions:
     """The place of versions, and which of them stay."""
 
     url: str
-    full_every: int
-    keep: int
+    full_every: int = FULL_EVERY
+    keep: int = KEEP
 
     @classmethod
     def of(cls, config: Config, run_dir: Path) -> StoreOptions:
         """Returns those of a run: its folder in `weights.url`, or one in the run folder."""
         weights = config.weights
         url = f"{weights.url.rstrip('/')}/{run_dir.name}" if weights.url else str(run_dir / "weights")
-        return cls(url, weights.full_every, weights.keep)
+        return cls(url)
 
 
 class FileSender(SliceSender):

@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Literal
 
 from asyncrl.errors import ConfigError
-from asyncrl.launch.local import POLL_S, LocalLauncher, RoleProcess
-from asyncrl.launch.packages import package_versions
-from asyncrl.launch.resources.gpus import Gpu, visible_gpus
-from asyncrl.launch.resources.hosts import RoleResources
-from asyncrl.launch.resources.network import resolve_host
+from asyncrl.launch.launcher import POLL_S, LocalLauncher, RoleProcess
+from asyncrl.launch.machine import Gpu, package_versions, resolve_host, visible_gpus
+from asyncrl.launch.placement import RoleResources
 from asyncrl.launch.worker import RoleSpec
 
 PASSED = ("ASYNCRL_", "GLOO_", "HF_", "NCCL_", "PYTHONPATH", "VLLM_", "WANDB_")

@@ -2,14 +2,143 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
-from asyncrl.launch.resources.colocate import check_colocate, on_shared_cards
-from asyncrl.launch.resources.gpus import Gpu
-from asyncrl.launch.resources.hosts import Host, Member, RoleResources, deal_roles, num_devices, this_machine
+from asyncrl.generator.engine import GPU_FRACTION
+from asyncrl.launch.machine import Gpu, visible_gpus
+from asyncrl.wire.endpoints import LOOPBACK
+
+Member = tuple[str, int]
+"""A role and its index."""
+
+
+def num_devices(config: Config, role: str) -> int:
+    """Returns how many GPUs, or on a CPU cores, one process of the role needs."""
+    return config.generator.tensor_parallel if role == "generator" else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A machine, or the part of one, on which roles run."""
+
+    name: str
+    """Unique in the run; empty for the launcher's own."""
+    cpus: tuple[int, ...]
+    gpus: tuple[Gpu, ...] = ()
+    address: str = LOOPBACK
+    """IPv4 address at which the other hosts reach it."""
+    pool: str = ""
+    """The pool of `placement.pools` that it belongs to; empty without pools."""
+    shares_run_dir: bool = True
+    """True if the run folder is at the same path as for the launcher."""
+    replay_only: bool = False
+    """True if no role but the replay queue runs on it."""
+
+    def takes(self, pool: str) -> bool:
+        """True if roles of this pool may run on it; an empty pool is that of roles that may run on all hosts."""
+        return not self.replay_only and pool in ("", self.pool)
+
+
+def this_machine(address: str = LOOPBACK) -> Host:
+    """Returns the launcher's own host, with the cores and GPUs that this process may use."""
+    return Host("", tuple(sorted(os.sched_getaffinity(0))), tuple(visible_gpus()), address)
+
+
+def deal_roles(config: Config, hosts: Sequence[Host], *, reward_model: bool) -> list[list[Member]]:
+    """Returns the roles of each host, apart from the replay queue, which is on the launcher's.
+
+    The roles of a pool, or without pools all roles, are dealt to its hosts in the order learners, critics, reward
+    model, generators: learner ranks are numbered host by host. A host gets roles in proportion to its GPUs; where there
+    are none, to its cores. Raises ConfigError if a pool has no host.
+    """
+    counts = {
+        "learner": config.launch.learners,
+        "critic": config.critic.ranks,
+        "reward_model": int(reward_model),
+        "generator": config.launch.generators,
+    }
+    order = [(role, index) for role, count in counts.items() for index in range(count)]
+    dealt: list[list[Member]] = [[] for _ in hosts]
+    for pool in dict.fromkeys(config.placement.pool_of(role) for role, _ in order):
+        members = [member for member in order if config.placement.pool_of(member[0]) == pool]
+        own = [place for place, host in enumerate(hosts) if host.takes(pool)]
+        if not own:
+            raise ConfigError(
+                f"placement.roles: pool {pool!r} of {', '.join(dict.fromkeys(role for role, _ in members))} has no host"
+            )
+        sizes = _sizes([hosts[place] for place in own], [num_devices(config, role) for role, _ in members])
+        for place, first, end in zip(own, [0, *accumulate(sizes)], accumulate(sizes), strict=False):
+            dealt[place] += members[first:end]
+    return dealt
+
+
+def _sizes(hosts: Sequence[Host], devices: Sequence[int]) -> list[int]:
+    gpus = [len(host.gpus) for host in hosts]
+    if sum(sizes := _separate(gpus, devices)) == len(devices):
+        return sizes
+    capacity = gpus if any(gpus) else [len(host.cpus) for host in hosts]
+    ends = [round(end * len(devices) / sum(capacity)) for end in accumulate(capacity)]
+    return [end - before for before, end in zip([0, *ends], ends, strict=False)]
+
+
+def _separate(gpus: Sequence[int], devices: Sequence[int]) -> list[int]:
+    sizes = [0] * len(gpus)
+    place, left = 0, gpus[0]
+    for wanted in devices:
+        while left < wanted:
+            place += 1
+            if place == len(gpus):
+                return sizes
+            left = gpus[place]
+        left -= wanted
+        sizes[place] += 1
+    return sizes
+
+
+@dataclass(frozen=True, slots=True)
+class RoleResources:
+    """The cores, threads and GPUs of one role process."""
+
+    cpus: tuple[int, ...]
+    threads: int
+    gpus: tuple[str, ...] = ()
+    """Its GPUs: entries of CUDA_VISIBLE_DEVICES, with the names in this process's environment."""
+    visible_gpus: tuple[str, ...] = ()
+    """The GPUs that it sees, among them its own; empty for its own alone."""
+    helper_cpus: tuple[int, ...] = ()
+    """Cores of the role's helper processes; empty for the cores of the role itself."""
+    gpu_memory_utilization: float | None = None
+    """Fraction of the GPU's memory for the engine of a generator."""
+    host: str = ""
+    """Name of the host; empty for the launcher's own."""
+
+    @property
+    def devices(self) -> tuple[tuple[str, str], ...]:
+        """Its GPUs, by host and name."""
+        return tuple((self.host, gpu) for gpu in self.gpus)
+
+    def environment(self) -> dict[str, str]:
+        """Returns the variables that must be set before the process imports numpy or torch."""
+        threads = str(self.threads)
+        names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+        environment: dict[str, str] = dict.fromkeys(names, threads)
+        environment["ASYNCRL_HELPER_CPUS"] = ",".join(map(str, self.helper_cpus or self.cpus))
+        visible = self.visible_gpus or self.gpus
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
+        environment["LOCAL_RANK"] = str(visible.index(self.gpus[0])) if self.gpus else "0"
+        if self.gpu_memory_utilization is not None:
+            environment[GPU_FRACTION] = f"{self.gpu_memory_utilization:.4f}"
+        if self.gpus:
+            # torch counts GPUs without starting the driver, which a forked child of the process could not use.
+            environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+        else:
+            environment["DS_ACCELERATOR"] = "cpu"
+        return environment
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +180,8 @@ def place_roles(config: Config, *, reward_model: bool = False, hosts: Sequence[H
     and cores. Raises ConfigError if there are GPUs, but fewer than learner
     ranks or critic ranks, and if a host has fewer GPUs or cores than one of its generators needs.
     """
+    from asyncrl.launch.resources.colocate import check_colocate, on_shared_cards  # which imports this module
+
     hosts = list(hosts or [this_machine()])
     gpus = tuple(gpu for host in hosts for gpu in host.gpus)
     if gpus:
@@ -58,7 +189,7 @@ def place_roles(config: Config, *, reward_model: bool = False, hosts: Sequence[H
     if config.launch.colocated:
         check_colocate(config, hosts)
     placed: dict[Member, RoleResources] = {}
-    parallel, pin = num_devices(config, "generator"), config.launch.pin_cores
+    parallel = num_devices(config, "generator")
     dealt = deal_roles(config, hosts, reward_model=reward_model)
     for host, members in zip(hosts, dealt, strict=True):
         if not members:
@@ -68,7 +199,7 @@ def place_roles(config: Config, *, reward_model: bool = False, hosts: Sequence[H
         if config.launch.colocated:
             own = on_shared_cards(config, host, members)
         else:
-            own = _on_gpus(host, members, parallel) if host.gpus else _on_cores(host, members, parallel, pin=pin)
+            own = _on_gpus(host, members, parallel) if host.gpus else _on_cores(host, members, parallel)
         placed |= {member: replace(resources, host=host.name) for member, resources in own.items()}
 
     def of(role: str) -> tuple[RoleResources, ...]:
@@ -76,7 +207,7 @@ def place_roles(config: Config, *, reward_model: bool = False, hosts: Sequence[H
 
     head = hosts[0]
     # The replay queue uses the cores of the learners: nothing else runs on an engine's core.
-    shared = head.cpus if head.gpus or config.launch.colocated else head.cpus[_cut(head, dealt[0], parallel, pin=pin) :]
+    shared = head.cpus if head.gpus or config.launch.colocated else head.cpus[_cut(head, dealt[0], parallel) :]
     replay = RoleResources(shared or head.cpus, threads=1, host=head.name)
     return Placement(of("generator"), of("learner"), replay, of("critic"), next(iter(of("reward_model")), None), gpus)
 
@@ -92,7 +223,6 @@ def _check_ranks(config: Config, gpus: Sequence[Gpu]) -> None:
 
 
 def _split(members: Sequence[Member]) -> tuple[list[Member], list[Member]]:
-    """The generators, and the other roles."""
     generators = [member for member in members if member[0] == "generator"]
     return generators, [member for member in members if member[0] != "generator"]
 
@@ -107,11 +237,11 @@ def _check_parallel(host: Host, parallel: int) -> None:
         )
 
 
-def _cut(host: Host, members: Sequence[Member], parallel: int, *, pin: bool) -> int:
+def _cut(host: Host, members: Sequence[Member], parallel: int) -> int:
     """The number of cores, from the first on, that only generators use; 0 if all roles share the cores: a worker of an
     engine waits for the others by polling, so that two on one core would take turns at every layer."""
     generators, trained = _split(members)
-    if not pin or len(host.cpus) < 2 or not generators or not trained:
+    if len(host.cpus) < 2 or not generators or not trained:
         return 0
     weight = parallel * len(generators)
     wanted = round(len(host.cpus) * weight / (weight + len(trained)))
@@ -119,14 +249,13 @@ def _cut(host: Host, members: Sequence[Member], parallel: int, *, pin: bool) -> 
     return cut if cut >= parallel else 0
 
 
-def _on_cores(host: Host, members: Sequence[Member], parallel: int, *, pin: bool) -> dict[Member, RoleResources]:
-    """The roles of a host without GPUs."""
+def _on_cores(host: Host, members: Sequence[Member], parallel: int) -> dict[Member, RoleResources]:
     generators, trained = _split(members)
-    if cut := _cut(host, members, parallel, pin=pin):
+    if cut := _cut(host, members, parallel):
         engines = _deal(host.cpus[:cut], len(generators), parallel)
         dealt = [replace(own, helper_cpus=host.cpus[cut:]) for own in engines]
         dealt += _deal(host.cpus[cut:], len(trained))
-    elif pin and (not generators or not trained):
+    elif not generators or not trained:
         dealt = _deal(host.cpus, len(members), parallel if generators else 1)
     else:
         dealt = [RoleResources(host.cpus, max(1, len(host.cpus) // len(members)))] * len(members)
@@ -134,11 +263,6 @@ def _on_cores(host: Host, members: Sequence[Member], parallel: int, *, pin: bool
 
 
 def _on_gpus(host: Host, members: Sequence[Member], parallel: int) -> dict[Member, RoleResources]:
-    """The roles of a host with GPUs: learner and critic ranks use the first GPUs, generators and the reward model the
-    others.
-
-    With fewer GPUs than processes need, generators share GPUs with one another before they share with trained models.
-    """
     generators, others = _split(members)
     trained = [member for member in others if member[0] != "reward_model"]
     num_gpus = len(host.gpus)
@@ -159,12 +283,10 @@ def _on_gpus(host: Host, members: Sequence[Member], parallel: int) -> dict[Membe
 
 
 def _places(cards: Sequence[int], parallel: int) -> list[list[int]]:
-    """The cards in groups for one generator each."""
     return [list(cards[start : start + parallel]) for start in range(0, len(cards) - parallel + 1, parallel)]
 
 
 def _least_taken(taken: Sequence[int], num_gpus: int, parallel: int) -> list[list[int]]:
-    """The groups of cards that the fewest trained models use, the last first."""
     groups = _places(range(num_gpus), parallel)
     loads = [sum(taken.count(card) for card in group) for group in groups]
     return [group for group, load in zip(reversed(groups), reversed(loads), strict=True) if load == min(loads)]
@@ -253,7 +375,6 @@ def check_run_dir(config: Config, placement: Placement, hosts: Sequence[Host]) -
 
 
 def _apart(config: Config, role: str) -> str:
-    """Returns the problem of hosts that do not share the run folder, and the way out."""
     return (
         f"does not share the run folder {config.run_dir.absolute()}, {run_dir_use(config, role)}; set runs_dir to a "
         "folder of all their hosts"

@@ -19,9 +19,8 @@ from asyncrl.environments.environment import Schema
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.generator.engine import check_installed
 from asyncrl.generator.vllm_backend.setup import check_adapters, check_tensor_parallel
-from asyncrl.launch.resources.hosts import Host
-from asyncrl.launch.resources.network import check_interfaces
-from asyncrl.launch.resources.placement import Placement
+from asyncrl.launch.machine import check_interfaces
+from asyncrl.launch.placement import Host, Placement
 from asyncrl.launch.row_checks import FirstRow, check_first_row
 from asyncrl.rewards.auto import choose_rewards, describe_choice
 from asyncrl.rewards.table import evaluation_config, reward_names
@@ -165,7 +164,7 @@ def check_data_and_rewards(config: Config, console: Console) -> tuple[Config, in
     Raises ConfigError or DataError unless the files can be used, the rewards of training and of evaluations can be
     loaded, and every data source has a reward.
     """
-    from asyncrl.rewards.reward_model import check_failed, check_one_model
+    from asyncrl.rewards.reward_model import check_failed
 
     rows = check_data(config, console)
     splits: tuple[Split, ...] = ("train", "eval") if config.eval.rewards is None else ("train",)
@@ -175,7 +174,6 @@ def check_data_and_rewards(config: Config, console: Console) -> tuple[Config, in
         return config, rows
     own = checked_eval_rewards(config, ("eval",), console)
     config = config.model_copy(update={"eval": config.eval.model_copy(update={"rewards": own})})
-    check_one_model(config)
     return config, rows
 
 
@@ -413,7 +411,7 @@ def check_files(path: str, key: str) -> None:
 def check_weights(config: Config) -> None:
     """Raises ConfigError if a folder's tensors contradict its config.json: a tied output layer with separate values,
     or tensors that the model lacks. Where the library renames tensors, the learner does this. Imports torch."""
-    from asyncrl.launch.resources.shape import empty_model_of
+    from asyncrl.launch.memory import empty_model_of
     from asyncrl.learner.model.loading import refuse_unexpected
     from asyncrl.weights.checkpoint import check_tied, checkpoint_tensors, unexpected_tensors
 

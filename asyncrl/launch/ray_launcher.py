@@ -5,30 +5,118 @@ The launcher is the cluster's driver: Ray ends the actors, and the kernel their 
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import itertools
 import os
+import shlex
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import structlog
+from rich.console import Console
 
 from asyncrl.config import Config
-from asyncrl.errors import ConfigError
-from asyncrl.launch.launcher import HOST_LOST, Launcher, RoleHandle
-from asyncrl.launch.local import KILL_S, LocalLauncher
-from asyncrl.launch.ray.logs import RemoteLogs
-from asyncrl.launch.resources.hosts import Host, RoleResources, num_devices
-from asyncrl.launch.resources.network import listening_address
+from asyncrl.errors import ConfigError, RunError
+from asyncrl.launch.console import EXIT_FAILED, EXIT_INTERRUPTED
+from asyncrl.launch.launcher import HOST_LOST, KILL_S, Launcher, LocalLauncher, RoleHandle
+from asyncrl.launch.machine import listening_address
+from asyncrl.launch.placement import Host, RoleResources, num_devices
+from asyncrl.launch.ray_actor import RoleFile
 from asyncrl.launch.worker import EXIT_CRASHED, RoleSpec
 
 if TYPE_CHECKING:
-    from asyncrl.launch.ray.hosts import RayHost, RayHosts
+    from asyncrl.launch.ray_cluster import RayHost, RayHosts
 
 log = structlog.get_logger()
+
+EVERY_S = 2.0
+MAX_BYTES = 1 << 20
+"""Maximum size of a read: a role that writes more is copied later."""
+POLL_S = 0.05
+FILES: tuple[RoleFile, ...] = ("jsonl", "out")
+
+
+@dataclass(slots=True, eq=False)
+class _Followed:
+    actor: Any
+    logs: str
+    name: str
+    file: RoleFile
+    offset: int = 0
+    size: Any = None
+    """The reference of the file's size before the role started: what an earlier run left."""
+    read: Any = None
+
+
+class RemoteLogs:
+    """The files of the roles that `follow` was called for, copied to the folder `logs`."""
+
+    def __init__(self, logs: Path) -> None:
+        self._logs = logs
+        self._followed: dict[tuple[Any, str, RoleFile], _Followed] = {}
+        self._next_s = 0.0
+
+    def follow(self, actor: Any, spec: RoleSpec) -> None:
+        """Copies the files of a role from now on; called before it starts."""
+        for file in FILES:
+            if (key := (actor, spec.name, file)) not in self._followed:
+                size = actor.size.remote(str(spec.logs), spec.name, file)
+                self._followed[key] = _Followed(actor, str(spec.logs), spec.name, file, size=size)
+
+    def tick(self) -> None:
+        """Asks for what is new every EVERY_S, and writes what has come. Returns at once."""
+        ask = time.monotonic() >= self._next_s
+        if ask:
+            self._next_s = time.monotonic() + EVERY_S
+        for one in list(self._followed.values()):
+            self._advance(one, ask=ask)
+
+    def drain(self, *, timeout_s: float) -> None:
+        """Copies what is left, as far as the actors answer in time."""
+        deadline_s = time.monotonic() + timeout_s
+        quiet: set[int] = set()
+        while len(quiet) < len(self._followed) and time.monotonic() < deadline_s:
+            for one in list(self._followed.values()):
+                if self._advance(one, ask=True, last=True) == 0:
+                    quiet.add(id(one))
+            time.sleep(POLL_S)
+
+    def _advance(self, one: _Followed, *, ask: bool, last: bool = False) -> int | None:
+        """Returns the number of bytes that were read; None if none came."""
+        import ray
+        from ray.exceptions import RayError
+
+        try:
+            if one.size is not None and ray.wait([one.size], timeout=0)[0]:
+                one.offset, one.size = ray.get(one.size), None
+            data: bytes | None = None
+            if one.read is not None and ray.wait([one.read], timeout=0)[0]:
+                data, one.read = bytes(ray.get(one.read)), None
+        except RayError as error:
+            log.warning("the log of a role is not copied any more", name=one.name, error=type(error).__name__)
+            self._followed = {key: other for key, other in self._followed.items() if other is not one}
+            return 0
+        if data is not None:
+            self._append(one, data, last=last)
+        if ask and one.size is None and one.read is None:
+            one.read = one.actor.read.remote(one.logs, one.name, one.file, one.offset, MAX_BYTES)
+        return None if data is None else len(data)
+
+    def _append(self, one: _Followed, data: bytes, *, last: bool) -> None:
+        complete = data[: data.rfind(b"\n") + 1]
+        if last or (not complete and len(data) == MAX_BYTES):
+            complete = data
+        if complete:
+            self._logs.mkdir(parents=True, exist_ok=True)
+            with (self._logs / f"{one.name}.{one.file}").open("ab") as stream:
+                stream.write(complete)
+            one.offset += len(complete)
+
 
 TICK_S = 1.0
 """Time between two looks at the hosts."""
@@ -114,8 +202,7 @@ class RayLauncher(Launcher):
         """As `Launcher.acquire`. Waits up to `launch.start_timeout_s` for resources that others use."""
         if importlib.util.find_spec("ray") is None:
             raise ConfigError("launch.cluster = 'ray': Ray is not installed; pip install 'asyncrl[ray]'")
-        from asyncrl.launch.ray.cluster import await_group, connect, reserve
-        from asyncrl.launch.ray.hosts import RayHosts
+        from asyncrl.launch.ray_cluster import RayHosts, await_group, connect, reserve
 
         if JOB_COPY in str(Path.cwd()) and not Path(config.runs_dir).expanduser().is_absolute():
             raise ConfigError(
@@ -232,7 +319,6 @@ class RayLauncher(Launcher):
         return self._hosts
 
     def _watch(self) -> None:
-        """Watches the hosts and copies logs until the launcher closes."""
         known = len(self._cluster.all)
         while not self._closing.wait(TICK_S):
             try:
@@ -250,3 +336,58 @@ def _describe(host: Host) -> str:
     what = f"{len(host.gpus)} GPUs" if host.gpus else f"{len(host.cpus)} cores"
     apart = "" if host.shares_run_dir else ", without the run folder"
     return f"{host.name} ({host.pool + ': ' if host.pool else ''}{what} at {host.address}{apart})"
+
+
+SCHEME = "ray://"
+PORT = 8265
+"""Default port of the cluster's dashboard, which takes jobs."""
+LEFT_OUT = ["/.git", "/.venv", "/build", "/runs", "/sweeps"]
+"""The parts of the working directory that are not sent along; Ray sends 100 MB at most."""
+
+
+def submit_job(address: str, arguments: Sequence[str], console: Console) -> int:
+    """Submits `asyncrl launch` with these arguments to the cluster at `ray://HOST[:PORT]` and prints the job's log
+    until it ends. Returns its exit code.
+
+    Ctrl-C asks whether to stop the job; otherwise it continues. Raises ConfigError if Ray is not installed, and if the
+    cluster cannot be reached or does not take the job.
+    """
+    try:
+        from ray.job_submission import JobSubmissionClient
+    except ModuleNotFoundError:
+        raise ConfigError(f"--cluster {address}: Ray is not installed; pip install 'asyncrl[ray]'") from None
+    url = url_of(address)
+    try:
+        client = JobSubmissionClient(url)
+        job = client.submit_job(
+            entrypoint=shlex.join(["python", "-P", "-m", "asyncrl.cli", "launch", "--cluster", "ray", *arguments]),
+            runtime_env={"working_dir": str(Path.cwd()), "excludes": LEFT_OUT},
+        )
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"--cluster {address}: {error}") from None
+    console.print(f"job        {job} at {url}", highlight=False, soft_wrap=True)
+    try:
+        asyncio.run(_follow(client, job, console))
+    except KeyboardInterrupt:
+        if console.input("stop the job, too? [y/N] ").strip().lower() != "y":
+            console.print(f"it goes on: ray job logs --follow --address {url} {job}", highlight=False, soft_wrap=True)
+            return EXIT_INTERRUPTED
+        client.stop_job(job)
+        asyncio.run(_follow(client, job, console))
+    info = client.get_job_info(job)
+    if info.driver_exit_code is None:
+        raise RunError(f"job {job} ended as {info.status}: {info.message}")
+    return info.driver_exit_code if info.driver_exit_code >= 0 else EXIT_FAILED
+
+
+def url_of(address: str) -> str:
+    """Returns the URL of the dashboard of `ray://HOST[:PORT]`. Raises ConfigError for another form."""
+    host, _, port = address.removeprefix(SCHEME).partition(":")
+    if not host or "/" in address.removeprefix(SCHEME) or not (port or str(PORT)).isdecimal():
+        raise ConfigError(f"--cluster {address}: must be ray://HOST or ray://HOST:PORT, the port of Ray's dashboard")
+    return f"http://{host}:{port or PORT}"
+
+
+async def _follow(client: Any, job: str, console: Console) -> None:
+    async for text in client.tail_job_logs(job):
+        console.print(text, end="", highlight=False, markup=False, soft_wrap=True)

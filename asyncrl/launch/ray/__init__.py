@@ -1,1 +1,0 @@
-"""Roles on the nodes of a Ray cluster."""

@@ -1,0 +1,518 @@
+"""`asyncrl sweep`: sequential training runs at several staleness limits, each with several seeds.
+
+Every cell is a run, in `runs/NAME-s2-seed0` and so on. Finished cells are kept: the same command resumes an interrupted
+sweep, even in the middle of a cell.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+from asyncrl.config import Config, load_config, parse_override
+from asyncrl.errors import ConfigError, DataError
+from asyncrl.observe.curves import OF_STEP
+from asyncrl.observe.document import read_metrics
+from asyncrl.observe.page import render_page
+from asyncrl.util.files import read_json
+from asyncrl.util.processes import PYTHON, end_with_parent
+
+Run = Callable[[Sequence[str], Path], int]
+"""Runs `asyncrl launch` with these arguments, writes its output to the file, and returns its exit code."""
+
+END_S = 60.0
+"""Deadline for an interrupted launch to end."""
+OF_THE_CELL = {"run", "seed", "resume"}
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """The cells of a sweep: limits times seeds. Raises ConfigError for invalid limits or seeds."""
+
+    name: str
+    config: str
+    settings: dict[str, Any]
+    """Values by dotted key that override those of the config in all cells."""
+    overrides: tuple[str, ...]
+    """The settings as arguments of `asyncrl launch`."""
+    limits: tuple[int, ...]
+    seeds: int
+
+    def __post_init__(self) -> None:
+        if not self.limits or min(self.limits) < 0 or len(set(self.limits)) < len(self.limits):
+            raise ConfigError(
+                f"--max-staleness {','.join(map(str, self.limits))}: use limits of at least 0, each once, as in 0,1,2"
+            )
+        if self.seeds < 1:
+            raise ConfigError(f"--seeds {self.seeds}: at least 1 is needed; with 3 the results have an uncertainty")
+
+    @property
+    def cells(self) -> list[Cell]:
+        """All cells, ordered by seed first, so that an interrupted sweep has all limits with the first seeds."""
+        config = load_config(self.config, self.settings)
+        return [
+            Cell(name := f"{self.name}-s{limit}-seed{seed}", limit, seed, Path(config.runs_dir) / name)
+            for seed in range(config.seed, config.seed + self.seeds)
+            for limit in self.limits
+        ]
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the sweep's results."""
+        return Path("sweeps") / self.name
+
+    def config_of(self, cell: Cell) -> Config:
+        """Returns the config of a cell."""
+        own = {"run": cell.name, "seed": cell.seed, "replay.max_staleness": cell.max_staleness, "resume": "auto"}
+        return load_config(self.config, self.settings | own)
+
+    def arguments(self, cell: Cell) -> list[str]:
+        """Returns the arguments of `asyncrl` for a cell."""
+        own = ["--run", cell.name, "--max-staleness", str(cell.max_staleness), f"seed={cell.seed}", "resume=auto"]
+        return ["launch", "--config", self.config, *self.overrides, *own]
+
+
+def sweep(name: str, config: str, overrides: Sequence[str], limits: str, seeds: int, console: Console) -> int:
+    """Runs the unfinished cells of the sweep, reports on all finished ones, and returns the exit code.
+
+    The code is 0 if all cells have finished or collapsed, 1 if some failed, and 130 if interrupted. Raises ConfigError
+    before any cell starts.
+    """
+    settings = dict(parse_override(text) for text in overrides)
+    one = Sweep(name, config, settings, tuple(overrides), parse_limits(limits), seeds)
+    failed, interrupted = run_cells(one, console, launch_in_process)
+    if any(map(has_ended, one.cells)):
+        results = read_results(one.cells)
+        results.write(one.folder / "sweep.json")
+        write_sweep_report(results, one.folder / "sweep.html", name=name)
+        print_results(results, console)
+        console.print(f"report {one.folder / 'sweep.html'}", highlight=False, soft_wrap=True)
+    if interrupted:
+        console.print("interrupted; the same command resumes", highlight=False)
+        return 130
+    return 1 if failed else 0
+
+
+def parse_limits(text: str) -> tuple[int, ...]:
+    """Parses numbers separated by commas. Raises ConfigError for anything else."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"--max-staleness {text}: use numbers separated by commas, as in 0,1,2,4,8") from None
+
+
+def check(sweep: Sweep) -> None:
+    """Raises ConfigError, before any cell starts, if a config is invalid or an existing cell has other settings."""
+    for cell in sweep.cells:
+        config, file = sweep.config_of(cell), cell.run_dir / "config.yaml"
+        if not file.is_file():
+            continue
+        saved = load_config(file)
+        both = (saved, config.with_choices_of(saved))
+        found, wanted = (one.model_dump(mode="json", exclude=OF_THE_CELL) for one in both)
+        if found != wanted:
+            changed = [name for name in wanted if found[name] != wanted[name]]
+            raise ConfigError(
+                f"{cell.run_dir}: belongs to a sweep with other settings ({', '.join(changed)}); use another --name, "
+                "or move its runs away"
+            )
+
+
+def run_cells(sweep: Sweep, console: Console, run: Run) -> tuple[list[Cell], bool]:
+    """Runs the unfinished cells; returns the cells that failed, and True if interrupted."""
+    check(sweep)
+    sweep.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    failed: list[Cell] = []
+    cells = sweep.cells
+    for number, cell in enumerate(cells, start=1):
+        title = f"{number} of {len(cells)}  max_staleness {cell.max_staleness}, seed {cell.seed}"
+        if has_ended(cell):
+            console.print(f"{title}: {status_of(cell)} before", highlight=False)
+            continue
+        console.print(f"{title}: {cell.run_dir} ...", highlight=False)
+        started_s = time.monotonic()
+        code = run(sweep.arguments(cell), sweep.folder / f"{cell.name}.log")
+        if code == 130:
+            return failed, True
+        how = status_of(cell)
+        if code and how != "collapsed":
+            failed.append(cell)
+            how = f"failed with exit code {code}, see {sweep.folder / cell.name}.log"
+        console.print(f"{title}: {how} after {time.monotonic() - started_s:.0f} s", highlight=False, soft_wrap=True)
+    return failed, False
+
+
+def launch_in_process(arguments: Sequence[str], log: Path) -> int:
+    """Runs `asyncrl launch` in a process. Ctrl-C reaches it too; returns 130 once it has ended."""
+    command = [*PYTHON, "-m", "asyncrl.cli", *arguments]
+    with log.open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, preexec_fn=partial(end_with_parent, os.getpid()))
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            try:
+                process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            return 130
+
+
+SMOOTHED_STEPS = 5
+"""Number of steps over which a smoothed reward averages."""
+SAMPLES = 10_000
+"""Number of bootstrap samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One run of a sweep."""
+
+    name: str
+    max_staleness: int
+    seed: int
+    run_dir: Path
+    """The folder of the run."""
+
+
+@dataclass(frozen=True, slots=True)
+class CellResult:
+    """The results of one run of a sweep."""
+
+    max_staleness: int
+    seed: int
+    tokens_per_s: float
+    goodput: float
+    """NaN if the run has not measured it."""
+    staleness_mean: float
+    ess: float
+    """Effective sample size of the importance weights, mean of the last half of the steps."""
+    reward: float
+    """Mean reward of the last tenth of the steps."""
+    steps: list[int]
+    seconds: list[float]
+    """Seconds from the first lease to the end of each step."""
+    rewards: list[float]
+    """Smoothed reward of each step."""
+    collapse: str
+    """The sentence of a collapse, if the reward fell or `learner.on_collapse` ended the run or took it back; else
+    empty."""
+
+    def reward_at(self, seconds: float) -> float:
+        """Returns the smoothed reward after `seconds`."""
+        return float(np.interp(seconds, self.seconds, self.rewards))
+
+
+@dataclass(frozen=True, slots=True)
+class LimitResult:
+    """The results of one limit over all seeds: means and their standard errors (NaN with one seed)."""
+
+    max_staleness: int
+    seeds: int
+    tokens_per_s: float
+    tokens_per_s_error: float
+    reward: float
+    reward_error: float
+    reward_in_time: float
+    """Mean reward at the time at which the first cell of the sweep had ended."""
+    reward_in_time_error: float
+    goodput: float
+    ess: float
+    staleness_mean: float
+    collapsed: int
+    """Runs that collapsed."""
+    pareto: bool
+    """True if none collapsed, and no other such limit has both more tokens/s and more reward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recommendation:
+    """The recommended limit, and the confidence in it."""
+
+    max_staleness: int | None
+    """None if a run collapsed at every limit."""
+    sentence: str
+    best_fraction: dict[int, float]
+    """Fraction of the bootstrap samples in which a limit has the highest reward in equal time, by limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class SweepResults:
+    """The results of all finished cells."""
+
+    seconds: float
+    """The time at which rewards are compared."""
+    limits: list[LimitResult]
+    recommendation: Recommendation
+    cells: list[CellResult]
+
+    def write(self, path: Path) -> None:
+        """Writes the results as JSON."""
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+
+def status_of(cell: Cell) -> str:
+    """Returns the status in the cell's summary, or "collapsed" if `learner.on_collapse` ended it; "missing" if the cell
+    has no summary."""
+    file = cell.run_dir / "summary.json"
+    if not file.is_file():
+        return "missing"
+    summary = read_json(file)
+    return "collapsed" if summary.get("collapse", {}).get("stopped") else summary["status"]
+
+
+def has_ended(cell: Cell) -> bool:
+    """Returns True if the cell has results, and is not trained again."""
+    return status_of(cell) in ("finished", "collapsed")
+
+
+def read_cell(cell: Cell) -> CellResult:
+    """Reads the results of a run that has ended."""
+    summary: dict[str, Any] = read_json(cell.run_dir / "summary.json")
+    rows = [row for row in read_metrics(cell.run_dir / "metrics.jsonl") if "reward/mean" in row and OF_STEP in row]
+    collapse: dict[str, Any] = summary.get("collapse", {})
+    if not (collapse.get("collapsed") or collapse.get("stopped")):
+        collapse = next(iter(summary.get("rollbacks", [])), {})
+    ess = [row["correction/ess"] for row in rows[len(rows) // 2 :] if "correction/ess" in row]
+    return CellResult(
+        max_staleness=cell.max_staleness,
+        seed=cell.seed,
+        tokens_per_s=summary["tokens_per_s"],
+        goodput=summary.get("goodput", {}).get("total", float("nan")),
+        staleness_mean=summary["staleness"]["mean"],
+        ess=float(np.mean(ess)) if ess else float("nan"),
+        reward=summary["reward_last"],
+        steps=[int(row["step"]) for row in rows],
+        seconds=[row["time/elapsed_s"] for row in rows],
+        rewards=smoothed([row["reward/mean"] for row in rows]),
+        collapse=collapse.get("sentence", ""),
+    )
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Returns, for each value, the mean of the last SMOOTHED_STEPS values up to it."""
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    ends = np.arange(1, len(values) + 1)
+    begins = np.maximum(ends - SMOOTHED_STEPS, 0)
+    return ((sums[ends] - sums[begins]) / (ends - begins)).tolist()
+
+
+def read_results(cells: Sequence[Cell], *, seed: int = 0) -> SweepResults:
+    """Returns the results of the cells that have ended. Raises DataError if none has."""
+    found = [read_cell(cell) for cell in cells if has_ended(cell)]
+    if not found:
+        raise DataError("no cell of the sweep has finished; see its logs")
+    seconds = min(cell.seconds[-1] for cell in [cell for cell in found if not cell.collapse] or found)
+    limits = sorted({cell.max_staleness for cell in found})
+    by_limit = {limit: [cell for cell in found if cell.max_staleness == limit] for limit in limits}
+    results = [_limit_result(by_limit[limit], seconds) for limit in limits]
+    results = [_with_pareto(result, results) for result in results]
+    sound = {limit: own for limit, own in by_limit.items() if not any(cell.collapse for cell in own)}
+    in_time = {limit: np.array([cell.reward_at(seconds) for cell in own]) for limit, own in sound.items()}
+    if not in_time:
+        first = next(cell for cell in by_limit[limits[0]] if cell.collapse)
+        sentence = (
+            f"none of these limits: with each a run collapsed, with max_staleness {limits[0]} so: {first.collapse}"
+        )
+        return SweepResults(seconds, results, Recommendation(None, sentence, {}), found)
+    return SweepResults(seconds, results, recommend(in_time, seconds, seed=seed), found)
+
+
+def recommend(rewards: dict[int, NDArray[np.float64]], seconds: float, *, seed: int = 0) -> Recommendation:
+    """Returns the recommended limit and its confidence, from the rewards [seeds] of each limit.
+
+    Of the limits that the bootstrap over seeds does not distinguish from the best at 95 %, the lowest is recommended:
+    a higher limit must be significantly better. The sentence names the others.
+    """
+    dice = np.random.default_rng(seed)
+    limits = sorted(rewards)
+    samples = np.stack([
+        values[dice.integers(len(values), size=(SAMPLES, len(values)))].mean(1) for _, values in sorted(rewards.items())
+    ])  # fmt: skip
+    wins = np.bincount(samples.argmax(0), minlength=len(limits)) / SAMPLES
+    means = np.array([rewards[limit].mean() for limit in limits])
+    best = int(means.argmax())
+    one_seed = min(len(values) for values in rewards.values()) < 2
+    gaps = samples[best] - samples
+    alike = [i for i in range(len(limits)) if i != best and np.quantile(gaps[i], 0.05) <= 0.0]
+    chosen = best if one_seed else min([best, *alike], key=lambda index: limits[index])
+    low, high = np.quantile(samples[chosen], [0.025, 0.975])
+    what = f"max_staleness {limits[chosen]}: reward {means[chosen]:.3f}"
+    if one_seed:
+        sure = "one seed only, so the confidence is unknown: use --seeds 3"
+    else:
+        sure = f"95 % between {low:.3f} and {high:.3f}, the best of all in {wins[chosen]:.0%} of the bootstrap samples"
+    others = [limits[i] for i in [best, *alike] if i != chosen]
+    tied = f"; not distinguishable from it: {', '.join(map(str, sorted(others)))}" if others and not one_seed else ""
+    sentence = f"{what} after {seconds:.0f} s ({sure}){tied}"
+    fractions = {limit: float(wins[i]) for i, limit in enumerate(limits)}
+    return Recommendation(limits[chosen], sentence, fractions)
+
+
+def _limit_result(cells: list[CellResult], seconds: float) -> LimitResult:
+    def mean_and_error(values: list[float]) -> tuple[float, float]:
+        error = float(np.std(values, ddof=1) / len(values) ** 0.5) if len(values) > 1 else float("nan")
+        return float(np.mean(values)), error
+
+    rate, reward = mean_and_error([c.tokens_per_s for c in cells]), mean_and_error([c.reward for c in cells])
+    in_time = mean_and_error([cell.reward_at(seconds) for cell in cells])
+    means = (float(np.mean([getattr(c, name) for c in cells])) for name in ("goodput", "ess", "staleness_mean"))
+    collapsed = sum(bool(cell.collapse) for cell in cells)
+    return LimitResult(
+        cells[0].max_staleness, len(cells), *rate, *reward, *in_time, *means, collapsed=collapsed, pareto=False
+    )
+
+
+def _with_pareto(own: LimitResult, results: list[LimitResult]) -> LimitResult:
+    beaten = own.collapsed or any(
+        not other.collapsed and other.tokens_per_s >= own.tokens_per_s and other.reward >= own.reward
+        and (other.tokens_per_s, other.reward) != (own.tokens_per_s, own.reward)
+        for other in results
+    )  # fmt: skip
+    return LimitResult(**asdict(own) | {"pareto": not beaten})
+
+
+COLORS = ("#3b6fd4", "#2a9d5c", "#e0b93a", "#e08a3a", "#d1533f", "#9c3a6b", "#5b5b66", "#38a3b8")
+POINTS = 200
+"""Number of points of a curve over time."""
+
+
+def print_results(results: SweepResults, console: Console) -> None:
+    """Prints a row for each limit, and the recommendation."""
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
+    in_time = f"reward after\n{results.seconds:.0f} s"
+    titles = (
+        "max\nstaleness", "tokens/s", "goodput", "last reward", in_time, "best\nin", "ESS", "mean\nstaleness", "pareto",
+    )  # fmt: skip
+    has_collapsed = any(limit.collapsed for limit in results.limits)
+    for title in (*titles, "collapsed") if has_collapsed else titles:
+        table.add_column(title, justify="right")
+    for limit in results.limits:
+        table.add_row(
+            str(limit.max_staleness),
+            f"{limit.tokens_per_s:,.0f}{_error(limit.tokens_per_s_error, ',.0f')}",
+            "-" if np.isnan(limit.goodput) else f"{limit.goodput:.0%}",
+            f"{limit.reward:.3f}{_error(limit.reward_error, '.3f')}",
+            f"{limit.reward_in_time:.3f}{_error(limit.reward_in_time_error, '.3f')}",
+            f"{results.recommendation.best_fraction.get(limit.max_staleness, 0.0):.0%}",
+            f"{limit.ess:.3f}",
+            f"{limit.staleness_mean:.2f}",
+            "yes" if limit.pareto else "",
+            *([f"{limit.collapsed} of {limit.seeds}"] if has_collapsed else []),
+        )
+    console.print(table)
+    console.print(f"use {results.recommendation.sentence}", style="bold", highlight=False, soft_wrap=True)
+
+
+def _error(value: float, form: str) -> str:
+    return "" if np.isnan(value) else f" ±{value:{form}}"
+
+
+def write_sweep_report(results: SweepResults, path: Path, *, name: str) -> None:
+    """Writes the page with throughput, reward against steps and against time, ESS, and the Pareto front."""
+    page = render_page(
+        "sweep.html.j2",
+        name=name,
+        verdict=f"Use {results.recommendation.sentence}.",
+        figure=sweep_figure(results).to_html(full_html=False, include_plotlyjs=True),
+    )
+    path.write_text(page)
+
+
+def sweep_figure(results: SweepResults) -> Any:
+    """Returns the plotly figure of the page."""
+    from plotly.subplots import make_subplots
+
+    titles = (
+        "Reward against steps", "Reward against time (s)", "Trained tokens per second", "Effective sample size",
+        "Reward after equal time", "Pareto front: tokens/s and reward",
+    )  # fmt: skip
+    figure = make_subplots(rows=3, cols=2, subplot_titles=titles, vertical_spacing=0.1)
+    for number, limit in enumerate(results.limits):
+        _add_curves(figure, results, limit, COLORS[number % len(COLORS)])
+    _add_bars(figure, results)
+    _add_front(figure, results)
+    figure.update_layout(height=1000, template="plotly_white", margin={"t": 40, "l": 50, "r": 20, "b": 40})
+    return figure
+
+
+def _add_curves(figure: Any, results: SweepResults, limit: LimitResult, color: str) -> None:
+    """Adds the reward curves of a limit: the mean over seeds, and a band from the lowest to the highest value."""
+    import plotly.graph_objects as go
+
+    cells = [cell for cell in results.cells if cell.max_staleness == limit.max_staleness]
+    name = f"max_staleness {limit.max_staleness}"
+    name += f", {limit.collapsed} of {limit.seeds} collapsed" if limit.collapsed else ""
+    last = min(len(cell.steps) for cell in cells)
+    end_s = min(cell.seconds[-1] for cell in cells)
+    times = np.linspace(0.0, end_s, POINTS)
+    for column, x, curves in (
+        (1, np.array(cells[0].steps[:last]), np.array([cell.rewards[:last] for cell in cells])),
+        (2, times, np.array([np.interp(times, cell.seconds, cell.rewards) for cell in cells])),
+    ):
+        band = {"x": [*x, *x[::-1]], "y": [*curves.max(0), *curves.min(0)[::-1]]}
+        figure.add_trace(
+            go.Scatter(
+                **band, fill="toself", fillcolor=color, opacity=0.15, line={"width": 0}, hoverinfo="skip",
+                showlegend=False, legendgroup=name,
+            ),
+            row=1, col=column,
+        )  # fmt: skip
+        figure.add_trace(
+            go.Scatter(
+                x=x, y=curves.mean(0), line={"color": color}, name=name, legendgroup=name, showlegend=column == 1,
+            ),
+            row=1, col=column,
+        )  # fmt: skip
+
+
+def _add_bars(figure: Any, results: SweepResults) -> None:
+    import plotly.graph_objects as go
+
+    limits = results.limits
+    names = [str(limit.max_staleness) for limit in limits]
+    for (row, column), values, errors in (
+        ((2, 1), [limit.tokens_per_s for limit in limits], [limit.tokens_per_s_error for limit in limits]),
+        ((2, 2), [limit.ess for limit in limits], None),
+        ((3, 1), [limit.reward_in_time for limit in limits], [limit.reward_in_time_error for limit in limits]),
+    ):
+        error = {"array": np.nan_to_num(errors)} if errors else None
+        bars = go.Bar(x=names, y=values, error_y=error, marker={"color": list(COLORS)}, showlegend=False)
+        figure.add_trace(bars, row=row, col=column)
+        figure.update_xaxes(title_text="max_staleness", type="category", row=row, col=column)
+
+
+def _add_front(figure: Any, results: SweepResults) -> None:
+    import plotly.graph_objects as go
+
+    for number, limit in enumerate(results.limits):
+        figure.add_trace(
+            go.Scatter(
+                x=[limit.tokens_per_s], y=[limit.reward], mode="markers+text", text=[str(limit.max_staleness)],
+                textposition="top center", showlegend=False,
+                error_x={"array": np.nan_to_num([limit.tokens_per_s_error])},
+                error_y={"array": np.nan_to_num([limit.reward_error])},
+                marker={"size": 11, "color": COLORS[number % len(COLORS)]},
+            ),
+            row=3, col=2,
+        )  # fmt: skip
+    front = sorted((limit.tokens_per_s, limit.reward) for limit in results.limits if limit.pareto)
+    line = go.Scatter(
+        x=[rate for rate, _ in front], y=[reward for _, reward in front], mode="lines", showlegend=False,
+        line={"color": "#999", "dash": "dot"},
+    )  # fmt: skip
+    figure.add_trace(line, row=3, col=2)
+    figure.update_xaxes(title_text="trained tokens/s", row=3, col=2)
+    figure.update_yaxes(title_text="last reward", row=3, col=2)
