@@ -73,7 +73,7 @@ def trained(queue: ReplayQueue) -> tuple[Config, Batch]:
     """The batch of the next step, as a learner packs it."""
     outcome, groups = queue.take(0, 1)
     assert outcome == "shard"
-    shard = [unpack_group(group.header, group.arrays) for group in groups]
+    shard = [unpack_group(header, arrays) for header, arrays in groups]
     return queue.config, collate(shard, queue.config, version=0)
 
 

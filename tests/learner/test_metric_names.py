@@ -81,7 +81,7 @@ class QueueBatches:
         for lease in leases:
             self.finish(lease, step - 1)
         outcome, groups = self.queue.take(0, step)
-        return Shard(step, [unpack_group(one.header, one.arrays) for one in groups]) if outcome == "shard" else None
+        return Shard(step, [unpack_group(header, arrays) for header, arrays in groups]) if outcome == "shard" else None
 
     def finish(self, lease: Lease, version: int) -> None:
         rewards = [float(number % 2) for number in range(self.size)]
