@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from asyncrl.api import Run, evaluate, train
-    from asyncrl.config import Config, load_config
+    from asyncrl.config.config import Config
+    from asyncrl.config.load import load_config
     from asyncrl.errors import AsyncrlError, ConfigError, DataError, RunError
     from asyncrl.samples import Samples
 

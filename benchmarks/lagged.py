@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from asyncrl.config import Config
+    from asyncrl.config.config import Config
     from asyncrl.learner.distributed import Ranks
     from asyncrl.types import Group
     from asyncrl.wire.endpoints import Endpoints
@@ -99,9 +99,9 @@ def train_lagged(config: Config, ranks: Ranks, endpoints: Endpoints, *, lag: int
     """Trains `config.steps` steps with tokens that are `lag` versions old, or less where `algorithm.max_divergence`
     lowers the limit. Yields the metrics of each step, with the mean reward of the version that it trains."""
     from asyncrl.learner.algorithm import make_algorithm
-    from asyncrl.learner.collate import collate
-    from asyncrl.learner.critic.value_function import Critic
-    from asyncrl.learner.trainer import Trainer
+    from asyncrl.learner.batch import collate
+    from asyncrl.learner.critic import Critic
+    from asyncrl.learner.step import Trainer
     from asyncrl.replay.ledger import StalenessController
 
     algorithm = make_algorithm(config)

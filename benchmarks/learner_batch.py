@@ -99,12 +99,12 @@ def advantages(groups: int) -> np.ndarray:
 
 
 def ours(model: str, groups: int, turns: Turns) -> None:
-    from asyncrl.config import Config
+    from asyncrl.config.config import Config
     from asyncrl.launch.machine import find_port
     from asyncrl.learner.algorithm import make_algorithm
-    from asyncrl.learner.collate import make_batch
+    from asyncrl.learner.batch import make_batch
     from asyncrl.learner.distributed import process_group
-    from asyncrl.learner.trainer import Trainer
+    from asyncrl.learner.step import Trainer
     from asyncrl.types import NO_VERSION, Group, Trajectory
     from asyncrl.wire.endpoints import Endpoints
 

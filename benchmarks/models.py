@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from asyncrl.errors import ConfigError
-from asyncrl.learner.model.packing_check import check_packing
+from asyncrl.learner.model.checks import check_packing
 from benchmarks.agreement import EngineError, compare, load, sample_apart
 from benchmarks.families import FAMILIES, save_family
 

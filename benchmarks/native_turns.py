@@ -94,7 +94,7 @@ def play(episodes: Episodes, engine: InstantEngine, groups: int) -> int:
 
 
 def measure(quick: bool) -> Iterator[Round]:
-    from asyncrl.config import load_config
+    from asyncrl.config.load import load_config
     from asyncrl.environments.pool import EnvironmentPool
     from asyncrl.generator.episodes import Episodes
     from asyncrl.launch.run_dir import run_endpoints

@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.config import Config, load_config
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config
 from asyncrl.launch.run_dir import run_endpoints
 from asyncrl.replay.client import GeneratorClient, LauncherClient, LearnerClient
 from asyncrl.types import NO_VERSION, Group, Lease, Prompt, PromptPosition, Trajectory

@@ -127,7 +127,8 @@ def train(cell: Cell) -> Result:
     """Trains a cell in this process."""
     import torch
 
-    from asyncrl.config import AUTO, load_config
+    from asyncrl.config.load import load_config
+    from asyncrl.config.sections import AUTO
     from asyncrl.data.parquet import count_sources
     from asyncrl.rewards.auto import choose_rewards
     from benchmarks.lagged import train_lagged
@@ -178,7 +179,7 @@ def cells(tasks: Sequence[str], candidates: Sequence[str], staleness: Sequence[i
 
 def presets(seeds: int) -> Iterator[Cell]:
     """Yields the cells of the presets at their own limits."""
-    from asyncrl.config import load_config
+    from asyncrl.config.load import load_config
 
     for seed, name in product(range(seeds), PRESETS):
         yield Cell(name, AS_SHIPPED, load_config(name).replay.max_staleness, seed)
@@ -232,7 +233,7 @@ def prepare(tasks: set[str]) -> None:
     """Makes the models and data of the tasks that do not exist."""
     from rich.console import Console
 
-    from asyncrl.config import load_config
+    from asyncrl.config.load import load_config
     from asyncrl.launch.checks import run_recipes
     from benchmarks.no_signal import LONG_MODEL, make_long_model
 

@@ -29,7 +29,7 @@ BATCH, LENGTH_TOKENS = 64, 64
 
 def engine_step(model: str, running: int) -> Callable[[], None]:
     """Starts an engine and returns a function that runs one step with `running` sequences."""
-    from asyncrl.config import load_config, parse_override
+    from asyncrl.config.load import load_config, parse_override
     from asyncrl.generator.vllm_backend.setup import set_environment
 
     overrides = settings(model, steps=1, max_staleness=0, quick=False)

@@ -181,7 +181,7 @@ def _copy(source: Tensor, target: Tensor) -> float:
 
 def swap(model: str, swaps: int) -> None:
     """Measures a decoding engine: median seconds of a step, of a swap, and of copying as many bytes."""
-    from asyncrl.config import load_config
+    from asyncrl.config.load import load_config
     from asyncrl.generator.vllm_backend.engine import VllmEngine
 
     config = load_config("demo", {"model.path": model, "generator.max_new_tokens": 48})

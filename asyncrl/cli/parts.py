@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from asyncrl.cli.app import OVERRIDES, app
-from asyncrl.config import parse_override
+from asyncrl.config.load import parse_override
 from asyncrl.data.convert import CONVERTERS, convert, describe_skipped
 from asyncrl.errors import ConfigError
 

@@ -11,7 +11,7 @@ import numpy as np
 import structlog
 from msgspec import structs
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.data.custom import part_name
 from asyncrl.data.prompts import LeftOut, Outcome, TrainingRows, too_long
 from asyncrl.data.sampler import Order

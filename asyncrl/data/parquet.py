@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import structlog
 
-from asyncrl.config import Config, did_you_mean
+from asyncrl.config.config import Config
 from asyncrl.data.custom import load_filter
 from asyncrl.data.files import (
     JsonRows,
@@ -40,6 +40,7 @@ from asyncrl.data.values import (
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.types import MAX_NAME_CHARACTERS
 from asyncrl.util.files import check_writable, read_json
+from asyncrl.util.hints import did_you_mean
 from asyncrl.util.tokenizer import TEMPLATE_COLUMN
 
 log = structlog.get_logger()

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.data.custom import OwnRows, RawRows
 from asyncrl.data.files import JsonRows, read_table
 from asyncrl.errors import DataError

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.data.custom import RawRows, RowView, Sampler, called, make_part, part_name
 from asyncrl.errors import ConfigError
 from asyncrl.types import PoolPosition, PromptPosition

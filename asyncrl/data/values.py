@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.config.passthrough import check_template_options
+from asyncrl.config.engine_options import check_template_options
 from asyncrl.errors import AsyncrlError, DataError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.environments.environment import Task
 from asyncrl.types import Prompt
 from asyncrl.wire.environment_messages import EpisodeStart, GroupPlace, TurnStatus

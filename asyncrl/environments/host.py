@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from pydantic import JsonValue
 
-from asyncrl.config import Options
+from asyncrl.config.sections import Options
 from asyncrl.environments.dialogue import Dialogue
 from asyncrl.environments.episode import Limits, Turn
 from asyncrl.environments.gateway.server import Gateway

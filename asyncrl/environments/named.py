@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 from typing import Any, NamedTuple
 
-from asyncrl.config import Options, check_options
+from asyncrl.config.sections import Options
 from asyncrl.environments.environment import Environment, Task
 from asyncrl.errors import ConfigError
+from asyncrl.util.hints import check_options
 
 METHODS = ("reset", "step", "reward", "close")
 

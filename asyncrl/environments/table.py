@@ -6,10 +6,12 @@ import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from asyncrl.config import Config, Options, did_you_mean
+from asyncrl.config.config import Config
+from asyncrl.config.sections import Options
 from asyncrl.environments.environment import Environment, Schema
 from asyncrl.environments.named import Named, checked
 from asyncrl.errors import ConfigError
+from asyncrl.util.hints import did_you_mean
 from asyncrl.util.user_code import resolve
 
 if TYPE_CHECKING:

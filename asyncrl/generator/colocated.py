@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.generator.engine import Engine
 from asyncrl.util.card_lock import CardLock, Cards, CardWait, card_path

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.generator.engine import Engine
 from asyncrl.generator.group_runner import GroupRunner
 from asyncrl.generator.groups import make_evaluated, make_group

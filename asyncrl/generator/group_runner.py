@@ -12,7 +12,7 @@ import time
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.generator.engine import Completion, Engine
 from asyncrl.generator.episodes import Episodes
 from asyncrl.generator.groups import Running, free_capacity

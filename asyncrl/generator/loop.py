@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import PeerTimeoutError
 from asyncrl.generator.colocated import OwnCard
 from asyncrl.generator.cost_model import StepCosts

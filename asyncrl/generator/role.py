@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import structlog
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.generator.colocated import SharedCard, cards_of
 from asyncrl.generator.engine import make_engine

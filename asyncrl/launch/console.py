@@ -113,21 +113,23 @@ def ignore_broken_pipe(console: Console) -> Console:
     return console
 
 
+def say(console: Console, text: str, style: str | None = None) -> None:
+    """Prints a text as it is, without markup and line breaks."""
+    console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+
+
 def show_end(console: Console, summary: dict[str, Any]) -> None:
     """Prints how the run ended."""
     style = {"finished": "green", "failed": "bold red", "stopped": "yellow"}[summary["status"]]
     attempts = f" in {summary['attempts']} attempts" if summary["attempts"] > 1 else ""
     console.print(f"[{style}]{summary['status']}[/] after {summary['wall_s']:.0f} s{attempts}", highlight=False)
     if "error" in summary:
-        console.print(summary["error"], style="red", highlight=False, markup=False, soft_wrap=True)
+        say(console, summary["error"], "red")
     if summary.get("reward_first") is not None:
         console.print("\n".join(_lines(summary)), highlight=False, soft_wrap=True)
     for name, counts in summary.get("trackers", {}).items():
-        console.print(
-            f"trackers   {name}: {counts['failures']} failures, {counts['unsent_rows']} rows not received"
-            + (f": {counts['error']}" if "error" in counts else ""),
-            style="yellow", highlight=False, markup=False, soft_wrap=True,
-        )  # fmt: skip
+        text = f"trackers   {name}: {counts['failures']} failures, {counts['unsent_rows']} rows not received"
+        say(console, text + (f": {counts['error']}" if "error" in counts else ""), "yellow")
 
 
 def _lines(summary: dict[str, Any]) -> list[str]:

@@ -13,7 +13,8 @@ from typing import Any, get_args
 import yaml
 from rich.console import Console
 
-from asyncrl.config import Config, load_config, read_config
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config, read_config
 from asyncrl.config.sections import WeightsConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch.memory import (

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.generator.engine import GPU_FRACTION
-from asyncrl.launch.machine import Gpu, visible_gpus
-from asyncrl.wire.endpoints import LOOPBACK
+from asyncrl.launch.machine import Gpu, Host, this_machine
 
 Member = tuple[str, int]
 """A role and its index."""
@@ -20,33 +18,6 @@ Member = tuple[str, int]
 def num_devices(config: Config, role: str) -> int:
     """Returns how many GPUs, or on a CPU cores, one process of the role needs."""
     return config.generator.tensor_parallel if role == "generator" else 1
-
-
-@dataclass(frozen=True, slots=True)
-class Host:
-    """A machine, or the part of one, on which roles run."""
-
-    name: str
-    """Unique in the run; empty for the launcher's own."""
-    cpus: tuple[int, ...]
-    gpus: tuple[Gpu, ...] = ()
-    address: str = LOOPBACK
-    """IPv4 address at which the other hosts reach it."""
-    pool: str = ""
-    """The pool of `placement.pools` that it belongs to; empty without pools."""
-    shares_run_dir: bool = True
-    """True if the run folder is at the same path as for the launcher."""
-    replay_only: bool = False
-    """True if no role but the replay queue runs on it."""
-
-    def takes(self, pool: str) -> bool:
-        """True if roles of this pool may run on it; an empty pool is that of roles that may run on all hosts."""
-        return not self.replay_only and pool in ("", self.pool)
-
-
-def this_machine(address: str = LOOPBACK) -> Host:
-    """Returns the launcher's own host, with the cores and GPUs that this process may use."""
-    return Host("", tuple(sorted(os.sched_getaffinity(0))), tuple(visible_gpus()), address)
 
 
 def deal_roles(config: Config, hosts: Sequence[Host], *, reward_model: bool) -> list[list[Member]]:
@@ -124,13 +95,13 @@ class RoleResources:
 
     def environment(self) -> dict[str, str]:
         """Returns the variables that must be set before the process imports numpy or torch."""
-        threads = str(self.threads)
         names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-        environment: dict[str, str] = dict.fromkeys(names, threads)
-        environment["ASYNCRL_HELPER_CPUS"] = ",".join(map(str, self.helper_cpus or self.cpus))
         visible = self.visible_gpus or self.gpus
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
-        environment["LOCAL_RANK"] = str(visible.index(self.gpus[0])) if self.gpus else "0"
+        environment = dict.fromkeys(names, str(self.threads)) | {
+            "ASYNCRL_HELPER_CPUS": ",".join(map(str, self.helper_cpus or self.cpus)),
+            "CUDA_VISIBLE_DEVICES": ",".join(visible),
+            "LOCAL_RANK": str(visible.index(self.gpus[0])) if self.gpus else "0",
+        }
         if self.gpu_memory_utilization is not None:
             environment[GPU_FRACTION] = f"{self.gpu_memory_utilization:.4f}"
         if self.gpus:
@@ -203,7 +174,7 @@ def place_roles(config: Config, *, reward_model: bool = False, hosts: Sequence[H
         placed |= {member: replace(resources, host=host.name) for member, resources in own.items()}
 
     def of(role: str) -> tuple[RoleResources, ...]:
-        return tuple(placed[role, index] for index in range(sum(member[0] == role for member in placed)))
+        return tuple(resources for member, resources in sorted(placed.items()) if member[0] == role)
 
     head = hosts[0]
     # The replay queue uses the cores of the learners: nothing else runs on an engine's core.

@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
+from asyncrl.launch.console import say
 from asyncrl.util.user_code import resolve
 
 OF_THE_RUN = ("seed", "sent")
@@ -73,7 +74,7 @@ def print_parts(console: Console) -> None:
         for name, part in parts.items():
             table.add_row(name, Text(_options(part)), Text(_what(part)))  # texts, as a string's [...] is markup
         console.print(table, "", sep="\n")
-    console.print(OWN_PARTS, markup=False, highlight=False, soft_wrap=True)
+    say(console, OWN_PARTS)
 
 
 def _what(part: Any) -> str:

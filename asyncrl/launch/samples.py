@@ -11,7 +11,8 @@ from typing import Literal, Self
 import numpy as np
 import pyarrow as pa
 
-from asyncrl.config import Config, load_config
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config
 from asyncrl.data.parquet import PromptTable, Split
 from asyncrl.errors import ConfigError, DataError, observing
 from asyncrl.launch.conversations import Conversations

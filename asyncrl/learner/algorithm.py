@@ -15,9 +15,11 @@ from asyncrl.algorithms.advantages import ADVANTAGES
 from asyncrl.algorithms.corrections import Level, importance_weights
 from asyncrl.algorithms.kl import Estimator
 from asyncrl.algorithms.losses import BOUNDS, LOSSES, PolicyTerms, aggregate
-from asyncrl.config import Config, CriticConfig, Options, check_options
-from asyncrl.config.mappings import Correction
+from asyncrl.config.config import Config
+from asyncrl.config.sections import Options
+from asyncrl.config.training import Correction, CriticConfig
 from asyncrl.errors import ConfigError
+from asyncrl.util.hints import check_options
 from asyncrl.util.user_code import resolve_function
 
 TERMS = [field.name for field in fields(PolicyTerms)] + ["old_logprobs"]
@@ -79,6 +81,8 @@ def make_algorithm(config: Config) -> Algorithm:
     asked, wanted = _positional(advantage), _positional(loss)
     correction = settings.correction.weight_options()
     solve = BOUNDS.get(settings.loss)
+    parameters = inspect.signature(solve or loss).parameters
+    bound_options = {name: value for name, value in settings.loss_options.items() if name in parameters}
     turns = 1 if config.environment.name is None else config.environment.max_turns
     return Algorithm(
         advantage=_called_by_name(advantage, asked, settings.advantage_options),
@@ -88,7 +92,7 @@ def make_algorithm(config: Config) -> Algorithm:
         loss=_called_with_terms(loss, wanted, settings.loss_options, correction),
         masks=partial(_masked, correction=correction if CORRECTION in inspect.signature(loss).parameters else {}),
         weights=partial(importance_weights, **correction),
-        bound=None if solve is None else partial(solve, **_accepted(solve, settings.loss_options)),
+        bound=None if solve is None else partial(solve, **bound_options),
         aggregate=partial(aggregate, mode=settings.aggregation, max_length=config.generator.max_new_tokens * turns),
         correction_level=settings.correction.level,
         correction_cap=settings.correction.high,
@@ -126,11 +130,6 @@ def _called_with_terms(
         return function(*(getattr(terms, name) for name in asked), **fixed, **own)
 
     return call
-
-
-def _accepted(function: Callable[..., Any], options: Options) -> Options:
-    parameters = inspect.signature(function).parameters
-    return {name: value for name, value in options.items() if name in parameters}
 
 
 def is_group_relative(advantage: Callable[..., Any]) -> bool:

@@ -1,9 +1,14 @@
-"""The process group of the learner ranks: rendezvous, collectives, and errors raised on all ranks."""
+"""The process group of the learner ranks: rendezvous, collectives, and errors raised on all ranks.
+
+The other modules import DeepSpeed from here, so that it is set up for the available accelerator before its import.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -15,12 +20,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncrl.errors import AsyncrlError, PeerTimeoutError, RunError
-from asyncrl.learner.model.deepspeed_import import deepspeed
-from asyncrl.learner.model.sequence_parallel import SequenceParallel
+from asyncrl.learner.model.attention import SequenceParallel
 from asyncrl.wire.directory import announce, located
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.store import StoreClient, StoreServer
 from asyncrl.wire.torch_store import TorchStore
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import deepspeed
+from deepspeed.runtime.base_optimizer import ZeROOptimizer as ZeROOptimizer
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer as BF16_Optimizer
+
+# cuDNN builds a plan for every new attention shape, which takes some 100 ms where the kernel takes less than one, and
+# almost every packed row has a new shape.
+torch.backends.cuda.enable_cudnn_sdp(False)
+deepspeed.utils.logger.setLevel(logging.WARNING)
+# This op serves tensor-parallel inference only; without this line the first start on a CPU would compile it.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+# DeepSpeed calls deprecated names of collectives several times per step.
+warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
 
 ERROR_BYTES = 2048
 """Maximum length of an error text that one rank sends to the others."""
@@ -77,7 +97,8 @@ class Ranks:
             return
         text = torch.zeros(ERROR_BYTES, dtype=torch.uint8)
         if self.rank == first:
-            encoded = (_mark(error) + str(error)).encode()[:ERROR_BYTES]
+            mark = SILENT if isinstance(error, PeerTimeoutError) else BROKEN
+            encoded = (mark + str(error)).encode()[:ERROR_BYTES]
             text[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
         text = self.sum(text)
         if error is not None:
@@ -94,15 +115,19 @@ class Ranks:
         return values.cpu()
 
 
-def _mark(error: AsyncrlError | None) -> str:
-    return SILENT if isinstance(error, PeerTimeoutError) else BROKEN
-
-
 def own_device(rank: int) -> torch.device:
     """Returns the device of this process: of the GPUs that it sees, the one of LOCAL_RANK, which launchers set."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank % torch.cuda.device_count())))
+
+
+def enable_determinism() -> None:
+    """Makes this process compute identical results from identical inputs. Call it before the process uses a GPU."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    # Filling new tensors would only make memory deterministic that nothing reads.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @contextmanager

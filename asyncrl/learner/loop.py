@@ -3,7 +3,7 @@
     step            what happens                                    waits for                    woken by
     ------------    --------------------------------------------    -------------------------    -----------------------
     _agree          the ranks agree to continue or to stop          all learner ranks            a collective
-    prefetch.get    gets this rank's part of the step, packed       groups_per_step groups       the prefetch thread
+    _prepared       gets this rank's part of the step, packed       groups_per_step groups       the prefetch thread
     raise_on_all..  an error of any rank is raised on all ranks     all learner ranks            a collective
     card.begin      with launch.colocate: takes the card            its generator                polling (`colocated`)
     trainer.train   version step - 1 becomes version step           all learner ranks, critic    collectives, its reply
@@ -14,11 +14,10 @@
          |
          +-- back to _agree, until the last step
 
-Meanwhile the prefetch thread takes and packs this rank's part of the next step: `batches.take`, `prepare`. It waits for
+Meanwhile the prefetch thread takes and packs this rank's part of the next step (`_take`). It waits for
 the queue's reply. The sender's thread copies the weights; `trainer.train` waits for it before its first update.
 
-A step is committed before its weights are sent: the replay queue must know every version that a generator has.
-"""
+A step is committed before its weights are sent: the replay queue must know every version that a generator has."""
 
 from __future__ import annotations
 
@@ -26,6 +25,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -34,19 +34,16 @@ from typing import Any
 import structlog
 import torch
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import InvariantError, PeerTimeoutError, RunError, observer_failures, observing
-from asyncrl.learner.batch import Batch
-from asyncrl.learner.checkpoint.files import Files, bytes_file
-from asyncrl.learner.checkpoint.hf_export import save_model
-from asyncrl.learner.checkpoint.manager import Checkpoints
-from asyncrl.learner.collate import collate
+from asyncrl.learner.batch import Batch, collate
+from asyncrl.learner.checkpoint import Checkpoints, Files, bytes_file
 from asyncrl.learner.colocated import OwnCard
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.metrics.flops import device_peak, utilization
 from asyncrl.learner.metrics.profiler import StepProfiler
-from asyncrl.learner.prefetch import Prefetcher
-from asyncrl.learner.trainer import Trainer
+from asyncrl.learner.model.saving import save_model
+from asyncrl.learner.step import Trainer
 from asyncrl.observe.trackers import Trackers
 from asyncrl.replay.client import LearnerClient
 from asyncrl.replay.history import JournalBatches, SampleBatches
@@ -58,9 +55,10 @@ from asyncrl.weights.background import BackgroundSender
 from asyncrl.wire.learner_messages import Committed
 
 log = structlog.get_logger()
-
 REWARD_STEPS = 50
 """Steps that the reward of a checkpoint is the mean of where `checkpoint.every_steps` is not set."""
+POLL_S = 0.02
+"""Interval at which it looks for a generator without weights while it waits for a batch."""
 
 
 @dataclass(slots=True)
@@ -97,7 +95,10 @@ class Learner:
     """Step of the newest checkpoint that was started or loaded."""
     rewards: deque[float] = field(init=False)
     """Mean rewards of the latest steps."""
-    prefetch: Prefetcher = field(init=False)
+    prefetch: ThreadPoolExecutor = field(init=False)
+    """Takes and packs the batches of this rank, where it needs no other rank: the next one while one is trained."""
+    ahead: Future[tuple[Shard, Batch | InvariantError] | None] | None = None
+    """What it prepares, or has prepared; None before the first step."""
     profiler: StepProfiler = field(init=False)
     peak_flops: float | None = field(init=False)
     """Peak of each rank's device in FLOP/s; None if it is unknown."""
@@ -105,7 +106,7 @@ class Learner:
     def __post_init__(self) -> None:
         self.saved = self.start
         self.rewards = deque(maxlen=self.config.checkpoint.every_steps or REWARD_STEPS)
-        self.prefetch = Prefetcher(self.batches.take, self.prepare, last_step=self.config.steps)
+        self.prefetch = ThreadPoolExecutor(1, thread_name_prefix="take")
         self.trainer.before_update = self._await_copy
         observe = self.config.observe
         self.profiler = StepProfiler(observe.profile, self.run_dir / "profile", self.ranks.rank)
@@ -161,19 +162,19 @@ class Learner:
         return bool(stop)
 
     def _train(self, step: int) -> bool:
-        """Trains one step. Returns False if there is no batch for it."""
-        prepared = self.prefetch.get(step, self._hand_over_again if self.card.hands_over else None)
+        prepared = self._prepared(step)
         self.watch.switch("working")
         if prepared is None:
             return False
+        shard, batch = prepared
         # On all ranks, so that none waits for one that has ended.
-        self.ranks.raise_on_all_ranks(prepared.error)
-        assert prepared.batch is not None
+        self.ranks.raise_on_all_ranks(batch if isinstance(batch, InvariantError) else None)
+        assert isinstance(batch, Batch)
         self.watch.switch("waiting")
         self.card.begin(meanwhile=self._hand_over_again)
         self.watch.switch("working")
         with self.profiler.step(step):
-            metrics = self.trainer.train(prepared.batch, step=step)
+            metrics = self.trainer.train(batch, step=step)
         self.watch.switch("writing")
         lap = self.watch.lap()
         metrics |= {metric: lap[activity] for activity, metric in LEARNER_TIMES.items()} | self.trainer.phases.metrics()
@@ -193,7 +194,7 @@ class Learner:
         self._log(step, metrics | committed.metrics)
         if self.book is not None:
             with observing("samples"):
-                self.book.record(step, prepared.shard.groups, is_last=step == self.config.steps)
+                self.book.record(step, shard.groups, is_last=step == self.config.steps)
         return True
 
     def _saves(self, step: int) -> bool:
@@ -237,10 +238,29 @@ class Learner:
             log.warning(f"no checkpoint of the last step: it takes longer than half of launch.{key}", step=step)
 
     def _save_models(self) -> None:
-        """Writes the policy, and the critic where there is one."""
         save_model(self.trainer.policy, self.run_dir / "model")
         if self.trainer.critic is not None:
             self.trainer.critic.save(self.run_dir / "critic")
+
+    def _prepared(self, step: int) -> tuple[Shard, Batch | InvariantError] | None:
+        """Waits for this rank's part of the step, and lets the thread prepare that of the next step. Returns None if
+        there is no batch. Raises what `batches.take` raises."""
+        ahead = self.ahead or self.prefetch.submit(self._take, step)
+        while self.card.hands_over and not wait([ahead], POLL_S).done:
+            self._hand_over_again()
+        prepared = ahead.result()
+        if prepared is not None and step < self.config.steps:
+            self.ahead = self.prefetch.submit(self._take, step + 1)
+        return prepared
+
+    def _take(self, step: int) -> tuple[Shard, Batch | InvariantError] | None:
+        shard = self.batches.take(step)
+        if shard is None:
+            return None
+        try:
+            return shard, self.prepare(shard, step)
+        except InvariantError as error:
+            return shard, error
 
     def prepare(self, shard: Shard, step: int) -> Batch:
         """The packed batch. Raises InvariantError if the shard cannot be trained in this step."""
@@ -263,7 +283,6 @@ class Learner:
             self.sender.send(version, self.card.make_room(self.trainer.policy.sent_slices()), copy_later=True)
 
     def _end_turn(self, version: int) -> None:
-        """Releases the card; if it hands over, when the generator has loaded this version."""
         if self.card.hands_over:
             self._send(version)
         self.card.end(self._await_copy)
@@ -275,7 +294,6 @@ class Learner:
             self._end_turn(self.sent)
 
     def _await_copy(self) -> None:
-        """Waits until the weights that were sent may change."""
         if self.sender is not None:
             self.watch.switch("syncing")
             self.sender.copied()
@@ -319,7 +337,6 @@ class Learner:
         )
 
     def _finish_sending(self) -> None:
-        """Waits for the last broadcast. Generators that already left at the end of the run are no failure."""
         if self.sender is None:
             return
         try:
@@ -328,8 +345,6 @@ class Learner:
             log.warning("the last weights did not reach all generators", error=str(error))
 
     def _finish_evaluating(self, should_stop: Callable[[], bool]) -> None:
-        """Records the evaluations that end after the last step."""
-
         def is_over() -> bool:
             self._hand_over_again()
             return should_stop()
@@ -340,6 +355,5 @@ class Learner:
                 self._rate(metrics)
 
     def _rate(self, metrics: dict[str, float]) -> None:
-        """Rates a checkpoint by the reward of its evaluation."""
         if self.checkpoints is not None and "eval/reward" in metrics:
             self.checkpoints.evaluated(int(metrics["eval/version"]), metrics["eval/reward"])

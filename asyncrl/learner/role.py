@@ -9,19 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import RunError
 from asyncrl.learner.algorithm import make_algorithm
-from asyncrl.learner.checkpoint.files import CHECKPOINTS
-from asyncrl.learner.checkpoint.manager import Checkpoints
+from asyncrl.learner.checkpoint import CHECKPOINTS, Checkpoints
 from asyncrl.learner.colocated import OwnCard, SharedCard
-from asyncrl.learner.critic.remote import RemoteCritic
-from asyncrl.learner.critic.value_function import Critic, ValueFunction
-from asyncrl.learner.distributed import Ranks, process_group
+from asyncrl.learner.critic import Critic, RemoteCritic
+from asyncrl.learner.distributed import Ranks, enable_determinism, process_group
 from asyncrl.learner.loop import Learner
-from asyncrl.learner.mismatch_check import MismatchCheck
-from asyncrl.learner.model.deepspeed_import import enable_determinism
-from asyncrl.learner.trainer import Trainer
+from asyncrl.learner.model.checks import MismatchCheck
+from asyncrl.learner.step import Trainer
 from asyncrl.samples.book import SampleBook
 from asyncrl.util.card_lock import CardLock, card_path
 from asyncrl.wire.directory import announce
@@ -209,7 +206,7 @@ def _training(
             lock = CardLock(card_path(run_dir, rank), f"learner-{rank}")
             parts.callback(lock.leave)
             card = SharedCard(config, ranks, lock)
-        critic: ValueFunction | None = None
+        critic: Critic | RemoteCritic | None = None
         others: tuple[str, ...] = ()
         if algorithm.needs_critic and config.critic.ranks:
             critic = RemoteCritic(config, rank, endpoints)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import structlog
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.plan.measured import RecentRun
 from asyncrl.plan.simulation import Prediction, simulate

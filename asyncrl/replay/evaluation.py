@@ -17,7 +17,7 @@ import structlog
 from msgspec import field
 from numpy.typing import NDArray
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import ProtocolError
 from asyncrl.replay.metrics.stats import ReportedStats
 from asyncrl.samples import Samples

@@ -26,7 +26,7 @@ from typing import Self
 
 from msgspec import field
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import InvariantError
 from asyncrl.util.durable import Durable
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 from msgspec import field
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import InvariantError, ProtocolError, RunError
 from asyncrl.replay.codec import header_bytes, prompt_bytes
 from asyncrl.replay.journal import Location

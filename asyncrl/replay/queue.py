@@ -43,7 +43,7 @@ from typing import Any, Literal
 import structlog
 from msgspec import structs
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import ProtocolError
 from asyncrl.replay.codec import NO_LIMITS, GroupLimits, check_group, check_sampled
 from asyncrl.replay.evaluation import STRANDED, eval_metrics

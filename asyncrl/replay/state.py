@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import msgspec
 from msgspec import field
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError, JournalError, RunError
 from asyncrl.replay.evaluation import EvalRecord, Evaluations
 from asyncrl.replay.journal import DAMAGED, FORMAT, OTHER_FORMAT, Journal, Loader, Location, Record

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import msgspec
 import structlog
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import JournalError, ProtocolError
 from asyncrl.replay.history import History
 from asyncrl.replay.journal import (

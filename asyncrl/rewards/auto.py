@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
-from asyncrl.config import ENVIRONMENT, Config, Rewards
+from asyncrl.config.config import Config
+from asyncrl.config.sections import ENVIRONMENT, Rewards
 from asyncrl.errors import ConfigError
 
 UNKNOWN = "exact"

@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.rewards.table import names_in, reward_for
 from asyncrl.rewards.worker_main import PackedEpisode

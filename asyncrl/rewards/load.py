@@ -8,9 +8,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from asyncrl.config import ENVIRONMENT, check_options
+from asyncrl.config.sections import ENVIRONMENT
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.calling import SAMPLE_ARGUMENTS, RewardFunction, parameters_of
+from asyncrl.util.hints import check_options
 from asyncrl.util.redaction import MIN_SECRET_CHARACTERS, keep_secret
 from asyncrl.util.user_code import resolve_function
 

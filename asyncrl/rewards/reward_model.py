@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from asyncrl.config import Config, Options
+from asyncrl.config.config import Config
+from asyncrl.config.sections import Options
 from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
 from asyncrl.rewards.calling import Failed
 from asyncrl.rewards.table import evaluation_config, reward_names

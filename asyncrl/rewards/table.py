@@ -7,10 +7,12 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
-from asyncrl.config import ENVIRONMENT, Config, Options, Rewards, RewardSpec, did_you_mean
+from asyncrl.config.config import Config
+from asyncrl.config.sections import ENVIRONMENT, Options, Rewards, RewardSpec
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.calling import CompletedGroup, Score, failure
 from asyncrl.rewards.load import load_reward
+from asyncrl.util.hints import did_you_mean
 
 CHECKS: dict[str, str] = {
     ENVIRONMENT: "asyncrl.rewards.builtin.environment:check_environment_reward",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate, islice
 from typing import Any, NamedTuple
 
-from asyncrl.config import Options, Rewards
+from asyncrl.config.sections import Options, Rewards
 from asyncrl.errors import ConfigError
 from asyncrl.rewards import reward_model
 from asyncrl.rewards.calling import TURN_BREAK, CompletedGroup, Message, Score

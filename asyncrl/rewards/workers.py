@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import structlog
 from pebble import ProcessExpired, ProcessPool
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import RunError
 from asyncrl.rewards.calling import Score, describe, failure
 from asyncrl.rewards.table import environment_weight, evaluation_config, reward_for, show_spec

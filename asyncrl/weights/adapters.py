@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from asyncrl.config.mappings import Lora
+from asyncrl.config.training import Lora
 
 if TYPE_CHECKING:
     from peft import LoraConfig

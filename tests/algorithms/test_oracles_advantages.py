@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from asyncrl.algorithms import advantages as adv
-from asyncrl.algorithms.advantages import ADVANTAGES
-from asyncrl.algorithms.segments import backward_recurrence, sequence_ends
+from asyncrl.algorithms.advantages import ADVANTAGES, backward_recurrence, sequence_ends
 
 GROUPED = ["grpo", "dr_grpo", "rloo", "opo", "maxrl"]
 

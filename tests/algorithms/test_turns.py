@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from asyncrl.algorithms.group_advantages import grpo
-from asyncrl.algorithms.turns import progress, turn_grpo
-from asyncrl.learner.turns import with_remainder
+from asyncrl.algorithms.advantages import grpo, progress, turn_grpo
+from asyncrl.learner.step import with_remainder
 
 CLOSE: dict[str, Any] = {"atol": 1e-7, "rtol": 1e-7}
 reward = st.integers(-8, 8).map(lambda number: number / 4)

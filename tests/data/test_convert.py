@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from asyncrl.cli import app
-from asyncrl.config import load_config
+from asyncrl.config.load import load_config
 from asyncrl.data.convert import CONVERTERS, hellaswag
 from asyncrl.data.cursor import PromptCursor
 from asyncrl.data.parquet import PromptTable, check_dataset

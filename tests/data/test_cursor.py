@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.data.cursor import PromptCursor
 from asyncrl.data.prompts import fit
 from asyncrl.errors import ConfigError

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from asyncrl.config import Config, load_config
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config
 from asyncrl.data import parquet
 from asyncrl.data.cursor import PromptCursor
 from asyncrl.data.parquet import PromptTable, check_dataset, count_sources

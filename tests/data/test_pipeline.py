@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.data import pipeline
 from asyncrl.data.cursor import PromptCursor
 from asyncrl.data.pipeline import Pipeline, approximate_bytes

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from asyncrl.config import Options
+from asyncrl.config.sections import Options
 from asyncrl.environments.dialogue import Dialogue
 from asyncrl.environments.environment import Action, Task, ToolCall
 from asyncrl.environments.named import Named

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.environments.dialogue import Dialogue
 from asyncrl.environments.dialogue.display import Display, Shown
 from asyncrl.errors import ConfigError

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from asyncrl.config import Options
+from asyncrl.config.sections import Options
 from asyncrl.environments.episode import Limits, Turn
 from asyncrl.environments.gateway.access import Access
 from asyncrl.environments.gateway.server import Gateway

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from asyncrl.config import Options
+from asyncrl.config.sections import Options
 from asyncrl.environments.environment import Task
 from asyncrl.environments.player import Limits
 from asyncrl.environments.programs.load import load_verifiers

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.environments.pool import EnvironmentPool
 from asyncrl.generator.engine import Completion
 from asyncrl.generator.group_runner import GroupRunner

@@ -24,8 +24,8 @@ from torch import Tensor
 from transformers import Qwen2ForCausalLM
 from vllm.config.lora import MaxLoRARanks
 
-from asyncrl.config import Config
-from asyncrl.config.mappings import Lora
+from asyncrl.config.config import Config
+from asyncrl.config.training import Lora
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.generator import engine as engine_module
 from asyncrl.generator.engine import Completion, Engine, make_engine, make_own_engine

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from asyncrl.errors import ConfigError
 from asyncrl.generator.vllm_backend.engine import VllmEngine
 from asyncrl.generator.vllm_backend.sent_weights import SentWeights
-from asyncrl.learner.collate import make_batch
+from asyncrl.learner.batch import make_batch
 from asyncrl.learner.model.loading import load_policy_model
 from asyncrl.learner.model.policy import PolicyNetwork
 from asyncrl.types import Group

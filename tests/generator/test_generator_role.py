@@ -14,7 +14,7 @@ from helpers.replay import loopback_endpoints
 from safetensors.torch import save_file
 from structlog.testing import capture_logs
 
-from asyncrl.config import load_config
+from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
 from asyncrl.generator import role
 from asyncrl.generator.engine import check_installed, make_engine

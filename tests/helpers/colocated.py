@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.generator.colocated import SharedCard as GeneratorCard
 from asyncrl.generator.engine import Completion
 from asyncrl.generator.loop import GeneratorLoop

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl.config import Options
+from asyncrl.config.sections import Options
 from asyncrl.environments.environment import Task
 from asyncrl.environments.episode import Limits, Turn
 from asyncrl.environments.gateway.server import Gateway

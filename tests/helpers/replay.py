@@ -9,7 +9,8 @@ from itertools import count
 import numpy as np
 from msgspec import structs
 
-from asyncrl.config import Config, load_config
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config
 from asyncrl.replay.metrics.stats import ReportedStats
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.state import QueueSnapshot

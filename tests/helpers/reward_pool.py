@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.rewards.workers import RewardPool, Scored
 from asyncrl.types import Prompt
 

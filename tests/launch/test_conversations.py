@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from asyncrl.config import load_config
+from asyncrl.config.load import load_config
 from asyncrl.environments import Environment, Step
 from asyncrl.environments.dialogue import Dialogue
 from asyncrl.environments.named import Named

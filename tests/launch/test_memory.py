@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config import Config, load_config, parse_override
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config, parse_override
 from asyncrl.errors import ConfigError
 from asyncrl.launch import machine as gpus
 from asyncrl.launch.layout import CARDS, parse_cards
@@ -239,7 +240,7 @@ def test_a_run_that_cannot_fit_is_refused_with_the_sum_and_the_keys_that_help(mo
     with pytest.raises(ConfigError) as caught:
         fitted(monkeypatch, config, 5, MIB_80GB, Models(SEVEN))
     lines = str(caught.value).splitlines()
-    assert lines[0] == "by arithmetic the run does not fit its GPUs:"
+    assert lines[0] == "this run is estimated not to fit its GPUs:"
     assert lines[1].startswith("  GPU 0 (79.6 GiB, of which 75.7 may be used): learner-0 93.")
     assert "activations of 8192 tokens 48." in lines[1] and "weights to send 3.5" in lines[1]
     assert lines[-1] == "with learner.gradient_checkpointing=true it would fit"

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from asyncrl.config import Config, load_config
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config
 from asyncrl.data.parquet import write_rows
 from asyncrl.replay.codec import pack_group
 from asyncrl.replay.evaluation import EvalSamples, EvaluatedRow

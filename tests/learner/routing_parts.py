@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from worlds import make_config
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.generator.engine import Completion
 from asyncrl.generator.groups import Running, make_group
 from asyncrl.generator.transformers_backend.engine import TransformersEngine

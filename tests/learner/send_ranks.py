@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from worlds import endpoints, make_config, make_groups, make_trainer, pack_groups
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.learner.distributed import Ranks, process_group
 from asyncrl.learner.model.engine import TrainedModel
 from asyncrl.weights.background import BackgroundSender

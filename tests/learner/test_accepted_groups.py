@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from worlds import make_config, make_trainer
 
 from asyncrl.errors import ProtocolError
-from asyncrl.learner.collate import collate
+from asyncrl.learner.batch import collate
 from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.trainer import Trainer
+from asyncrl.learner.step import Trainer
 from asyncrl.replay.codec import GroupLimits, pack_group, unpack_group
 from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue

@@ -14,16 +14,16 @@ import structlog
 from worlds import make_config
 
 from asyncrl.errors import PeerTimeoutError, RunError
-from asyncrl.learner.checkpoint.files import (
+from asyncrl.learner.checkpoint import (
+    ALARM_STEPS,
+    Checkpoints,
     Files,
-    PartContent,
     await_parts,
     bytes_file,
     finished_steps,
     newest_checkpoint,
     sum_of,
 )
-from asyncrl.learner.checkpoint.manager import ALARM_STEPS, Checkpoints
 from asyncrl.learner.distributed import Ranks
 
 Make = Callable[..., Checkpoints]
@@ -203,7 +203,7 @@ def test_a_full_disk(make: Make, tmp_path: Path) -> None:
         path.write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    checkpoints.save(20, lambda folder: {"policy/rank-0.safetensors": PartContent(9, write)}, reward=None)
+    checkpoints.save(20, lambda folder: {"policy/rank-0.safetensors": write}, reward=None)
     with pytest.raises(RunError) as raised:
         checkpoints.finish()
     partial = tmp_path / "checkpoints" / "step-000020.partial"
@@ -237,7 +237,7 @@ def test_the_next_waits_for_the_one_before(make: Make, tmp_path: Path) -> None:
         assert go_on.wait(20)
         path.write_bytes(b"slow")
 
-    checkpoints.save(1, lambda folder: {"slow": PartContent(4, slow)}, reward=None)
+    checkpoints.save(1, lambda folder: {"slow": slow}, reward=None)
     assert checkpoints.failure() is None and checkpoints.recent == []
     threading.Timer(0.2, go_on.set).start()
     save(checkpoints, 2)
@@ -250,7 +250,7 @@ def test_a_bug_is_not_a_run_error(make: Make) -> None:
     def broken(path: Path) -> None:
         raise KeyError("x")
 
-    checkpoints.save(1, lambda folder: {"x": PartContent(0, broken)}, reward=None)
+    checkpoints.save(1, lambda folder: {"x": broken}, reward=None)
     with pytest.raises(KeyError):
         checkpoints.finish()
 

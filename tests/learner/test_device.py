@@ -12,8 +12,8 @@ from worlds import make_config, make_groups, make_trainer, pack_groups
 
 import asyncrl.learner.model.engine as engine_module
 from asyncrl.algorithms.losses import LOSSES
-from asyncrl.config import Config
-from asyncrl.learner.critic.value_function import ValueNetwork
+from asyncrl.config.config import Config
+from asyncrl.learner.critic import ValueNetwork
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.model.policy import PolicyNetwork
 from tests.helpers.far import FAR, FarTensor, far_device, move, plain_engine

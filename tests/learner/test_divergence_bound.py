@@ -12,10 +12,10 @@ import torch
 from worlds import copy_weights, make_config, make_groups, make_trainer, pack_groups
 
 from asyncrl.algorithms.corrections import mismatch_kl
-from asyncrl.algorithms.weighted import reinforce_is
+from asyncrl.algorithms.losses import reinforce_is
 from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.divergence_bound import FIRST, DivergenceBound
-from asyncrl.learner.trainer import Trainer
+from asyncrl.learner.learning_rate import FIRST, DivergenceBound
+from asyncrl.learner.step import Trainer
 
 STATES, TOKENS, SAMPLES = 16, 12, 1024
 LIMIT = 0.02
@@ -95,7 +95,7 @@ def test_a_step_after_a_checkpoint_has_the_same_rate_and_weights(
     assert rates[0] == pytest.approx(FIRST * config.learner.lr) and 0.0 < rates[1] != rates[0]
     for name, content in whole.snapshot(tmp_path).items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        content.write(tmp_path / name)
+        content(tmp_path / name)
     resumed.restore(tmp_path)
     assert train(whole, 3) == train(resumed, 3)
     for name, weight in copy_weights(whole.policy).items():

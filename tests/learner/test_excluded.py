@@ -17,9 +17,8 @@ from asyncrl.errors import InvariantError
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.loop import Learner
 from asyncrl.learner.model import logprob_head
-from asyncrl.learner.model.excluded import Excluded
 from asyncrl.learner.model.logprob_head import LogprobHead
-from asyncrl.learner.model.policy import Policy, Reference
+from asyncrl.learner.model.policy import Excluded, Policy, Reference
 from asyncrl.types import Group, Shard
 from asyncrl.util.tokenizer import end_tokens
 

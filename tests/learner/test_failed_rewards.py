@@ -11,15 +11,13 @@ import structlog
 import torch
 from test_members import FakeRanks
 
-from asyncrl.algorithms.group_advantages import grpo
-from asyncrl.config import Config
+from asyncrl.algorithms.advantages import grpo
+from asyncrl.config.config import Config
 from asyncrl.generator.engine import Completion
 from asyncrl.generator.groups import Running, make_group
-from asyncrl.learner.advantage_step import Scores, estimate
 from asyncrl.learner.algorithm import make_algorithm
-from asyncrl.learner.batch import Batch
-from asyncrl.learner.collate import collate
-from asyncrl.learner.update import sync_microbatches
+from asyncrl.learner.batch import Batch, collate
+from asyncrl.learner.step import Scores, estimate, sync_microbatches
 from asyncrl.replay.codec import pack_group, unpack_group
 from asyncrl.replay.journal import Journal
 from asyncrl.replay.metrics.rewards import LATEST_GROUPS, FailedRewards

@@ -18,12 +18,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from worlds import CRITIC, make_config, make_model, spawn
 
 from asyncrl.errors import ConfigError
-from asyncrl.learner.checkpoint import hf_export
-from asyncrl.learner.checkpoint.hf_export import FILE_BYTES, WeightFile, save_model, weight_files, write_file
-from asyncrl.learner.critic.value_function import Critic
+from asyncrl.learner.critic import Critic
 from asyncrl.learner.distributed import Ranks
+from asyncrl.learner.model import saving
 from asyncrl.learner.model.loading import load_policy_model, read_other_files
 from asyncrl.learner.model.policy import Policy
+from asyncrl.learner.model.saving import FILE_BYTES, WeightFile, save_model, weight_files, write_file
 from asyncrl.util.files import INDEX, SINGLE, read_tensor_descriptions, tensor_files
 from asyncrl.util.tokenizer import load_tokenizer
 from asyncrl.weights.checkpoint import CheckpointTensor
@@ -213,14 +213,14 @@ def tensor_of(name: str, elements: int, dtype: torch.dtype = torch.float32) -> C
 def test_files_have_equal_parts_of_the_tensors_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = [tensor_of(str(index), 10 + index % 3) for index in range(40)]
     assert [file.name for file in weight_files(tensors, 4)] == [SINGLE], "so small a model is not shared"
-    monkeypatch.setattr(hf_export, "MIN_SHARE_BYTES", 100)
+    monkeypatch.setattr(saving, "MIN_SHARE_BYTES", 100)
     for writers in (1, 2, 3, 8):
         files = weight_files(tensors, writers)
         assert [tensor for file in files for tensor in file.tensors] == tensors
         assert [file.rank for file in files] == list(range(writers))
         sizes = [file.num_bytes for file in files]
         assert max(sizes) - min(sizes) <= 2 * 4 * 12
-    monkeypatch.setattr(hf_export, "FILE_BYTES", 200)
+    monkeypatch.setattr(saving, "FILE_BYTES", 200)
     files = weight_files([*tensors, tensor_of("large", 100)], 2)
     assert {file.rank for file in files} == {0, 1} and len({file.name for file in files}) == len(files)
     assert all(file.num_bytes <= 200 for file in files[:-1]) and files[-1].num_bytes == 400 < FILE_BYTES

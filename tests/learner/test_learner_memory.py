@@ -19,15 +19,13 @@ from transformers import (
 )
 from worlds import make_config, single_groups
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.launch.memory import Shape
-from asyncrl.learner.batch import MicroBatch
-from asyncrl.learner.collate import make_batch
-from asyncrl.learner.model import memory_trace, sequence_parallel
-from asyncrl.learner.model.live_storages import META, LiveStorages
+from asyncrl.learner.batch import MicroBatch, make_batch
+from asyncrl.learner.model import attention, memory_trace
+from asyncrl.learner.model.attention import SequenceParallel
 from asyncrl.learner.model.loading import hidden_states, load_policy_model
-from asyncrl.learner.model.memory_trace import empty_model, trace, trace_layers, typical_micro_batch
-from asyncrl.learner.model.sequence_parallel import SequenceParallel
+from asyncrl.learner.model.memory_trace import META, LiveStorages, empty_model, trace, trace_layers, typical_micro_batch
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -91,7 +89,7 @@ def test_the_trace_counts_what_one_of_several_ranks_keeps(
     (micro,) = make_batch(
         single_groups([96, 90, 80, 75] * 6, SIZES["vocab_size"]), tokens_per_microbatch=1 << 20
     ).micro_batches
-    monkeypatch.setattr(sequence_parallel.dist, "all_to_all_single", lambda received, values, group: None)
+    monkeypatch.setattr(attention.dist, "all_to_all_single", lambda received, values, group: None)
     alone, kept = kept_bytes(config, micro), kept_bytes(config, micro, SequenceParallel(0, size, None))  # pyright: ignore
     model = empty_model(AutoConfig.from_pretrained(tmp_path))
     traced = trace(model, micro, on_gpu=False, exchanged=False, sequence_parallel=size)

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from asyncrl.algorithms.advantages import ADVANTAGES
 from asyncrl.algorithms.losses import PolicyTerms, decoupled_ppo, ppo_clip
-from asyncrl.config import Config, LearnerConfig, load_config
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config
 from asyncrl.config.sections import ReplayConfig
+from asyncrl.config.training import LearnerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner.algorithm import (
     check_algorithm,
@@ -23,7 +25,7 @@ from asyncrl.learner.algorithm import (
     needs_greedy_baseline,
     needs_turns,
 )
-from asyncrl.learner.update import learning_rate
+from asyncrl.learner.learning_rate import learning_rate
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
@@ -237,7 +239,7 @@ def test_shipped_configs_name_algorithms_that_work(path: Path) -> None:
 def test_options_of_deepspeed_override_those_of_the_learner(tiny_model: Path) -> None:
     from worlds import make_config
 
-    from asyncrl.learner.model.settings import deepspeed_config
+    from asyncrl.learner.model.engine import deepspeed_config
 
     options = {"zero_optimization": {"overlap_comm": True}, "wall_clock_breakdown": True}
     plain = deepspeed_config(make_config(tiny_model), nn.Identity())
@@ -250,7 +252,7 @@ def test_options_of_deepspeed_override_those_of_the_learner(tiny_model: Path) ->
 def test_stage_3_keeps_two_layers_gathered(tiny_model: Path) -> None:
     from worlds import make_config
 
-    from asyncrl.learner.model.settings import deepspeed_config
+    from asyncrl.learner.model.engine import deepspeed_config
 
     layers = nn.ModuleList([nn.Linear(3, 5), nn.Sequential(nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 1)]))])
     network = nn.Sequential(nn.Embedding(100, 3), layers)
@@ -266,7 +268,7 @@ def test_stage_3_keeps_two_layers_gathered(tiny_model: Path) -> None:
 def test_offload_is_passed_to_deepspeed(stage: int, offload: str, expected: set[str], tiny_model: Path) -> None:
     from worlds import make_config
 
-    from asyncrl.learner.model.settings import deepspeed_config
+    from asyncrl.learner.model.engine import deepspeed_config
 
     config = make_config(tiny_model, learner={"zero_stage": stage, "offload": offload})
     settings = deepspeed_config(config, nn.Identity())
@@ -284,7 +286,7 @@ def test_backward_waits_for_no_other_stream(
     from torch import nn
     from worlds import make_config
 
-    from asyncrl.learner.model.settings import deepspeed_config
+    from asyncrl.learner.model.engine import deepspeed_config
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     config = make_config(tiny_model, learner={"zero_stage": stage}, model={"dtype": dtype})

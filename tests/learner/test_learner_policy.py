@@ -17,15 +17,15 @@ from worlds import LR, make_config, make_groups, make_trainer, make_trajectory, 
 
 from asyncrl.algorithms.advantages import grpo
 from asyncrl.algorithms.losses import PolicyTerms
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.learner.algorithm import make_algorithm
-from asyncrl.learner.checkpoint.hf_export import save_model
-from asyncrl.learner.collate import make_batch
+from asyncrl.learner.batch import make_batch
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.model import logprob_head
 from asyncrl.learner.model.loading import load_policy_model
 from asyncrl.learner.model.policy import Policy
+from asyncrl.learner.model.saving import save_model
 from asyncrl.replay.codec import pack_group
 from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue

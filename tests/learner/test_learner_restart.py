@@ -19,14 +19,13 @@ import torch
 from torch import Tensor
 from worlds import CRITIC, make_config, make_groups, make_trainer
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import RunError
-from asyncrl.learner import update
-from asyncrl.learner.checkpoint.files import PartContent
-from asyncrl.learner.checkpoint.manager import Checkpoints
-from asyncrl.learner.checkpoint.zero_state import collect_state
+from asyncrl.learner import step as update
+from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.loop import Learner
+from asyncrl.learner.model.saving import collect_state
 from asyncrl.observe.trackers import Trackers, make_trackers
 from asyncrl.types import Shard
 from asyncrl.wire.learner_messages import Committed
@@ -371,7 +370,7 @@ def test_a_last_checkpoint_that_takes_too_long_is_abandoned(world: Make, uninter
             raise OSError(f"{path}: its folder is gone")
 
         checkpoints.save = lambda step, snapshot, **options: save(  # type: ignore[method-assign]
-            step, lambda folder: {"slow": PartContent(0, write)} | snapshot(folder), **options
+            step, lambda folder: {"slow": write} | snapshot(folder), **options
         )
 
     one.queue.stopped_at = 3
@@ -420,7 +419,7 @@ def test_a_full_disk_ends_the_run_at_the_next_step(world: Make, uninterrupted: A
             def write(path: Path) -> None:
                 raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-            broken = {"first": PartContent(0, write)} if step == 4 else {}
+            broken = {"first": write} if step == 4 else {}
             save(step, lambda folder: broken | snapshot(folder), **options)
 
         checkpoints.save = fail  # type: ignore[method-assign]

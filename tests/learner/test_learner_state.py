@@ -14,7 +14,9 @@ from torch import Tensor
 from worlds import STATE_RUNS, copy_weights, make_config, make_trainer, spawn, train_steps
 
 from asyncrl.errors import RunError
-from asyncrl.learner.checkpoint.zero_state import (
+from asyncrl.learner.distributed import Ranks
+from asyncrl.learner.model.engine import STEP
+from asyncrl.learner.model.saving import (
     BASE,
     SKIPPED,
     collect_state,
@@ -23,8 +25,6 @@ from asyncrl.learner.checkpoint.zero_state import (
     restore_state,
     seed_random_state,
 )
-from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.model.optimizers import STEP
 from tests.helpers.selection import selected_names, slow_except
 
 QUICK = ("zero3", "bfloat16-zero1", "lora-zero3")

@@ -14,15 +14,11 @@ from worlds import copy_weights, make_config, make_groups, make_trainer, pack_gr
 
 from asyncrl.algorithms.kl import kl_estimate
 from asyncrl.errors import ConfigError, InvariantError, RunError
-from asyncrl.learner.advantage_step import Estimates, Scores, estimate
 from asyncrl.learner.algorithm import make_algorithm
-from asyncrl.learner.batch import Batch
-from asyncrl.learner.collate import make_batch
-from asyncrl.learner.critic.value_function import Critic, CriticModel, ValueHead
+from asyncrl.learner.batch import Batch, make_batch
+from asyncrl.learner.critic import Critic, CriticModel, ValueHead
 from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.token_losses import token_losses
-from asyncrl.learner.trainer import Trainer
-from asyncrl.learner.update import sync_microbatches
+from asyncrl.learner.step import Estimates, Scores, Trainer, estimate, sync_microbatches, token_losses
 from asyncrl.types import Group, Trajectory
 
 GAE: dict[str, Any] = {"advantage": "gae", "advantage_options": {"gamma": 0.9, "lam": 0.8}, "loss": "ppo_clip"}

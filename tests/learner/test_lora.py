@@ -15,15 +15,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from worlds import LORA, copy_weights, make_config, make_groups, make_trainer, pack_groups, train_steps
 
-from asyncrl.config import Config, parse_override
+from asyncrl.config.config import Config
+from asyncrl.config.load import parse_override
 from asyncrl.errors import ConfigError, ProtocolError, RunError
 from asyncrl.launch.memory import Shape, learner_parts
-from asyncrl.learner.checkpoint.hf_export import save_model
-from asyncrl.learner.checkpoint.zero_state import BASE, SKIPPED, collect_state, restore_state
 from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.model.optimizers import STEP
+from asyncrl.learner.model.engine import STEP
 from asyncrl.learner.model.policy import Reference
-from asyncrl.learner.trainer import Trainer
+from asyncrl.learner.model.saving import BASE, SKIPPED, collect_state, restore_state, save_model
+from asyncrl.learner.step import Trainer
 from asyncrl.weights import adapters
 from asyncrl.weights.adapters import Factors, MergedWeights, adapter_shapes, merged
 from asyncrl.weights.base import fingerprint_of

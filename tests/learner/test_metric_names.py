@@ -15,14 +15,14 @@ import pytest
 from torch import Tensor
 from worlds import GAE_CONFIG, critic_endpoints, make_config, running
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.learner.algorithm import make_algorithm
-from asyncrl.learner.checkpoint.manager import Checkpoints
+from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.colocated import SharedCard
-from asyncrl.learner.critic.remote import RemoteCritic
+from asyncrl.learner.critic import RemoteCritic
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.loop import Learner
-from asyncrl.learner.trainer import Trainer
+from asyncrl.learner.step import Trainer
 from asyncrl.observe.charts import CHARTS
 from asyncrl.observe.trackers import make_trackers
 from asyncrl.replay.codec import pack_group, unpack_group

@@ -14,11 +14,10 @@ from structlog.testing import capture_logs
 from worlds import make_config, make_groups, make_trainer, pack_groups, spawn
 
 from asyncrl.errors import ConfigError
-from asyncrl.learner.batch import MicroBatch, empty_micro_batch
-from asyncrl.learner.collate import make_batch
+from asyncrl.learner.batch import MicroBatch, empty_micro_batch, make_batch
 from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.mismatch_check import ENOUGH_TOKENS, LIMITS, MismatchCheck
-from asyncrl.learner.trainer import Trainer
+from asyncrl.learner.model.checks import ENOUGH_TOKENS, LIMITS, MismatchCheck
+from asyncrl.learner.step import Trainer
 from asyncrl.types import Group
 
 STEP = 8

@@ -12,10 +12,9 @@ from torch.optim import Adafactor, AdamW, Muon, Optimizer
 from worlds import LR, copy_weights, gradients_before_step, make_config, make_groups, make_trainer, pack_groups
 
 from asyncrl.launch.memory import Shape, optimizer_bytes
-from asyncrl.learner.critic.value_function import CriticModel
+from asyncrl.learner.critic import CriticModel
 from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.model.engine import TrainedModel
-from asyncrl.learner.model.optimizers import MuonWithAdamW, layer_matrices
+from asyncrl.learner.model.engine import MuonWithAdamW, TrainedModel, layer_matrices
 
 NORM = 100.0
 """A maximum norm that clips nothing."""

@@ -16,12 +16,10 @@ from worlds import make_groups, make_trajectory
 
 from asyncrl.algorithms.advantages import grpo
 from asyncrl.errors import ConfigError, InvariantError
-from asyncrl.learner.batch import empty_micro_batch
-from asyncrl.learner.collate import check_staleness, make_batch
-from asyncrl.learner.model import deepspeed_import
-from asyncrl.learner.model import packed_attention as packed_attention_module
-from asyncrl.learner.model.packed_attention import find_firsts, make_layout, packed_attention
-from asyncrl.learner.packing import pack, pack_groups
+from asyncrl.learner import distributed
+from asyncrl.learner.batch import check_staleness, empty_micro_batch, make_batch, pack, pack_groups
+from asyncrl.learner.model import attention
+from asyncrl.learner.model.attention import find_firsts, make_layout, packed_attention
 from asyncrl.types import Group
 from tests.helpers.examples import examples
 
@@ -104,8 +102,8 @@ def test_packed_attention_is_attention_of_each_sequence(
         assert enable_gqa is grouped and (q.shape[1] == k.shape[1] == v.shape[1]) is not grouped
         return scaled_dot_product_attention(q, k, v, enable_gqa=enable_gqa, **options)
 
-    monkeypatch.setattr(packed_attention_module, "scaled_dot_product_attention", kernel)
-    monkeypatch.setattr(packed_attention_module, "lacks_grouped_kernel", lambda query, mask: not grouped)
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", kernel)
+    monkeypatch.setattr(attention, "lacks_grouped_kernel", lambda query, mask: not grouped)
     torch.manual_seed(0)
     sizes = np.array([3, 70, 1, 33, 200, 64, 90])
     total = int(sizes.sum())
@@ -142,11 +140,11 @@ def test_heads_are_repeated_where_a_gpu_would_store_all_scores(
     on_gpu: bool, dtype: torch.dtype, masked: bool, repeats: bool
 ) -> None:
     query: Any = SimpleNamespace(is_cuda=on_gpu, is_meta=False, dtype=dtype)
-    assert packed_attention_module.lacks_grouped_kernel(query, torch.ones(1) if masked else None) is repeats
+    assert attention.lacks_grouped_kernel(query, torch.ones(1) if masked else None) is repeats
 
 
 def test_cudnn_makes_no_plan_for_every_shape_of_attention() -> None:
-    assert deepspeed_import.deepspeed and not torch.backends.cuda.cudnn_sdp_enabled()
+    assert distributed.deepspeed and not torch.backends.cuda.cudnn_sdp_enabled()
 
 
 @pytest.mark.parametrize("window", [1, 2, 64, 65, 199, 200, None])

@@ -21,8 +21,7 @@ from worlds import endpoints, make_config, make_model, spawn
 
 from asyncrl.errors import ConfigError
 from asyncrl.launch.checks import check_weights
-from asyncrl.learner.model.loading import load_policy_model, load_value_model
-from asyncrl.learner.model.partitioned_loading import read_range
+from asyncrl.learner.model.loading import load_policy_model, load_value_model, read_range
 from asyncrl.learner.model.policy import Policy
 from asyncrl.util.files import tensor_files
 from asyncrl.weights.checkpoint import meta_model

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from worlds import make_config, make_groups, make_model, pack_groups, spawn
 
 from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.model.sequence_parallel import SequenceParallel
+from asyncrl.learner.model.attention import SequenceParallel
 from tests.helpers.selection import selected_names, slow_except
 
 QUICK = ("zero3", "critic", "masks")

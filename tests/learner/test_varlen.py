@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from asyncrl.learner.model import varlen
-from asyncrl.learner.model.packed_attention import attend_in_buckets, find_firsts, make_layout, packed_attention
+from asyncrl.learner.model import attention
+from asyncrl.learner.model.attention import attend_in_buckets, find_firsts, make_layout, packed_attention
 from tests.helpers.examples import examples
 
 groups_of_tokens = st.lists(
@@ -64,9 +64,9 @@ def ungrouped_kernel(*tensors: Any, scale: float | None, window_size: tuple[int,
 
 @pytest.fixture(params=[plain_kernel, ungrouped_kernel])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    parameters = set(varlen.signature(request.param).parameters)
-    monkeypatch.setattr(varlen, "varlen_attn", request.param)
-    monkeypatch.setattr(varlen, "PARAMETERS", parameters)
+    parameters = set(attention.signature(request.param).parameters)
+    monkeypatch.setattr(attention, "varlen_attn", request.param)
+    monkeypatch.setattr(attention, "PARAMETERS", parameters)
 
 
 def row_of(groups: list[list[list[int]]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -87,8 +87,8 @@ def test_the_kernel_gets_each_sequence_with_its_shared_tokens(
     size = (len(layout.computed), 2, 4)
     q, k, v = (torch.randn(size, generator=generator, dtype=torch.float64) for _ in range(3))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(varlen, "varlen_attn", plain_kernel)
-        output = varlen.attend(q, k, v, layout.segments, scaling=None, window=window)
+        patch.setattr(attention, "varlen_attn", plain_kernel)
+        output = attention.attend_varlen(q, k, v, layout.segments, scaling=None, window=window)
     expected = attend_in_buckets(q, k, v, layout, scaling=None, window=window)
     torch.testing.assert_close(output, expected, atol=1e-12, rtol=1e-9)
 
@@ -109,7 +109,7 @@ def test_outputs_and_gradients_are_those_of_padded_buckets(
     inputs = [torch.randn(1, heads, len(layout.computed), 8, dtype=torch.float64) for heads in (4, 2, 2)]
     results: list[list[Tensor]] = []
     for available in (True, False):
-        monkeypatch.setattr(varlen, "has_kernel", lambda query, available=available: available)
+        monkeypatch.setattr(attention, "has_varlen_kernel", lambda query, available=available: available)
         leaves = [tensor.clone().requires_grad_() for tensor in inputs]
         q, k, v = leaves
         output, _ = packed_attention(
@@ -158,6 +158,6 @@ def test_the_kernel_is_used_where_it_exists(
         is_meta = False
 
     Query.is_cuda, Query.dtype = is_cuda, dtype  # pyright: ignore[reportAttributeAccessIssue]
-    monkeypatch.setattr(varlen, "PARAMETERS", parameters)
+    monkeypatch.setattr(attention, "PARAMETERS", parameters)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert varlen.has_kernel(Query()) is expected  # pyright: ignore[reportArgumentType]
+    assert attention.has_varlen_kernel(Query()) is expected  # pyright: ignore[reportArgumentType]

@@ -16,16 +16,15 @@ import torch
 from deepspeed.utils import safe_get_full_grad
 from torch import Tensor
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.launch.fork_server import Forked
 from asyncrl.learner.algorithm import make_algorithm
-from asyncrl.learner.batch import Batch
-from asyncrl.learner.collate import make_batch
-from asyncrl.learner.critic.value_function import Critic
+from asyncrl.learner.batch import Batch, make_batch
+from asyncrl.learner.critic import Critic
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.model.engine import TrainedModel
 from asyncrl.learner.model.lora import trained_parameters
-from asyncrl.learner.trainer import Trainer
+from asyncrl.learner.step import Trainer
 from asyncrl.types import NO_VERSION, Group, Trajectory
 from asyncrl.wire.endpoints import Endpoints
 from tests.helpers.forked_scripts import fork_script

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.replay.metrics.collapse import CALM_STEPS, CollapseWatch
 from asyncrl.util.durable import of_bytes, to_bytes
 from tests.helpers.examples import examples

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config import load_config
+from asyncrl.config.load import load_config
 from asyncrl.replay.codec import pack_group
 from asyncrl.replay.ledger import Ledger
 from asyncrl.replay.metrics.trace import TraceWriter

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError, JournalError, ProtocolError, RunError
 from asyncrl.replay.codec import pack_group
 from asyncrl.replay.journal import FORMAT, Journal, read_journal, segments_of

@@ -14,7 +14,7 @@ import pytest
 import structlog
 import zmq
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
 from asyncrl.launch.machine import find_port
 from asyncrl.replay import client as client_module

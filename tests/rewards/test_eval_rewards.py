@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from asyncrl.config import Config, load_config
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.checks import check_data_and_rewards
 from asyncrl.launch.commands.evaluate import check_evaluation

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.data.parquet import PromptTable
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.builtin.math import math_answer

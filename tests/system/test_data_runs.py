@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from asyncrl.config import load_config
+from asyncrl.config.load import load_config
 from asyncrl.data.arithmetic import make_arithmetic
 from asyncrl.data.cursor import PromptCursor
 from tests.helpers.runs import SMALL, Launched, check_ledger

@@ -13,7 +13,8 @@ from rich.console import Console
 
 import asyncrl
 from asyncrl.board.watched import WatchedRun
-from asyncrl.config import Config, load_config
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.commands.show_config import show_config
 from asyncrl.launch.documents import document_of

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.learner.distributed import Ranks, process_group
 from asyncrl.learner.model.policy import Policy
 from asyncrl.weights.background import BackgroundSender

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from asyncrl.config import load_config
+from asyncrl.config.load import load_config
 from asyncrl.weights import buckets, membership, session
 from asyncrl.weights.buckets import WeightManifest
 from asyncrl.weights.process_groups import CONNECT_S

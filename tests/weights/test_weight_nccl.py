@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 from torch.distributed import DistBackendError
 from weight_parts import joined, load_next, make_receiver, make_sender, manifest_of, member, on_each, weights
 
-from asyncrl.config import load_config
+from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError, PeerTimeoutError
 from asyncrl.weights import background, transports
 from asyncrl.weights import broadcast as delivery

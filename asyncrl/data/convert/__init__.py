@@ -6,10 +6,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config import unknown_name
 from asyncrl.data.convert import gsm8k, hellaswag, hh_rlhf, math
 from asyncrl.data.convert.converter import Converter, Example, SkippedError, Source, find_files, read_records
 from asyncrl.errors import ConfigError
+from asyncrl.util.hints import unknown_name
 
 CONVERTERS = {
     "gsm8k": gsm8k.CONVERTER,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, ClassVar
 
-from asyncrl.config import Options
+from asyncrl.config.sections import Options
 from asyncrl.environments.adapters.answers import own_function
 from asyncrl.environments.environment import Action, Message, Step, Task
 from asyncrl.environments.named import Named, checked

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.environments.dialogue.chat import ChatDialogue
 from asyncrl.environments.dialogue.dialogue import Dialogue
 from asyncrl.environments.dialogue.formats import END_THINK, FORMATS, THINK

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.environments.dialogue.chat import ChatDialogue
 from asyncrl.environments.dialogue.plain import TextDialogue
 from asyncrl.util.tokenizer import TEMPLATE_COLUMN

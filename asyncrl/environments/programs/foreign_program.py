@@ -17,7 +17,7 @@ from typing import Any, Literal
 import structlog
 from msgspec import structs
 
-from asyncrl.config import Options
+from asyncrl.config.sections import Options
 from asyncrl.environments.gateway.access import Access
 from asyncrl.environments.programs.program import Member, ProgramError, ProgramLostError
 from asyncrl.errors import ConfigError

@@ -6,7 +6,7 @@ import importlib.util
 import re
 import sys
 
-from asyncrl.config import Options
+from asyncrl.config.sections import Options
 from asyncrl.environments.programs.foreign_program import ForeignProgram
 from asyncrl.environments.programs.program import CommandProgram, FunctionProgram, Program
 from asyncrl.errors import ConfigError

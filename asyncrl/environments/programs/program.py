@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
-from asyncrl.config import Options
+from asyncrl.config.sections import Options
 from asyncrl.environments.gateway.access import MODEL, Access
 from asyncrl.wire.environment_messages import GroupPlace
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.generator.transformers_backend.attention import padded_attention
 from asyncrl.generator.transformers_backend.batch import Batch, Row, sort_rows
 from asyncrl.generator.transformers_backend.cache import HeadShape, PagedCache

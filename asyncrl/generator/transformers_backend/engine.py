@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.config import Config
-from asyncrl.config.mappings import Sampling as How
+from asyncrl.config.config import Config
+from asyncrl.config.sections import Sampling as How
 from asyncrl.errors import InvariantError
 from asyncrl.generator.engine import Completion, Sampling, Waking, check_request, check_whole
 from asyncrl.generator.transformers_backend.decoder import Decoder

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.generator.vllm_backend.sent_weights import SentWeights
 from asyncrl.generator.vllm_backend.shared_weights import SharedWeights

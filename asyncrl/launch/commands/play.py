@@ -12,7 +12,7 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.environments.dialogue import Dialogue
 from asyncrl.environments.dialogue.display import Display, Shown
 from asyncrl.environments.episode import Limits, Turn, start_of

@@ -14,7 +14,8 @@ import structlog
 from rich.console import Console
 from rich.table import Table
 
-from asyncrl.config import Config, load_config
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.launch.checks import check_model
 from asyncrl.launch.console import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, Interrupts
@@ -182,7 +183,7 @@ def read_configs(run_dir: Path, settings: dict[str, Any], samples: Path | None) 
         config,
         lambda key: key in FREE_KEYS or (key.partition(".")[0] in FREE_SECTIONS and key not in FIXED_KEYS),
         what=f"{run_dir}: the recorded batches were made with other settings",
-        way_out="only those of algorithm and learner (not learner.zero_stage), critic.lr, critic.warmup_steps, "
+        hint="only those of algorithm and learner (not learner.zero_stage), critic.lr, critic.warmup_steps, "
         "critic.clip, launch.learners and steps may change",
     )
     from asyncrl.learner.algorithm import check_algorithm, needs_turns

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError
-from asyncrl.launch.placement import Host, Member, RoleResources
+from asyncrl.launch.machine import Host
+from asyncrl.launch.placement import Member, RoleResources
 
 _PROVEN_ENGINES = ("transformers",)
 """Engines that `make gpu-check` has shown to share a GPU."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from asyncrl.learner.model.stand_in import is_on_gpu
+from asyncrl.learner.model.attention import is_on_gpu
 
 CHUNK_BYTES = 128 << 20
 """Size of the float32 logits of a chunk of tokens. The peak memory on any device is twice this size, plus half of it

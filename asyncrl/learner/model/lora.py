@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.weights.adapters import ADAPTER, MATRIX_NAMES, Factors, is_target, matrices_of, peft_settings
 from asyncrl.weights.base import fingerprint_of

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from msgspec import field
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.replay.ledger import Amount, Ledger
 from asyncrl.replay.live_group import LiveGroup
 from asyncrl.replay.metrics.collapse import CollapseWatch

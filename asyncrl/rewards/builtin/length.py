@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError
 
 

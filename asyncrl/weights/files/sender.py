@@ -20,7 +20,7 @@ from pathlib import Path
 
 import structlog
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import PeerTimeoutError, RunError
 from asyncrl.types import NO_VERSION
 from asyncrl.weights.buckets import WeightBuffer, WeightManifest

@@ -1,5 +1,8 @@
-"""Checks at the start, on the trained model itself, that it scores sequences in a packed row as it scores each of them
-alone. The model's config does not reveal this."""
+"""Two checks that a run computes what it should, which neither the config nor the weights reveal.
+
+check_packing    at the start: the model scores sequences in a packed row as it scores each of them alone
+MismatchCheck    in the first steps: engine and learner compute the same log-probs with the same weights
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,17 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import structlog
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from asyncrl.config.config import Config
 from asyncrl.errors import AsyncrlError, ConfigError
-from asyncrl.learner.batch import MicroBatch
-from asyncrl.learner.collate import make_batch
-from asyncrl.learner.distributed import is_lost_rank
+from asyncrl.learner.batch import MicroBatch, make_batch
+from asyncrl.learner.distributed import Ranks, is_lost_rank
+from asyncrl.learner.model.attention import PACKED
 from asyncrl.learner.model.loading import HOW_TO_FIX, UNFIT
-from asyncrl.learner.model.packed_attention import PACKED
 from asyncrl.types import NO_VERSION, Group, Trajectory
 
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
@@ -30,6 +34,16 @@ COMMON_TOKENS = 3
 """Length of the sequences' common prefix, which a packed row computes once."""
 WINDOW = 4
 """Sliding windows during the check, so that the sequences are longer."""
+log = structlog.get_logger()
+LIMITS = {"float32": 0.02, "bfloat16": 0.25}
+"""Upper limit of the mean absolute difference of log-probs, in nats. Rounding causes at most 2e-5 in float32 on a CPU,
+and 1e-2 on GPUs that round the factors of products. In bfloat16 it causes 0.01 to 0.08, for models with weights far
+larger than those of trained models. An engine that computes something else differs by 0.1 to 5."""
+ENOUGH_TOKENS = 32
+"""Minimum number of compared tokens. In bfloat16 a single token differs by 1 or more if a router chooses another
+expert."""
+ROUNDING_OPTIONS = ("quantization", "kv_cache_dtype")
+"""Keys of `generator.engine_options` that make the engine compute with a lower precision than `model.dtype`."""
 
 
 def check_packing(model: PreTrainedModel, score: Callable[[MicroBatch], Any], device: torch.device, name: str) -> None:
@@ -90,7 +104,6 @@ def check_packing(model: PreTrainedModel, score: Callable[[MicroBatch], Any], de
 
 
 def _group(numbers: list[int], vocabulary: int) -> list[Trajectory]:
-    """Returns trajectories whose tokens are spread over the vocabulary, with a common prefix."""
     trajectories: list[Trajectory] = []
     for number in numbers:
         index = np.arange(LENGTHS[number])
@@ -126,7 +139,6 @@ def _not_finite(model: PreTrainedModel) -> str:
 
 
 def _difference(one: list[Tensor], other: list[Tensor]) -> float:
-    """Returns the largest difference of two tensors at the same place, relative to the norm; NaN if one has NaN."""
     return float(torch.stack([(a - b).norm() / b.norm() for a, b in zip(one, other, strict=True)]).max())
 
 
@@ -158,3 +170,67 @@ def _hidden_states(
             hook.remove()
     row = kept[0].squeeze(0).float().cpu()[micro.layout.twins]
     return list(row.split([len(trajectory.tokens) for trajectory in trajectories]))
+
+
+class MismatchCheck:
+    """Compares the learner's log-probs with the engine's, once in the life of a process.
+
+    Counts only trajectories whose tokens were all sampled by the learner's own version, so that each token's context
+    was also computed with that version's weights. Both log-probs are those of the complete distribution at the sampling
+    temperature.
+    """
+
+    def __init__(self, config: Config, ranks: Ranks, model_type: str) -> None:
+        self._ranks = ranks
+        settings = config.generator
+        self._who = f"model.path = {config.model.path!r}: the engine computes a model of type {model_type}"
+        self._dtype = config.model.dtype
+        # A temperature below 1 magnifies differences of logits.
+        self._limit = LIMITS[self._dtype] / min(settings.temperature, 1.0)
+        self._rounds = [
+            f"{name}={value}"
+            for name in ROUNDING_OPTIONS
+            if (value := settings.engine_options.get(name)) not in (None, "auto")
+        ]
+        self._sums = torch.zeros(2, dtype=torch.float64)
+        """Sum of the absolute differences, and number of tokens."""
+
+    def add(self, micro: MicroBatch, logprobs: Tensor, *, version: int) -> None:
+        """Adds a micro-batch to the sums, with its `logprobs` [N] under the weights of `version`."""
+        stale = torch.zeros(len(micro.names), device=micro.seq.device)
+        stale.index_add_(0, micro.seq, (micro.versions != version).float())
+        differences = (logprobs - micro.behavior_logprobs).abs().double()
+        compared = (stale[micro.seq] == 0) & differences.isfinite()
+        sums = torch.stack([torch.where(compared, differences, 0.0).sum(), compared.sum().double()])
+        self._sums = self._sums.to(sums.device) + sums  # not read back here: that would wait for the GPU
+
+    def conclude(self, step: int) -> bool:
+        """Returns True if enough tokens were counted up to this step, the same on all ranks. All ranks call it.
+
+        Raises ConfigError if engine and learner differ by more than rounding explains. If the engine is configured to
+        round more than the learner, a warning is logged instead.
+        """
+        total, tokens = self._ranks.of_data.gather(self._sums).sum(dim=0).tolist()
+        if tokens < ENOUGH_TOKENS:
+            return False
+        mean = total / tokens
+        first = self._ranks.rank == 0
+        if mean <= self._limit:
+            if first:
+                log.info("engine and learner agree", mean_difference_nats=mean, tokens=int(tokens), step=step)
+            return True
+        text = (
+            f"{self._who} differently from the learner: log-probs of {tokens:.0f} tokens with the same weights differ "
+            f"by {mean:.2g} nats on average, but rounding in {self._dtype} explains at most {self._limit:.2g}"
+        )
+        if not self._rounds:
+            raise ConfigError(
+                f"{text}. Every importance ratio would be wrong; use a family for which engine and learner agree "
+                "(docs/models.md has a table)"
+            )
+        if first:
+            log.warning(
+                f"{text}; expected with generator.engine_options {', '.join(self._rounds)}, and left to the correction "
+                "(correction/mismatch_kl, correction/ess)"
+            )
+        return True

@@ -1,33 +1,55 @@
-"""Keeps trained tokens within `algorithm.max_divergence` of the policies that sampled them, by the learning rate.
+"""The learning rate of a step: the schedule, and the bound that `algorithm.max_divergence` sets.
 
-Log-probs move in proportion to the learning rate, and a divergence is quadratic in them. After updates of the rates
-lr_1 ... lr_n the policy has diverged from the one before them by about
+The bound keeps trained tokens near the policies that sampled them. Log-probs move in proportion to the learning rate,
+and a divergence is quadratic in them. After updates of the rates lr_1 ... lr_n the policy has diverged from the one
+before them by about
 
     (speed * (lr_1 + ... + lr_n))**2    nats a token
 
 Every step measures `speed`, from the log-probs of its stale tokens, which it computes anyway, and the rates of the
 steps since they were sampled. The next step may use an equal share of the distance that the bound allows over the
 staleness of the tokens, and no more than the steps before it have left. All follows from the learner's inputs: a step
-that is trained again is the same. The other lever is `replay/ledger.py`.
+that is trained again is the same.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from asyncrl.algorithms.corrections import mismatch_kl
-from asyncrl.config import Config
+from asyncrl.config.config import Config
+from asyncrl.config.training import LearnerConfig
 from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.distributed import Ranks
 
+SHAPES: dict[str, Callable[[float], float]] = {
+    "constant": lambda progress: 1.0,
+    "linear": lambda progress: 1.0 - progress,
+    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+}
+"""Factor of the learning rate as a function of the completed fraction, from 0 to 1, of the steps after the warm-up."""
 FIRST = 1 / 16
 """Part of the scheduled rate that an update may use before any speed is known: a divergence of 1/256."""
 SLOWER = 0.3
 """Weight of the latest speed when it is lower than the one before; a higher one counts at once."""
+
+
+def learning_rate(step: int, settings: LearnerConfig, *, steps: int) -> float:
+    """Returns the learning rate of step `step` (from 1) of `steps`.
+
+    The rate rises linearly over `warmup_steps`, the last of which has the full rate. It then follows the schedule,
+    which reaches 0 only after the last step: no step has rate 0.
+    """
+    warmup = settings.warmup_steps
+    if step <= warmup:
+        return settings.lr * step / warmup
+    progress = (step - 1 - warmup) / max(steps - warmup, 1)
+    return settings.lr * SHAPES[settings.lr_schedule](progress)
 
 
 class DivergenceBound:
@@ -80,7 +102,6 @@ class DivergenceBound:
         return min(scheduled, self._allowed)
 
     def _allow(self, limit: float, scheduled: float, window: int) -> float:
-        """Returns the largest rate of each update of the step, for tokens that are trained `window` steps late."""
         if self.speed is None:  # no token was stale yet
             return max(FIRST * scheduled, 2 * self.rates[-1] / self._updates) if self.rates else FIRST * scheduled
         if not self.speed:

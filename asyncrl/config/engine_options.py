@@ -7,8 +7,6 @@ from typing import Any
 
 from asyncrl.util.hints import did_you_mean_or_list
 
-_OF_THE_RUN = "the run sets it"
-
 ENGINE_OPTIONS = (
     *("max_model_len", "max_num_batched_tokens", "long_prefill_token_threshold", "enable_chunked_prefill"),
     *("enable_prefix_caching", "block_size", "num_gpu_blocks_override", "async_scheduling"),
@@ -38,62 +36,45 @@ ENGINE_KEYS = {
 TRANSFORMERS_OPTIONS = ("max_model_len", "max_num_batched_tokens")
 """Options in `generator.engine_options` of the engine "transformers"."""
 
-_KEPT = "the log-prob of each sampled token is all that is kept"
-_TEXT = "the engine makes text only to find generator.stop in it"
 SAMPLING_REFUSED = {
     "n": "it is eval.samples",
     "max_tokens": "it is generator.max_new_tokens",
-    "seed": "it follows from seed",
-    "logprobs": _KEPT,
-    "prompt_logprobs": _KEPT,
-    "logprob_token_ids": _KEPT,
-    "flat_logprobs": _KEPT,
-    "stop": "it is generator.stop",
     "min_tokens": "it is generator.min_new_tokens",
-    "include_stop_str_in_output": _TEXT,
-    "detokenize": _TEXT,
-    "skip_special_tokens": _TEXT,
-    "output_kind": _OF_THE_RUN,
-    "skip_clone": _OF_THE_RUN,
+    "stop": "it is generator.stop",
+    "seed": "it follows from seed",
 }
+"""Sampling parameters of vLLM that are other keys of a config."""
 
 TEMPLATE_REFUSED = {
     **dict.fromkeys(("conversation", "messages", "tools", "documents"), "it is part of a row"),
     **dict.fromkeys(("add_generation_prompt", "continue_final_message"), "the last message of a chat decides it"),
-    **dict.fromkeys(("tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask"), _OF_THE_RUN),
+    **dict.fromkeys(("tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask"), "the run sets it"),
     **dict.fromkeys(("padding", "truncation", "max_length", "tokenizer_kwargs"), "it is data.too_long"),
     "chat_template": "put a chat_template.jinja into the model's folder",
 }
-"""Arguments of `apply_chat_template` that are no variables of a template."""
+"""Arguments of `apply_chat_template` that are not variables of a template."""
 
 DEEPSPEED_REFUSED = {
-    "train_batch_size": "the learner forms its batches",
-    "train_micro_batch_size_per_gpu": "it is learner.tokens_per_microbatch",
-    "gradient_accumulation_steps": "the learner marks the last micro-batch of an update",
-    "gradient_clipping": "it is learner.max_grad_norm",
-    "zero_allow_untested_optimizer": _OF_THE_RUN,
-    "zero_optimization.stage": "it is learner.zero_stage",
-    "zero_force_ds_cpu_optimizer": _OF_THE_RUN,
-    "zero_optimization.offload_optimizer": "it is learner.offload",
-    "zero_optimization.offload_param": "it is learner.offload",
-    "zero_optimization.cpu_offload": "it is learner.offload",
-    "zero_optimization.cpu_offload_param": "it is learner.offload",
-    "zero_optimization.cpu_offload_use_pin_memory": "it is learner.offload",
-    "optimizer": "it is learner.optimizer with learner.lr and learner.optimizer_options",
-    "scheduler": "it is learner.lr_schedule",
-    "bf16": "it is model.dtype",
-    "bfloat16": "it is model.dtype",
-    "fp16": "it is model.dtype",
-    "amp": "it is model.dtype",
-    "torch_autocast": "it is model.dtype",
-    "data_types": "gradients add up in float32",
-    "pipeline": "every learner rank holds all layers",
-    "tensor_parallel": "every learner rank holds all layers",
-    "sequence_parallel_size": "it is learner.sequence_parallel",
-    "checkpoint": "checkpoints are the learner's own",
-    "data_efficiency": "the replay queue gives the data",
-    "curriculum_learning": "the replay queue gives the data",
-}
+    "the learner forms its batches (learner.tokens_per_microbatch)": (
+        "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "data_efficiency",
+        "curriculum_learning",
+    ),
+    "it is learner.max_grad_norm": ("gradient_clipping",),
+    "it is learner.zero_stage": ("zero_optimization.stage",),
+    "it is learner.offload": tuple(f"zero_optimization.{name}" for name in (
+        "offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory",
+    )),
+    "it is learner.optimizer with learner.lr, learner.lr_schedule and learner.optimizer_options": (
+        "optimizer", "scheduler", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
+    ),
+    "it is model.dtype; gradients add up in float32": (
+        "bf16", "bfloat16", "fp16", "amp", "torch_autocast", "data_types",
+    ),
+    "every learner rank holds all layers": ("pipeline", "tensor_parallel"),
+    "it is learner.sequence_parallel": ("sequence_parallel_size",),
+    "checkpoints are the learner's own": ("checkpoint",),
+}  # fmt: skip
+"""DeepSpeed's settings that a config cannot set, by the reason."""
 
 
 def check_engine_options(options: Mapping[str, Any], engine: str) -> None:
@@ -113,7 +94,6 @@ def check_engine_options(options: Mapping[str, Any], engine: str) -> None:
 
 
 def _refusal(name: str, value: Any, engine: str) -> str | None:
-    """Why the engine cannot have the option; None if it can."""
     known = {"vllm": ENGINE_OPTIONS, "transformers": TRANSFORMERS_OPTIONS}.get(engine)
     if known is None:
         return None
@@ -134,24 +114,24 @@ def check_sampling(options: Any) -> None:
 
 
 def check_template_options(options: Mapping[str, Any]) -> None:
-    """Raises ValueError naming the first option of the chat template that is none, and why."""
+    """Raises ValueError naming the first argument that is not an option of a chat template, and why."""
     for name, value in options.items():
         if reason := TEMPLATE_REFUSED.get(name):
-            raise ValueError(f"{name} = {value!r}: is no option of a chat template: {reason}")
+            raise ValueError(f"{name} = {value!r}: is not an option of a chat template: {reason}")
 
 
 def check_deepspeed_options(options: Mapping[str, Any], prefix: str = "") -> None:
     """Raises ValueError naming the first of DeepSpeed's settings that a config cannot set, and why."""
     for name, value in options.items():
         dotted = prefix + name
-        if reason := DEEPSPEED_REFUSED.get(dotted):
+        if reason := next((reason for reason, names in DEEPSPEED_REFUSED.items() if dotted in names), None):
             raise ValueError(f"deepspeed_options.{dotted} = {value!r}: cannot be set here: {reason}")
         if isinstance(value, Mapping):
             check_deepspeed_options(value, f"{dotted}.")
 
 
 def merged(settings: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings with options over them; tables within are merged, too."""
+    """The settings with options over them; nested tables are merged as well."""
     result = dict(settings)
     for name, value in options.items():
         inner = result.get(name)

