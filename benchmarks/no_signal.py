@@ -125,7 +125,7 @@ def make_long_model() -> None:
     from torch.nn.functional import cross_entropy
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from asyncrl.data.arithmetic import sums
+    from asyncrl.data.demo import sums
     from asyncrl.data.tiny_model import RIGHT_SHARE
 
     torch.manual_seed(0)

@@ -129,7 +129,7 @@ def train(cell: Cell) -> Result:
 
     from asyncrl.config.load import load_config
     from asyncrl.config.sections import AUTO
-    from asyncrl.data.parquet import count_sources
+    from asyncrl.data.rows import count_sources
     from asyncrl.rewards.auto import choose_rewards
     from benchmarks.lagged import train_lagged
 

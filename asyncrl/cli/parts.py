@@ -46,7 +46,7 @@ def arithmetic(
     rows: Annotated[int | None, typer.Option(min=1, help="Only the first N rows; all sums when not set.")] = None,
 ) -> None:
     """Make the arithmetic dataset of the demo."""
-    from asyncrl.data.arithmetic import make_arithmetic
+    from asyncrl.data.demo import make_arithmetic
 
     make_arithmetic(out, seed=seed, rows=rows)
 
@@ -59,7 +59,7 @@ def episodes(
     rows: Annotated[int | None, typer.Option(min=1, help="Only the first N rows; all when not set.")] = None,
 ) -> None:
     """Make the dataset of a demo with an environment."""
-    from asyncrl.data.demo_episodes import make_demo_rows
+    from asyncrl.data.demo import make_demo_rows
 
     make_demo_rows(demo, out, seed=seed, rows=rows)
 

@@ -178,8 +178,8 @@ def check_environments(config: Config, console: Console, prompt_tokens: int) -> 
     Raises ConfigError unless the environments of the config can be loaded, every data source has one, and the first
     prompt of the training data, of at most `prompt_tokens` tokens, is one that they can be played with: messages under
     a chat template that can be used, or plain text if they have no tools. Agent programs also need a template."""
-    from asyncrl.data.parquet import count_sources
     from asyncrl.data.prompts import TrainingRows
+    from asyncrl.data.rows import count_sources
     from asyncrl.environments.dialogue.checks import check_chat
     from asyncrl.environments.table import check_environment, environment_for, environment_names
 
@@ -203,7 +203,7 @@ def check_environments(config: Config, console: Console, prompt_tokens: int) -> 
 
 def check_data(config: Config, console: Console) -> int:
     """Returns the number of training rows. Raises ConfigError or DataError unless the data can be used."""
-    from asyncrl.data.parquet import check_dataset
+    from asyncrl.data.rows import check_dataset
 
     custom = config.data.custom
     announce_imports(console, dict.fromkeys(filter(None, (custom.dataset, custom.sampler, custom.filter))))
@@ -213,7 +213,7 @@ def check_data(config: Config, console: Console) -> int:
 def checked_rewards(config: Config, splits: Sequence[Split], console: Console, section: str = "") -> Rewards:
     """Returns the rewards of the config, or those that auto stands for with the rows of the splits. Raises ConfigError
     unless they can be loaded and every data source in the splits has one. `section` precedes keys that are printed."""
-    from asyncrl.data.parquet import count_sources
+    from asyncrl.data.rows import count_sources
     from asyncrl.rewards.table import check_rewards, check_sources
 
     sources = count_sources(config, splits)
@@ -237,8 +237,7 @@ def check_truths(config: Config, splits: Sequence[Split], console: Console) -> N
     and ConfigError for such a reward without ground truths. Training rows that `data.custom.filter` drops do not count.
     Prints a warning about rows that are not read within TRUTHS_S."""
     from asyncrl.data.custom import load_filter
-    from asyncrl.data.parquet import ground_truths
-    from asyncrl.data.rows import dataset_files, raw_rows
+    from asyncrl.data.rows import dataset_files, ground_truths, raw_rows
     from asyncrl.rewards.builtin.code import group_time_note
     from asyncrl.rewards.table import TRUTHS, truth_reader
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from asyncrl.config.config import Config
 from asyncrl.config.load import load_config
-from asyncrl.data.parquet import PromptTable, Split
+from asyncrl.data.rows import PromptTable, Split
 from asyncrl.errors import ConfigError, DataError, observing
 from asyncrl.launch.conversations import Conversations
 from asyncrl.observe.document import MAX_SAMPLES, PageSamples

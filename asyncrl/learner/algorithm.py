@@ -161,14 +161,8 @@ def check_algorithm(config: Config) -> tuple[Callable[..., Any], Callable[..., T
     the wrong type, for positional parameters that are not terms, and for unused settings of `critic` and `reference`.
     """
     settings = config.algorithm
-    advantage = resolve_function("algorithm.advantage", settings.advantage, ADVANTAGES)
-    check_options(
-        "algorithm.advantage_options", settings.advantage, advantage, settings.advantage_options, hidden=HIDDEN
-    )
-    loss = resolve_function("algorithm.loss", settings.loss, LOSSES)
-    check_options("algorithm.loss_options", settings.loss, loss, settings.loss_options, hidden=HIDDEN)
-    _check_terms("algorithm.advantage", settings.advantage, advantage, ADVANTAGE_TERMS)
-    _check_terms("algorithm.loss", settings.loss, loss, TERMS)
+    advantage = _resolve("advantage", settings.advantage, settings.advantage_options, ADVANTAGES, ADVANTAGE_TERMS)
+    loss = _resolve("loss", settings.loss, settings.loss_options, LOSSES, TERMS)
     _check_roles(config, _positional(advantage))
     _check_correction(config, loss)
     if config.replay.drops and not is_group_relative(advantage):
@@ -184,13 +178,18 @@ def check_algorithm(config: Config) -> tuple[Callable[..., Any], Callable[..., T
     return advantage, loss
 
 
-def _check_terms(key: str, name: str, function: Callable[..., Any], known: list[str]) -> None:
+def _resolve(
+    kind: str, name: str, options: Options, named: dict[str, Callable[..., Any]], terms: list[str]
+) -> Callable[..., Any]:
+    function = resolve_function(f"algorithm.{kind}", name, named)
+    check_options(f"algorithm.{kind}_options", name, function, options, hidden=HIDDEN)
     for term in _positional(function):
-        if term not in known:
+        if term not in terms:
             raise ConfigError(
-                f"{key} = {name!r}: its parameter {term} is not one of {', '.join(known)}; "
+                f"algorithm.{kind} = {name!r}: its parameter {term} is not one of {', '.join(terms)}; "
                 "rename it, or make it a keyword-only option"
             )
+    return function
 
 
 def _check_correction(config: Config, loss: Callable[..., Tensor]) -> None:

@@ -42,10 +42,10 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 # DeepSpeed calls deprecated names of collectives several times per step.
 warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
 
-ERROR_BYTES = 2048
-"""Maximum length of an error text that one rank sends to the others."""
+TEXT_BYTES = 2048
+"""Maximum length of a text that one rank sends to the others."""
 SILENT, BROKEN = "t", "e"
-"""First letter of such a text: a peer did not answer, or any other error."""
+"""First letter of the text of an error: a peer did not answer, or any other error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Ranks:
     group: dist.ProcessGroup | None = None
     """The members; None if they are all processes."""
     parallel: SequenceParallel | None = None
-    """The ranks that share this one's sequences; None if it has sequences of its own."""
+    """The ranks that share this one's sequences; None if no other rank has them."""
     members: Ranks | None = None
 
     @property
@@ -89,23 +89,23 @@ class Ranks:
         dist.all_gather(parts, values.to(self.device), group=self.group)
         return torch.stack(parts).cpu()
 
+    def gather_texts(self, text: str) -> list[str]:
+        """Returns the texts of all ranks, each cut at TEXT_BYTES."""
+        encoded = text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
+        table = self.gather(torch.frombuffer(bytearray(encoded), dtype=torch.uint8))
+        return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in table]
+
     def raise_on_all_ranks(self, error: AsyncrlError | None) -> None:
         """Raises on all ranks if any rank has an error. A rank with an error raises that one; any other rank raises the
         error of the lowest failed rank, as a PeerTimeoutError if it is one and otherwise as a RunError."""
-        first = self.count - int(self.max(torch.tensor([0 if error is None else self.count - self.rank])))
-        if first == self.count:
-            return
-        text = torch.zeros(ERROR_BYTES, dtype=torch.uint8)
-        if self.rank == first:
-            mark = SILENT if isinstance(error, PeerTimeoutError) else BROKEN
-            encoded = (mark + str(error)).encode()[:ERROR_BYTES]
-            text[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-        text = self.sum(text)
+        mark = SILENT if isinstance(error, PeerTimeoutError) else BROKEN
+        texts = self.gather_texts("" if error is None else f"{mark}{error}")
         if error is not None:
             raise error
-        message = bytes(text.tolist()).rstrip(b"\0").decode(errors="replace")
-        kind = PeerTimeoutError if message[:1] == SILENT else RunError
-        raise kind(f"{self.what} rank {first}: {message[1:]}")
+        for rank, text in enumerate(texts):
+            if text:
+                kind = PeerTimeoutError if text[0] == SILENT else RunError
+                raise kind(f"{self.what} rank {rank}: {text[1:]}")
 
     def _reduce(self, values: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
         if self.count == 1:

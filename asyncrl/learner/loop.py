@@ -14,10 +14,11 @@
          |
          +-- back to _agree, until the last step
 
-Meanwhile the prefetch thread takes and packs this rank's part of the next step (`_take`). It waits for
+While a step is trained, the prefetch thread takes and packs this rank's part of the next one (`_take`); it waits for
 the queue's reply. The sender's thread copies the weights; `trainer.train` waits for it before its first update.
 
-A step is committed before its weights are sent: the replay queue must know every version that a generator has."""
+A step is committed before its weights are sent: the replay queue must know every version that a generator has.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ from asyncrl.wire.learner_messages import Committed
 
 log = structlog.get_logger()
 REWARD_STEPS = 50
-"""Steps that the reward of a checkpoint is the mean of where `checkpoint.every_steps` is not set."""
+"""Window, in steps, of a checkpoint's mean reward where `checkpoint.every_steps` is not set."""
 POLL_S = 0.02
 """Interval at which it looks for a generator without weights while it waits for a batch."""
 
@@ -169,7 +170,7 @@ class Learner:
         shard, batch = prepared
         # On all ranks, so that none waits for one that has ended.
         self.ranks.raise_on_all_ranks(batch if isinstance(batch, InvariantError) else None)
-        assert isinstance(batch, Batch)
+        assert not isinstance(batch, InvariantError)
         self.watch.switch("waiting")
         self.card.begin(meanwhile=self._hand_over_again)
         self.watch.switch("working")

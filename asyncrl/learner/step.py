@@ -95,7 +95,7 @@ class Trainer:
         """The seconds of the phases of a step, which the loop reads."""
         self._flops = ModelFlops.of(self.policy.model)
         self._reference: Reference | None = None
-        """With adapters the reference policy is the policy without them, otherwise a model of its own."""
+        """With adapters the reference policy is the policy without them, otherwise a separate model."""
         self.divergence_bound = DivergenceBound(config, ranks.of_data)
 
     def train(self, batch: Batch, *, step: int) -> dict[str, float]:
@@ -594,29 +594,18 @@ def broken_names(micro: MicroBatch, finite: Tensor) -> list[Name]:
 
 def name_together(names: Sequence[Name], ranks: Ranks) -> str:
     """Returns a text with the trajectories named by any rank; empty if no rank names one. All ranks call it."""
-    return _exchange(names, False, ranks)[0]
+    texts = [f"ticket {ticket}, trajectory {number}" for ticket, number in names[:MAX_NAMED]]
+    texts += [f"{len(names) - MAX_NAMED} more"] * (len(names) > MAX_NAMED)
+    return "; ".join(text for text in ranks.gather_texts("; ".join(texts)) if text)
 
 
 def _find_reason(minibatch: Minibatch, finite: Sequence[Tensor], grad_norm: float, ranks: Ranks, culprits: str) -> str:
     """Returns the reason to skip the update, the same on all ranks; empty if the update is finite."""
     pairs = zip(minibatch.micro_batches, finite, strict=True)
-    names = [name for micro, own in pairs for name in broken_names(micro, own)]
-    losses, overflow = _exchange(names, not math.isfinite(grad_norm), ranks)
+    losses = name_together([name for micro, own in pairs for name in broken_names(micro, own)], ranks)
     if losses:
         return f"the loss of {culprits or losses} is not finite"
-    if not overflow:
+    if not ranks.any(not math.isfinite(grad_norm)):
         return ""
     names = [name for micro in minibatch.micro_batches for name in micro.names]
     return f"the gradient is not finite (norm {grad_norm}), of one of {name_together(names, ranks)}"
-
-
-def _exchange(names: Sequence[Name], flag: bool, ranks: Ranks) -> tuple[str, bool]:
-    own = torch.full((2 + 2 * MAX_NAMED,), -1)
-    own[0], own[1] = flag, len(names)
-    for index, name in enumerate(names[:MAX_NAMED]):
-        own[2 + 2 * index : 4 + 2 * index] = torch.tensor(name)
-    table = ranks.gather(own)
-    found = [pair for row in table for pair in row[2:].view(-1, 2).tolist() if pair[0] >= 0]
-    texts = [f"ticket {ticket}, trajectory {number}" for ticket, number in found]
-    more = int(table[:, 1].sum()) - len(found)
-    return "; ".join(texts) + (f"; {more} more" if more else ""), bool(table[:, 0].any())

@@ -72,7 +72,7 @@ def test_reward_at_a_time_is_between_the_policies_around_it() -> None:
 def test_score_is_the_expected_reward_of_sampled_answers(tmp_path: Path) -> None:
     import torch
 
-    from asyncrl.data.arithmetic import make_arithmetic
+    from asyncrl.data.demo import make_arithmetic
     from asyncrl.data.tiny_model import make_model, make_tokenizer
 
     torch.manual_seed(1)

@@ -13,8 +13,9 @@ from transformers import PreTrainedTokenizerFast
 
 from asyncrl.config.config import Config
 from asyncrl.data.cursor import PromptCursor
-from asyncrl.data.parquet import PromptTable, check_dataset, write_rows
+from asyncrl.data.files import write_rows
 from asyncrl.data.prompts import PromptBuilder, eval_prompts
+from asyncrl.data.rows import PromptTable, check_dataset
 from asyncrl.data.tiny_model import make_tokenizer
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.util.tokenizer import load_tokenizer

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from asyncrl.config.config import Config
 from asyncrl.config.load import load_config
-from asyncrl.data.parquet import check_dataset
+from asyncrl.data.rows import check_dataset
 from asyncrl.environments.environment import Schema
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.launch.row_checks import PromptScan, check_first_row

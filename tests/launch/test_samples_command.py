@@ -12,7 +12,7 @@ import pytest
 
 from asyncrl.config.config import Config
 from asyncrl.config.load import load_config
-from asyncrl.data.parquet import write_rows
+from asyncrl.data.files import write_rows
 from asyncrl.replay.codec import pack_group
 from asyncrl.replay.evaluation import EvalSamples, EvaluatedRow
 from asyncrl.replay.history import JournalSamples

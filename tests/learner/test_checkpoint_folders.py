@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -193,27 +192,6 @@ def test_an_older_unreadable_checkpoint_is_ignored(make: Make, tmp_path: Path) -
     assert again.newest() == 20 and again.recent == [20]
     save(again, 30)
     assert names(tmp_path) == ["step-000020", "step-000030"]
-
-
-def test_a_full_disk(make: Make, tmp_path: Path) -> None:
-    checkpoints = make()
-    save(checkpoints, 10)
-
-    def write(path: Path) -> None:
-        path.write_bytes(b"half")
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
-
-    checkpoints.save(20, lambda folder: {"policy/rank-0.safetensors": write}, reward=None)
-    with pytest.raises(RunError) as raised:
-        checkpoints.finish()
-    partial = tmp_path / "checkpoints" / "step-000020.partial"
-    assert str(raised.value) == (
-        f"the checkpoint {partial} cannot be written: [Errno 28] No space left on device: "
-        f"'{partial}/policy/rank-0.safetensors'; free disk space (checkpoint.keep_last and checkpoint.keep_best set "
-        "how many are kept), then continue with `asyncrl launch --resume`"
-    )
-    checkpoints.close()
-    assert names(tmp_path) == ["step-000010"]
 
 
 def test_missing_parts_are_named(make: Make, tmp_path: Path) -> None:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import gzip
 import json
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from torch import Tensor
-from worlds import GAE_CONFIG, critic_endpoints, make_config, running
+from worlds import GAE_CONFIG, Sender, critic_endpoints, make_config, running
 
 from asyncrl.config.config import Config
 from asyncrl.learner.algorithm import make_algorithm
@@ -106,15 +104,6 @@ class QueueBatches:
 
     def close(self) -> None:
         self.queue.store.close()
-
-
-class Sender:
-    is_missed = False
-    stats = SimpleNamespace(count=0, broadcast_s=0.0, wait_s=0.0, dropped=0, bytes=0)
-
-    def send(self, version: int, weights: Iterable[tuple[str, Tensor]], *, copy_later: bool = False) -> None: ...
-    def copied(self) -> None: ...
-    def wait(self) -> None: ...
 
 
 class Lock(CardLock):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from asyncrl.config.config import Config
-from asyncrl.data.parquet import PromptTable
+from asyncrl.data.rows import PromptTable
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.builtin.math import math_answer
 from asyncrl.rewards.calling import CompletedGroup

@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from asyncrl.config.load import load_config
-from asyncrl.data.arithmetic import make_arithmetic
 from asyncrl.data.cursor import PromptCursor
+from asyncrl.data.demo import make_arithmetic
 from tests.helpers.runs import SMALL, Launched, check_ledger
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]

@@ -30,6 +30,11 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from asyncrl.errors import ConfigError
 
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:
+    varlen_attn = None
+
 Integers = NDArray[np.int64]
 PACKED = "asyncrl_packed"
 """Value of `attn_implementation` that selects `packed_attention`."""
@@ -38,10 +43,6 @@ BUCKET_RANGE = 0.75
 length; a narrower range needs more calls."""
 SMALL_TOKENS = 64
 """Maximum length of sequences that share a bucket regardless of their lengths: padding is cheaper than another call."""
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:
-    varlen_attn = None
 PARAMETERS = frozenset() if varlen_attn is None else frozenset(signature(varlen_attn).parameters)
 """Names of the parameters of torch's kernel, which differ between versions: 2.11 takes no `enable_gqa`."""
 HALF = (torch.bfloat16, torch.float16)
@@ -62,8 +63,8 @@ class Bucket:
 
 
 class Segments(NamedTuple):
-    """Queries and keys of the S sequences that have computed tokens of their own. These are the last tokens of their
-    sequence, and attend to all of its tokens before them."""
+    """Queries and keys of the S sequences with computed tokens that no other sequence has. These are the last
+    tokens of their sequence, and attend to all of its tokens before them."""
 
     keys: Tensor | None
     """int64, index among the computed tokens of each key; None if the keys are the computed tokens in their order."""

@@ -279,7 +279,12 @@ def deepspeed_config(config: Config, network: nn.Module) -> dict[str, Any]:
 
 
 def make_optimizer(settings: LearnerConfig, model: PreTrainedModel, network: nn.Module, *, lr: float) -> Optimizer:
-    """Returns the optimizer of the trained parameters of `network`, in which `model` is wrapped."""
+    """Returns the optimizer of the trained parameters of `network`, in which `model` is wrapped.
+
+    AdamW works on any part of a parameter. Muon and Adafactor work on complete matrices, which DeepSpeed does not pass
+    on with ZeRO from stage 1 on, nor with bfloat16: the optimizer gets flat parts of all parameters. `Config` refuses
+    that.
+    """
     options = settings.optimizer_options
     parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
     if settings.optimizer == "adafactor":

@@ -32,7 +32,7 @@ class LogprobHead(nn.Module):
     def __init__(
         self, output: nn.Linear, temperature: float, *, entropy_gradient: bool = False, excluded: Sequence[int] = ()
     ) -> None:
-        """With `entropy_gradient` the entropies have a gradient, too, at the cost of more work in the backward pass.
+        """With `entropy_gradient` the entropies have a gradient, at the cost of more work in the backward pass.
         `excluded` are tokens that have no probability in the distributions that a call names."""
         super().__init__()
         self.weight, self.bias = output.weight, output.bias

@@ -73,7 +73,7 @@ def trace_layers(model: PreTrainedModel, micro: MicroBatch, **options: Any) -> T
         on_gpu: the pass is one on a GPU.
         exchanged: every gradient is copied to float32 for the exchange between ranks and freed at once, as ZeRO does
             from stage 1 on; otherwise it is added to a sum that exists already.
-        entropy_gradient: the entropies have a gradient, too.
+        entropy_gradient: the entropies have a gradient.
         sequence_parallel: the number of ranks that share the micro-batch; the memory is that of one of them.
     """
     return _peaks(model, micro, None, **options).trace

@@ -39,7 +39,7 @@ class Policy(TrainedModel):
         replay = None if routers is None else RouterReplay(model, routers, config.model.path)
         network = PolicyNetwork(config, model, entropy_gradient=config.algorithm.entropy_coef > 0, replay=replay)
         self.replay = replay
-        """Replays the engine's experts, in scoring passes, too; None without `algorithm.routing_replay`. The
+        """Replays the engine's experts, also in scoring passes; None without `algorithm.routing_replay`. The
         reference and the critic are other models, and route live."""
         self.excluded = network.excluded
         """Tokens that the engine excludes early in a completion; None if there are none."""
@@ -65,7 +65,7 @@ class Policy(TrainedModel):
 
 
 class Reference:
-    """The frozen reference policy of the KL divergence. With ZeRO stage 3 its weights are sharded, too."""
+    """The frozen reference policy of the KL divergence. With ZeRO stage 3 its weights are sharded."""
 
     def __init__(self, config: Config, ranks: Ranks) -> None:
         path = config.algorithm.reference or config.model.path
@@ -126,7 +126,11 @@ class PolicyNetwork(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Excluded:
-    """Tokens that are excluded from the first `places` tokens of a completion."""
+    """Tokens that end a completion, which the engine does not sample in its first `places` tokens.
+
+    The engine's log-probs are those of the distribution without these tokens. Policy and reference policy exclude the
+    same tokens, so that importance ratios, divergence and entropy are those of the distribution that was sampled.
+    """
 
     places: int
     tokens: tuple[int, ...]
@@ -165,7 +169,8 @@ class Excluded:
 
 
 class RouterReplay:
-    """Hooks on the routers of a model. Each replaces the experts of the tokens whose routing was recorded."""
+    """Hooks on the routers of a model (`algorithm.routing_replay`): tokens whose routing was recorded go to the experts
+    that the engine chose. Their weights come from the learner's logits, so that the router is trained."""
 
     def __init__(self, model: nn.Module, routers: Routers, path: str) -> None:
         self._routers = routers

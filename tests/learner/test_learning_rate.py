@@ -1,4 +1,4 @@
-"""The learning rate keeps the divergence of trained tokens within `algorithm.max_divergence`."""
+"""The schedule, and the bound that keeps the divergence of trained tokens within `algorithm.max_divergence`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from worlds import copy_weights, make_config, make_groups, make_trainer, pack_gr
 
 from asyncrl.algorithms.corrections import mismatch_kl
 from asyncrl.algorithms.losses import reinforce_is
+from asyncrl.config.training import LearnerConfig
 from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.learning_rate import FIRST, DivergenceBound
+from asyncrl.learner.learning_rate import FIRST, DivergenceBound, learning_rate
 from asyncrl.learner.step import Trainer
 
 STATES, TOKENS, SAMPLES = 16, 12, 1024
+
 LIMIT = 0.02
 
 
@@ -113,3 +115,21 @@ def test_the_rate_rises_to_the_scheduled_one_while_all_tokens_are_fresh(one_rank
     for _ in range(6):
         fractions.append(bound.end_step([bound.rate(2.0)] * 2, 2.0)["learner/lr_fraction"])
     assert fractions == [FIRST, 2 * FIRST, 4 * FIRST, 8 * FIRST, 1.0, 1.0]
+
+
+def rates(steps: int = 10, **settings: Any) -> list[float]:
+    config = LearnerConfig(lr=2.0, **settings)
+    return [learning_rate(step, config, steps=steps) for step in range(1, steps + 1)]
+
+
+def test_constant_rate_with_and_without_warmup() -> None:
+    assert rates() == [2.0] * 10
+    assert rates(warmup_steps=4) == [0.5, 1.0, 1.5] + [2.0] * 7
+
+
+def test_linear_and_cosine_fall_to_zero_after_the_last_step() -> None:
+    assert rates(lr_schedule="linear") == pytest.approx([2.0 - 0.2 * i for i in range(10)])
+    falling = rates(lr_schedule="cosine", warmup_steps=2)
+    assert falling[:3] == [1.0, 2.0, 2.0]
+    assert falling[6] == pytest.approx(1.0) and 0 < falling[-1] < 0.1
+    assert rates(lr_schedule="linear", warmup_steps=20)[-1] == 1.0

@@ -1,8 +1,9 @@
-"""The policy's results against a plain computation of one trajectory at a time, in double precision."""
+"""The policy's results against a plain computation of one trajectory at a time, its optimizers, and other devices."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,28 +12,42 @@ import pytest
 import torch
 from msgspec import structs
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Adafactor, AdamW, Muon, Optimizer
 from transformers import AutoModelForCausalLM
-from worlds import LR, make_config, make_groups, make_trainer, make_trajectory, pack_groups, record
+from worlds import (
+    LR,
+    copy_weights,
+    gradients_before_step,
+    make_config,
+    make_groups,
+    make_trainer,
+    pack_groups,
+    record,
+)
 
+import asyncrl.learner.model.engine as engine_module
 from asyncrl.algorithms.advantages import grpo
-from asyncrl.algorithms.losses import PolicyTerms
+from asyncrl.algorithms.losses import LOSSES, PolicyTerms
 from asyncrl.config.config import Config
-from asyncrl.errors import ConfigError, RunError
+from asyncrl.errors import ConfigError
+from asyncrl.launch.memory import Shape, optimizer_bytes
 from asyncrl.learner.algorithm import make_algorithm
 from asyncrl.learner.batch import make_batch
+from asyncrl.learner.critic import CriticModel, ValueNetwork
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.model import logprob_head
+from asyncrl.learner.model.engine import MuonWithAdamW, TrainedModel, layer_matrices
 from asyncrl.learner.model.loading import load_policy_model
-from asyncrl.learner.model.policy import Policy
-from asyncrl.learner.model.saving import save_model
+from asyncrl.learner.model.policy import Policy, PolicyNetwork
 from asyncrl.replay.codec import pack_group
 from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.types import Group
+from tests.helpers.far import FAR, FarTensor, far_device, move, plain_engine
 from tests.helpers.replay import STATS, EndlessPrompts, ask_queue, make_group, small_config
 
-LOSSES: list[dict[str, Any]] = [
+OBJECTIVES: list[dict[str, Any]] = [
     {"loss": "decoupled_ppo"},
     {"loss": "decoupled_ppo", "correction": {"level": "sequence", "mode": "mask", "low": 1e-6, "high": 5.0}},
     {"loss": "ppo_clip", "aggregation": "seq-mean-token-mean"},
@@ -73,7 +88,7 @@ def plain_gradients(config: Config, groups: list[Group]) -> tuple[float, dict[st
 
 
 @pytest.mark.parametrize("budget", [1, 60, 10_000])
-@pytest.mark.parametrize("algorithm", LOSSES, ids=lambda a: f"{a['loss']}-{len(a)}")
+@pytest.mark.parametrize("algorithm", OBJECTIVES, ids=lambda a: f"{a['loss']}-{len(a)}")
 def test_packed_micro_batches_have_the_gradient_of_the_complete_batch(
     algorithm: dict[str, Any], budget: int, one_rank: Ranks, tiny_model: Path
 ) -> None:
@@ -238,35 +253,6 @@ def test_means_over_no_tokens_are_omitted(one_rank: Ranks, tiny_model: Path) -> 
     assert not absent & set(metrics)
 
 
-def test_a_batch_without_action_tokens_is_refused(one_rank: Ranks, tiny_model: Path) -> None:
-    config = make_config(tiny_model)
-    with pytest.raises(RunError, match="step 1: the batch has no action token"):
-        make_trainer(config, one_rank).train(pack_groups(config, []), step=1)
-
-
-def test_a_saved_model_has_the_same_logits(one_rank: Ranks, tiny_model: Path, tmp_path: Path) -> None:
-    config = make_config(tiny_model, learner={"lr": 0.05})
-    trainer = make_trainer(config, one_rank)
-    policy = trainer.policy
-    trainer.train(pack_groups(config, make_groups(2)), step=1)
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "old").touch()
-    save_model(policy, tmp_path / "model")
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
-    assert not (tmp_path / "model" / "old").exists()
-    names = {name for name, _ in policy.weights()}
-    assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    assert model.config._attn_implementation == "sdpa"
-    policy.model.set_attn_implementation("sdpa")
-    ids = torch.arange(20).unsqueeze(0)
-    torch.testing.assert_close(model(input_ids=ids).logits, policy.model(input_ids=ids).logits, atol=1e-6, rtol=1e-6)
-    start = AutoModelForCausalLM.from_pretrained(tiny_model)
-    assert (model(input_ids=ids).logits - start(input_ids=ids).logits).abs().max() > 0.01
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        assert (tmp_path / "model" / name).read_bytes() == (tiny_model / name).read_bytes()
-
-
 def test_models_that_cannot_be_trained_are_refused(tiny_model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model.path = '.*nowhere': the model cannot be loaded"):
         load_policy_model(make_config(tiny_model), str(tmp_path / "nowhere"))
@@ -291,23 +277,146 @@ def test_models_that_cannot_be_trained_are_refused(tiny_model: Path, tmp_path: P
         load_policy_model(make_config(tiny_model), str(tmp_path / "capped"))
 
 
-def test_long_trajectories_cross_bucket_borders(one_rank: Ranks, tiny_model: Path) -> None:
-    """The lengths differ so much that attention uses several buckets for one row."""
-    config = make_config(tiny_model)
-    policy = Policy(config, one_rank)
-    group = make_groups(1)[0]
-    rng = np.random.default_rng(1)
-    for trajectory, length in zip(group.trajectories, (120, 100, 40, 8), strict=True):
-        grown = make_trajectory(rng)
-        mask = np.arange(length) >= 3
-        trajectory.tokens = rng.integers(0, 48, length).astype(np.int32)
-        trajectory.action_mask, trajectory.reward = mask, grown.reward
-        trajectory.behavior_logprobs = np.where(mask, -1.0, 0.0).astype(np.float32)
-        trajectory.versions = np.where(mask, 0, -1).astype(np.int32)
-    (micro,) = make_batch([group], tokens_per_microbatch=1000).micro_batches
-    assert len(micro.layout.buckets) == 2
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, attn_implementation="eager", dtype=torch.float64)
-    logprobs, _ = policy.forward(micro)
-    for number, (_, index) in enumerate(micro.names):
-        expected, _ = plain_logprobs(model, group.trajectories[index].tokens, 0.7)
-        torch.testing.assert_close(logprobs[micro.seq == number], expected[2:].float(), atol=5e-5, rtol=1e-5)
+NORM = 100.0
+"""A maximum norm that clips nothing."""
+
+
+def muon(matrices: list[nn.Parameter], others: list[nn.Parameter]) -> list[Optimizer]:
+    options: dict[str, Any] = {"lr": LR, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
+    return [Muon(matrices, momentum=0.9, **options), AdamW(others, lr=LR, weight_decay=0.1, betas=(0.9, 0.95))]
+
+
+def adafactor(matrices: list[nn.Parameter], others: list[nn.Parameter]) -> list[Optimizer]:
+    return [Adafactor([*matrices, *others], lr=LR, weight_decay=0.1, beta2_decay=-0.7, d=2.0)]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "make"),
+    [("muon", {"momentum": 0.9}, muon), ("adafactor", {"beta2_decay": -0.7, "d": 2.0}, adafactor)],
+)
+def test_updates_are_those_of_torch(
+    name: str, options: dict[str, Any], make: Any, one_rank: Ranks, tiny_model: Path
+) -> None:
+    learner = {"optimizer": name, "optimizer_options": {"weight_decay": 0.1, **options}, "max_grad_norm": NORM}
+    trainer = make_trainer(make_config(tiny_model, learner=learner), one_rank)
+    policy = trainer.policy
+    matrices = {id(parameter) for parameter in layer_matrices(policy.model)}
+    chosen = {n for n, p in policy.model.named_parameters() if id(p) in matrices}
+    assert "model.embed_tokens.weight" not in chosen and "model.layers.0.mlp.up_proj.weight" in chosen
+    assert len(chosen) == 2 * 7
+    own = {n: nn.Parameter(weight) for n, weight in copy_weights(policy).items()}
+    expected = make([p for n, p in own.items() if n in chosen], [p for n, p in own.items() if n not in chosen])
+    for step in (1, 2, 3):
+        with gradients_before_step(policy) as gradients:
+            trainer.train(pack_groups(trainer.config, make_groups(seed=step)), step=step)
+        for parameter, gradient in gradients.items():
+            own[parameter].grad = gradient
+        for optimizer in expected:
+            optimizer.step()
+    for parameter, weight in copy_weights(policy).items():
+        torch.testing.assert_close(weight, own[parameter].detach(), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["muon", "adafactor"])
+def test_the_learning_rate_is_the_schedules(name: str, one_rank: Ranks, tiny_model: Path) -> None:
+    settings = {"optimizer": name, "warmup_steps": 4, "max_grad_norm": NORM}
+    trainer = make_trainer(make_config(tiny_model, learner=settings), one_rank)
+    before = copy_weights(trainer.policy)
+    trainer.train(pack_groups(trainer.config, make_groups()), step=1)
+    assert {group["lr"] for group in trainer.policy.optimizer.param_groups} == {LR / 4}
+    assert all(not torch.equal(before[n], weight) for n, weight in copy_weights(trainer.policy).items())
+
+
+def test_the_head_of_a_critic_is_not_muons(one_rank: Ranks, tiny_model: Path) -> None:
+    config = make_config(tiny_model, learner={"optimizer": "muon"}, algorithm={"advantage": "gae"})
+    critic = CriticModel(config, one_rank)
+    assert isinstance(critic.optimizer, MuonWithAdamW)
+    own = {id(p) for group in critic.optimizer.adamw.param_groups for p in group["params"]}
+    named = dict(critic.model.named_parameters())
+    assert {n for n, p in named.items() if id(p) in own and p.ndim == 2} == {
+        "model.embed_tokens.weight",
+        "score.weight",
+    }
+
+
+def state_bytes(model: TrainedModel) -> int:
+    tensors: list[Tensor] = [t for state in model.optimizer.state.values() for n, t in state.items() if n != "step"]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "adafactor"])
+def test_states_have_at_most_the_estimated_size(name: str, one_rank: Ranks, tiny_model: Path) -> None:
+    config = make_config(tiny_model, learner={"optimizer": name})
+    trainer = make_trainer(config, one_rank)
+    trainer.train(pack_groups(config, make_groups()), step=1)
+    shape = Shape.read(str(tiny_model))
+    assert shape is not None
+    kept, estimate = state_bytes(trainer.policy), optimizer_bytes(config, shape, shape.parameters)
+    print(name, kept, estimate, kept / estimate)
+    assert kept <= estimate
+    assert kept == estimate if name == "adamw" else kept > 0.4 * estimate
+
+
+CASES: dict[str, dict[str, Any]] = {
+    **{loss: {"algorithm": {"loss": loss}, "learner": {"minibatches": 2}} for loss in LOSSES if loss != "vtrace"},
+    "vtrace": {"algorithm": {"advantage": "vtrace", "loss": "vtrace"}},
+    "critic, reference, whitening": {
+        "algorithm": {"advantage": "gae", "whiten": True, "kl_reward_coef": 0.1, "kl_loss_coef": 0.1},
+        "learner": {"epochs": 2},
+    },
+    "critic alone": {"algorithm": {"advantage": "gae"}, "critic": {"warmup_steps": 9, "clip": None}},
+    "loglinear": {"algorithm": {"loss": "decoupled_ppo", "proximal": "loglinear"}, "learner": {"minibatches": 2}},
+    "masks": {
+        "algorithm": {
+            "loss": "decoupled_ppo",
+            "correction": {"level": "geometric", "mode": "mask", "low": 0.5, "high": 2.0, "mask_delta": 0.1},
+            "aggregation": "seq-mean-token-mean",
+        }
+    },
+    "bounded divergence": {"algorithm": {"max_divergence": 0.1}},
+}  # fmt: skip
+
+
+@pytest.fixture
+def train(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, float]]:
+    """Trains two steps on the device with the settings. Returns the metrics of the second step, after checking that all
+    weights are on the device."""
+    monkeypatch.setattr(engine_module.deepspeed, "initialize", plain_engine)
+
+    def run(device: torch.device, sections: dict[str, Any]) -> dict[str, float]:
+        config: Config = make_config(tiny_model, **sections)
+        trainer = make_trainer(config, Ranks(0, 1, device))
+        for step in (1, 2):
+            metrics = trainer.train(pack_groups(config, make_groups(3, seed=step, version=step - 1)), step=step)
+        assert all(weight.device == device for _, weight in trainer.policy.weights())
+        return metrics
+
+    return run
+
+
+@pytest.mark.parametrize("sections", CASES.values(), ids=CASES)
+def test_a_step_on_another_device(
+    sections: dict[str, Any], train: Callable[..., dict[str, float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = train(torch.device("cpu"), sections)
+    for network in (PolicyNetwork, ValueNetwork):
+        monkeypatch.setattr(network, "to", lambda self, device: move(self))
+    with far_device():
+        metrics = train(FAR, sections)
+    assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+def test_the_device_refuses_what_cuda_refuses() -> None:
+    near = torch.arange(3.0)
+    with far_device():
+        far = near.to(FAR)
+        assert isinstance(far, FarTensor) and torch.tensor([1.0], device=FAR).device == FAR
+        assert torch.equal((far * torch.tensor(2.0)).cpu(), near * 2)
+        for mixed in (
+            lambda: far + near,
+            lambda: torch.stack([far.sum(), near.sum()]),
+            lambda: torch.cat([far, near]),
+            lambda: far[torch.tensor([1])].add_(near[:1]),
+        ):
+            with pytest.raises(RuntimeError, match=r"tensors on far:0 and cpu"):
+                mixed()

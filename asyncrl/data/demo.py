@@ -1,8 +1,4 @@
-"""The datasets of the demos with an environment, and the episodes that warm-start their models.
-
-A warm start shows right and wrong episodes. The model learns to produce all of them about as often as it was shown
-them; only the reward says which ones are right.
-"""
+"""The demo's dataset: sums of two numbers, two digits each."""
 
 from __future__ import annotations
 
@@ -11,10 +7,38 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from random import Random
+from typing import Any
 
-from asyncrl.data.parquet import write_rows
+from asyncrl.data.files import write_rows
 from asyncrl.errors import ConfigError
 from asyncrl.util.hints import did_you_mean
+
+LARGEST = 19
+"""Operands are 0 to LARGEST."""
+DATA_SOURCE = "arithmetic"
+
+
+def sums() -> list[tuple[str, str, int, int]]:
+    """(prompt, answer, first operand, second operand) of every sum."""
+    pairs = product(range(LARGEST + 1), repeat=2)
+    return [(f"{a:02d}+{b:02d}=", f"{a + b:02d}", a, b) for a, b in pairs]
+
+
+def make_arithmetic(path: Path, *, seed: int = 0, rows: int | None = None) -> None:
+    """Writes all sums, or the first `rows`, shuffled by the seed, in verl's schema."""
+    table: list[dict[str, Any]] = [
+        {
+            "data_source": DATA_SOURCE,
+            "prompt": prompt,
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": answer},
+            "extra_info": {"operands": [a, b]},
+        }
+        for prompt, answer, a, b in sums()
+    ]
+    Random(seed).shuffle(table)
+    write_rows(path, table[:rows])
+
 
 END = "<eos>"
 FACTORS = range(10, 100)
