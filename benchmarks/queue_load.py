@@ -28,6 +28,8 @@ from asyncrl.wire.messages import GeneratorStats
 
 GROUP_SIZE, PROMPT_TOKENS = 8, 32
 GROUPS_PER_STEP = 128
+TOKEN_BYTES = 13
+"""Bytes per token: token id, log-prob, version, and action mask."""
 SHAPES = 16
 """Number of different synthetic groups per generator."""
 CHECKPOINT_STEPS = 100
