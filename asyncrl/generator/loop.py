@@ -48,7 +48,7 @@ from asyncrl.wire.messages import GeneratorStats
 if TYPE_CHECKING:
     from asyncrl.environments.pool import EnvironmentPool
     from asyncrl.rewards.workers import RewardPool, Scored
-    from asyncrl.weights.background import BackgroundReceiver
+    from asyncrl.weights.receiver import BackgroundReceiver
 
 log = structlog.get_logger()
 

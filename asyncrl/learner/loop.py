@@ -52,7 +52,7 @@ from asyncrl.replay.metrics.run import LEARNER_TIMES
 from asyncrl.samples.book import SampleBook
 from asyncrl.types import Shard
 from asyncrl.util.processes import Stopwatch
-from asyncrl.weights.background import BackgroundSender
+from asyncrl.weights.sender import BackgroundSender
 from asyncrl.wire.learner_messages import Committed
 
 log = structlog.get_logger()

@@ -16,7 +16,7 @@ from asyncrl.plan.measured import RecentRun
 from asyncrl.plan.simulation import Prediction, simulate
 from asyncrl.plan.workload import Setup, Workload
 from asyncrl.types import GOODPUT_FACTORS
-from asyncrl.weights.files.links import SLOWEST_STEPS, STRIDES, stride_of
+from asyncrl.weights.version_store import SLOWEST_STEPS, STRIDES, stride_of
 
 SEQUENCES, MIN_STEPS, MAX_STEPS = 20_000, 8, 200
 """Sequences simulated for one prediction, and bounds of the number of steps."""

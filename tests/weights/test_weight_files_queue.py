@@ -20,8 +20,8 @@ from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.server import run_replay
 from asyncrl.types import NO_VERSION
-from asyncrl.weights.background import BackgroundReceiver
-from asyncrl.weights.files.sender import FileSender, StoreOptions
+from asyncrl.weights.files import FileSender, StoreOptions
+from asyncrl.weights.receiver import BackgroundReceiver
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.messages import GeneratorStats
 from asyncrl.wire.version_messages import Announced, Following, Link

@@ -7,22 +7,29 @@ tells where each tensor is, so that nothing has to be gathered or copied to load
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils.loading_report import LoadStateDictInfo
 
+from asyncrl.config.training import Lora
 from asyncrl.errors import ConfigError, InvariantError
-from asyncrl.weights.shares import slice_of
+from asyncrl.util.files import read_tensor_descriptions
+from asyncrl.weights.layout import slice_of
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 ROWS = 4096
 """Rows of two tensors that are compared at a time."""
@@ -144,3 +151,129 @@ class _Views(TorchDispatchMode):
         if func is torch.ops.aten.clone.default:
             return torch.ops.aten.alias.default(args[0])
         return func(*args, **(kwargs or {}))
+
+
+SAMPLE_BYTES = 4096
+"""Bytes of each tensor, in its middle and at its end, that are part of the fingerprint."""
+
+
+def fingerprint_of(folder: str) -> str:
+    """Returns a hash of the weights in the safetensors files of a folder: of the name, dtype and shape of each tensor,
+    and of samples of its bytes, so that it takes milliseconds. It does not depend on how tensors are divided into
+    files."""
+    tensors: list[tuple[str, str, bytes]] = []
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        described = read_tensor_descriptions(path)
+        with path.open("rb") as file:
+            start = 8 + int.from_bytes(file.read(8), "little")
+            for name, tensor in described.items():
+                begin, end = (start + offset for offset in tensor["data_offsets"])
+                sample = b""
+                for at in (begin + (end - begin) // 2, max(begin, end - SAMPLE_BYTES)):
+                    file.seek(at)
+                    sample += file.read(min(SAMPLE_BYTES, end - at))
+                tensors.append((name, json.dumps([tensor["dtype"], tensor["shape"]]), sample))
+    digest = hashlib.sha256()
+    for name, description, sample in sorted(tensors):
+        digest.update(json.dumps([name, description, hashlib.sha256(sample).hexdigest()]).encode())
+    return digest.hexdigest()
+
+
+MERGED_ELEMENTS = 1 << 24
+"""Number of elements that are merged at a time, in float32."""
+ADAPTER = "default"
+"""peft's name of an adapter."""
+MATRIX_NAMES = ("{}.lora_A.weight", "{}.lora_B.weight")
+"""Names of the matrices of a layer where they are sent."""
+
+
+class Factors(NamedTuple):
+    """The matrices of an adapter."""
+
+    a: Tensor
+    """[rank, in]"""
+    b: Tensor
+    """[out, rank]"""
+    scale: float
+
+
+def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
+    """Returns all linear layers but the output layer. peft's own "all-linear" adds routers and experts."""
+    head = model.get_output_embeddings()
+    named = model.named_modules()
+    return {name: module for name, module in named if isinstance(module, nn.Linear) and module is not head}
+
+
+def adapted_layers(model: PreTrainedModel, settings: Lora) -> dict[str, nn.Linear]:
+    """Returns the layers of a model without adapters that have one with these settings."""
+    targets = settings.targets
+    return {name: layer for name, layer in linear_layers(model).items() if targets is None or is_target(name, targets)}
+
+
+def is_target(name: str, targets: Iterable[str]) -> bool:
+    """True if one of the targets is the layer's name or the end of it."""
+    return f".{name}".endswith(tuple(f".{target}" for target in targets))
+
+
+def adapter_shapes(model: PreTrainedModel, settings: Lora) -> dict[str, tuple[int, ...]]:
+    """Returns the names and shapes of what is sent for a model, which has no adapters yet."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, layer in adapted_layers(model, settings).items():
+        a, b = (pattern.format(name) for pattern in MATRIX_NAMES)
+        shapes |= {a: (settings.rank, layer.in_features), b: (layer.out_features, settings.rank)}
+    return shapes
+
+
+def peft_settings(model: PreTrainedModel, settings: Lora, path: str) -> LoraConfig:
+    """Returns peft's settings of the adapters of the model at `path`."""
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,  # pyright: ignore[reportArgumentType]
+        target_modules=list(settings.targets or linear_layers(model)),
+        bias="none",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=path,
+    )
+
+
+def matrices_of(layer: Any) -> tuple[nn.Parameter, nn.Parameter]:
+    """Returns A and B of a layer that peft has changed."""
+    return layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+
+
+class MergedWeights(Mapping[str, Tensor]):
+    """The weights of a model with adapters merged into them, by parameter. Each is computed when it is asked for, from
+    the weights of the model, so that rounding does not accumulate over versions."""
+
+    def __init__(
+        self, base: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]], scale: float, *, device: torch.device
+    ) -> None:
+        """`base` has the weights of the model, maybe in host memory. The tensors are the adapters, as they are sent.
+        The sums are computed on the device."""
+        self._base, self._sent, self._scale, self._device = base, dict(tensors), scale, device
+
+    def __getitem__(self, name: str) -> Tensor:
+        weight = self._base[name]
+        a, b = (self._sent.get(pattern.format(name.removesuffix(".weight"))) for pattern in MATRIX_NAMES)
+        if a is None or b is None or not name.endswith(".weight"):
+            return weight
+        a, b = (matrix.to(self._device, torch.float32) for matrix in (a, b))
+        return merged(weight.to(self._device), Factors(a, b, self._scale))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._base)
+
+    def __len__(self) -> int:
+        return len(self._base)
+
+
+def merged(weight: Tensor, factors: Factors) -> Tensor:
+    """Returns the matrix with the adapter added, in float32 rounded once. The factors are float32."""
+    a, b = factors.a.to(weight.device), factors.b.to(weight.device)
+    result = torch.empty_like(weight)
+    step = max(MERGED_ELEMENTS // weight.shape[1], 1)
+    for rows, of_b, target in zip(weight.split(step), b.split(step), result.split(step), strict=True):
+        target.copy_(torch.add(rows.float(), of_b @ a, alpha=factors.scale))
+    return result

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import BroadcastOptions, ProcessGroupGloo, Work
 
-from asyncrl.weights.transports import Link, Member, Transport
-from asyncrl.weights.waits import POLL_S, Wait
+from asyncrl.weights.transports import POLL_S, Link, Member, Transport, Wait
 
 log = structlog.get_logger()
 
