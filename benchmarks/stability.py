@@ -235,12 +235,12 @@ def prepare(tasks: set[str]) -> None:
 
     from asyncrl.config.load import load_config
     from asyncrl.launch.checks import run_recipes
-    from benchmarks.no_signal import LONG_MODEL, make_long_model
+    from benchmarks.long_tail import SPACES_MODEL, make_spaces_model
 
     for task in sorted(tasks):
         run_recipes(load_config(TASKS.get(task, [task])[0]), Console())
-        if task == "long tail" and not LONG_MODEL.exists():
-            make_long_model()
+        if task == "long tail" and not SPACES_MODEL.exists():
+            make_spaces_model()
         if task == PRETRAINED:
             make_pretrained()
 

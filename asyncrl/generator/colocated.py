@@ -35,7 +35,7 @@ from asyncrl.generator.engine import Engine
 from asyncrl.util.card_lock import CardLock, Cards, CardWait, card_path
 
 if TYPE_CHECKING:
-    from asyncrl.weights.background import BackgroundReceiver
+    from asyncrl.weights.receiver import BackgroundReceiver
 
 log = structlog.get_logger()
 

@@ -31,7 +31,7 @@ from asyncrl.util.user_code import resolve_function
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from asyncrl.weights.bucket_plan import WeightPart
+    from asyncrl.weights.layout import WeightPart
 
 KEY = "generator.engine"
 ENGINES = {

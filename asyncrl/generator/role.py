@@ -22,7 +22,7 @@ from asyncrl.util.processes import set_time_slice, use_batch_scheduling
 from asyncrl.wire.endpoints import Endpoints
 
 if TYPE_CHECKING:
-    from asyncrl.weights.background import BackgroundReceiver
+    from asyncrl.weights.receiver import BackgroundReceiver
 
 log = structlog.get_logger()
 
@@ -106,9 +106,8 @@ def make_receiver(
     config: Config, index: int, endpoints: Endpoints, run_dir: Path, *, device: str
 ) -> BackgroundReceiver:
     """The receiver of the run's weights: from the learner, or from a store."""
-    from asyncrl.weights.base import fingerprint_of
-    from asyncrl.weights.files.receiver import FileReceiver
-    from asyncrl.weights.files.sender import StoreOptions
+    from asyncrl.weights.files import FileReceiver, StoreOptions
+    from asyncrl.weights.model_tensors import fingerprint_of
     from asyncrl.weights.receiver import WeightReceiver
     from asyncrl.weights.transports import goes_by_files
 

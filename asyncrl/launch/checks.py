@@ -400,7 +400,7 @@ def check_weights(config: Config) -> None:
     or tensors that the model lacks. Where the library renames tensors, the learner does this. Imports torch."""
     from asyncrl.launch.memory import empty_model_of
     from asyncrl.learner.model.loading import refuse_unexpected
-    from asyncrl.weights.checkpoint import check_tied, checkpoint_tensors, unexpected_tensors
+    from asyncrl.weights.model_tensors import check_tied, checkpoint_tensors, unexpected_tensors
 
     for key, path in [("model.path", config.model.path), *other_models(config)]:
         if key == "critic.path" or not Path(path).is_dir():

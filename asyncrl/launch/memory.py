@@ -155,7 +155,7 @@ class Shape:
         shape = cls.of(settings, folder, sizes, largest_layer(model))
         if shape is None or lora is None or not lora.rank:
             return shape
-        from asyncrl.weights.adapters import adapter_shapes
+        from asyncrl.weights.model_tensors import adapter_shapes
 
         return replace(shape, adapters=sum(math.prod(sizes) for sizes in adapter_shapes(model, lora).values()))
 

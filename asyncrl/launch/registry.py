@@ -54,8 +54,8 @@ def check_parts(config: Config) -> None:
     from asyncrl.generator.engine import KEY as ENGINE
     from asyncrl.launch.launcher import find_launcher
     from asyncrl.observe.trackers import find_tracker
-    from asyncrl.weights.files.folder import Folder
     from asyncrl.weights.transports import goes_by_files
+    from asyncrl.weights.version_store import Folder
 
     find_launcher(config)
     resolve(ENGINE, config.generator.engine, ENGINES)

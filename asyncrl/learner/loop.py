@@ -47,13 +47,12 @@ from asyncrl.learner.model.saving import save_model
 from asyncrl.learner.step import Trainer
 from asyncrl.observe.trackers import Trackers
 from asyncrl.replay.client import LearnerClient
-from asyncrl.replay.journal.history import JournalBatches
+from asyncrl.replay.history import JournalBatches, SampleBatches
 from asyncrl.replay.metrics.run import LEARNER_TIMES
-from asyncrl.replay.sample_batches import SampleBatches
 from asyncrl.samples.book import SampleBook
 from asyncrl.types import Shard
 from asyncrl.util.processes import Stopwatch
-from asyncrl.weights.background import BackgroundSender
+from asyncrl.weights.sender import BackgroundSender
 from asyncrl.wire.learner_messages import Committed
 
 log = structlog.get_logger()

@@ -26,8 +26,8 @@ from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.store import StoreServer
 
 if TYPE_CHECKING:
-    from asyncrl.weights.background import BackgroundSender
-    from asyncrl.weights.buckets import WeightManifest
+    from asyncrl.weights.layout import WeightManifest
+    from asyncrl.weights.sender import BackgroundSender
 
 log = structlog.get_logger()
 
@@ -68,9 +68,8 @@ def _make_sender(
     config: Config, trainer: Trainer, endpoints: Endpoints, run_dir: Path, parts: ExitStack
 ) -> BackgroundSender:
     """The sender of this rank's weights: to the generators, or to a store."""
-    from asyncrl.weights.buckets import WeightManifest
-    from asyncrl.weights.rank_share_sender import RankShareSender
-    from asyncrl.weights.sender import WeightSender
+    from asyncrl.weights.layout import WeightManifest
+    from asyncrl.weights.sender import RankShareSender, WeightSender
     from asyncrl.weights.transports import goes_by_files, transport_of
 
     policy = trainer.policy
@@ -104,11 +103,9 @@ def _make_file_sender(
     config: Config, ranks: Ranks, manifest: WeightManifest, endpoints: Endpoints, run_dir: Path, parts: ExitStack
 ) -> BackgroundSender:
     """The sender of this rank's slices; rank 0 publishes what all have written."""
-    from asyncrl.replay.announcer import Announcer
-    from asyncrl.weights.files.rank_sender import RankSender
-    from asyncrl.weights.files.sender import FileSender, StoreOptions
-    from asyncrl.weights.files.share_writer import Written
-    from asyncrl.weights.other_ranks import OtherRanks
+    from asyncrl.replay.client import Announcer
+    from asyncrl.weights.files import FileSender, RankSender, StoreOptions, Written
+    from asyncrl.weights.ranks import OtherRanks
 
     options, timeout_s, device = StoreOptions.of(config, run_dir), config.weights.timeout_s, str(ranks.device)
     if ranks.rank:
@@ -161,8 +158,7 @@ def run_offline(
     `out_dir`. Raises an AsyncrlError if training cannot continue.
     """
     from asyncrl.observe.trackers import make_trackers
-    from asyncrl.replay.journal.history import JournalBatches
-    from asyncrl.replay.sample_batches import SampleBatches
+    from asyncrl.replay.history import JournalBatches, SampleBatches
 
     with _training(config, rank, endpoints, run_dir) as (trainer, checkpoints, parts, _):
         if start:

@@ -290,7 +290,7 @@ def _print_comparison(console: Console, comparison: Comparison) -> None:
 FEW = 0.02
 """Fraction of groups without signal below which the choice makes no difference."""
 RECOMMENDED: ZeroVariance = "refund"
-"""The choice with the highest reward after equal time in the measured workloads (`python -m benchmarks.no_signal`)."""
+"""The choice with the highest reward after equal time in the measured workloads (docs/staleness.md)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from asyncrl.replay.client import LeaseReply
 from asyncrl.rewards.worker_main import PackedEpisode
 from asyncrl.rewards.workers import Scored
 from asyncrl.types import Group, Lease, Prompt
-from asyncrl.weights.staging import StagedWeights
+from asyncrl.weights.receiver import StagedWeights
 from asyncrl.wire.messages import Evaluated, GeneratorStats
 
 

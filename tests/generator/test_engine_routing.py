@@ -36,8 +36,8 @@ from asyncrl.learner.model.loading import load_policy_model
 from asyncrl.learner.model.policy import PolicyNetwork, RouterReplay
 from asyncrl.types import Group
 from asyncrl.util.routing import Routers, replayed_routers
-from benchmarks.agreement import trajectory
 from benchmarks.families import FAMILIES, save_family
+from benchmarks.models import trajectory
 
 BLOCK_TOKENS = 32
 PROMPTS = {

@@ -27,8 +27,8 @@ from asyncrl.rewards.workers import Scored
 from asyncrl.types import NO_VERSION, Group, Lease, Prompt, Shard
 from asyncrl.util.card_lock import Cards
 from asyncrl.util.host_memory import HostMemory
-from asyncrl.weights.background import WeightSyncStats
-from asyncrl.weights.staging import StagedWeights
+from asyncrl.weights.receiver import StagedWeights
+from asyncrl.weights.sender import WeightSyncStats
 from asyncrl.wire.learner_messages import Committed
 
 TOKENS = 4

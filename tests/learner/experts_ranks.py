@@ -21,7 +21,7 @@ from worlds import copy_weights, endpoints, make_config, make_groups, make_train
 from asyncrl.generator.transformers_backend.engine import TransformersEngine
 from asyncrl.learner.distributed import Ranks, deepspeed, process_group
 from asyncrl.learner.model.engine import deepspeed_config, gather_experts_together
-from asyncrl.weights.buckets import WeightManifest
+from asyncrl.weights.layout import WeightManifest
 
 STEPS = 8
 SECTIONS: dict[str, Any] = {

@@ -23,11 +23,9 @@ from asyncrl.learner.model.engine import STEP
 from asyncrl.learner.model.policy import Reference
 from asyncrl.learner.model.saving import BASE, SKIPPED, collect_state, restore_state, save_model
 from asyncrl.learner.step import Trainer
-from asyncrl.weights import adapters
-from asyncrl.weights.adapters import Factors, MergedWeights, adapter_shapes, merged
-from asyncrl.weights.base import fingerprint_of
-from asyncrl.weights.buckets import WeightManifest
-from asyncrl.weights.checkpoint import meta_model
+from asyncrl.weights import model_tensors as adapters
+from asyncrl.weights.layout import WeightManifest
+from asyncrl.weights.model_tensors import Factors, MergedWeights, adapter_shapes, fingerprint_of, merged, meta_model
 from benchmarks.families import save_family
 
 

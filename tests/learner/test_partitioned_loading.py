@@ -24,7 +24,7 @@ from asyncrl.launch.checks import check_weights
 from asyncrl.learner.model.loading import load_policy_model, load_value_model, read_range
 from asyncrl.learner.model.policy import Policy
 from asyncrl.util.files import tensor_files
-from asyncrl.weights.checkpoint import meta_model
+from asyncrl.weights.model_tensors import meta_model
 from benchmarks.families import save_family
 
 FAMILIES = ("llama", "qwen3_moe", "mixtral")

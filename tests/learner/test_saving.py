@@ -40,7 +40,7 @@ from asyncrl.learner.model.saving import (
 )
 from asyncrl.util.files import INDEX, SINGLE, read_tensor_descriptions, tensor_files
 from asyncrl.util.tokenizer import load_tokenizer
-from asyncrl.weights.checkpoint import CheckpointTensor
+from asyncrl.weights.model_tensors import CheckpointTensor
 from benchmarks.families import save_family
 from tests.helpers.selection import selected_names, slow_except
 

@@ -14,11 +14,9 @@ import torch
 from safetensors.torch import load_file
 from worlds import spawn
 
-import asyncrl.weights.files.manifest
-from asyncrl.weights.buckets import WeightManifest
-from asyncrl.weights.files.folder import Folder
-from asyncrl.weights.files.manifest import manifest_key
-from asyncrl.weights.files.reader import Reader
+import asyncrl.weights.version_store
+from asyncrl.weights.layout import WeightManifest
+from asyncrl.weights.version_store import Folder, Reader, manifest_key
 from asyncrl.wire.version_messages import Announced
 from benchmarks.families import save_family
 
@@ -56,7 +54,7 @@ def test_the_slices_of_all_ranks_are_the_model(
 def test_the_shares_of_two_ranks_are_the_model(
     tiny_model: Path, free_port: Callable[[], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(asyncrl.weights.files.manifest, "SUM_BYTES", 1024)  # as in run_two.py
+    monkeypatch.setattr(asyncrl.weights.version_store, "SUM_BYTES", 1024)  # as in run_two.py
     (tmp_path / "files").touch()
     spawn("run_two.py", tiny_model, tmp_path, free_port(), ranks=2, timeout_s=220)
     announced = msgspec.json.decode((tmp_path / "announced").read_bytes(), type=Announced)

@@ -27,7 +27,7 @@ from asyncrl.generator.transformers_backend.sizes import cache_pages, step_token
 from asyncrl.generator.transformers_backend.varlen import choose_kernel
 from asyncrl.util.host_memory import HostMemory
 from asyncrl.util.routing import replayed_routers
-from asyncrl.weights.bucket_plan import WeightPart
+from asyncrl.weights.layout import WeightPart
 
 
 class Decoder:

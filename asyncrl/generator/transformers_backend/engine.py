@@ -24,7 +24,7 @@ from asyncrl.generator.weight_fit import Shapes, check_fit
 from asyncrl.types import NO_VERSION
 from asyncrl.util.memory import peak_memory_bytes
 from asyncrl.util.tokenizer import end_tokens
-from asyncrl.weights.bucket_plan import WeightPart
+from asyncrl.weights.layout import WeightPart
 
 
 class TransformersEngine:

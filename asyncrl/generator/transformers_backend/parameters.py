@@ -9,7 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from asyncrl.config.config import Config
-from asyncrl.weights.adapters import (
+from asyncrl.weights.layout import WeightPart
+from asyncrl.weights.model_tensors import (
     ADAPTER,
     MATRIX_NAMES,
     MergedWeights,
@@ -18,7 +19,6 @@ from asyncrl.weights.adapters import (
     matrices_of,
     peft_settings,
 )
-from asyncrl.weights.bucket_plan import WeightPart
 
 Shapes = dict[str, tuple[int, ...]]
 

@@ -27,7 +27,7 @@ from asyncrl.generator.weight_fit import Shapes
 from asyncrl.types import NO_VERSION, Status
 from asyncrl.util.memory import peak_memory_bytes
 from asyncrl.util.routing import replayed_routers
-from asyncrl.weights.bucket_plan import WeightPart
+from asyncrl.weights.layout import WeightPart
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,7 +15,7 @@ from asyncrl.generator.vllm_backend.sent_weights import SentWeights
 from asyncrl.generator.vllm_backend.shared_weights import SharedWeights
 from asyncrl.generator.vllm_backend.workers import Workers
 from asyncrl.generator.weight_fit import Shapes, check_fit
-from asyncrl.weights.bucket_plan import WeightPart
+from asyncrl.weights.layout import WeightPart
 
 
 class WeightLoader:

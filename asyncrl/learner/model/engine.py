@@ -20,8 +20,8 @@ from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.distributed import BF16_Optimizer, Ranks, ZeROOptimizer, deepspeed
 from asyncrl.learner.model.loading import largest_layer, read_other_files
 from asyncrl.learner.model.lora import Adapters
-from asyncrl.weights.adapters import Factors, merged
-from asyncrl.weights.shares import slice_of
+from asyncrl.weights.layout import slice_of
+from asyncrl.weights.model_tensors import Factors, merged
 
 GATHER_ELEMENTS = 1 << 24
 """Number of weights gathered at a time from the ranks of ZeRO stage 3."""
@@ -141,7 +141,7 @@ class TrainedModel:
                         yield name, _with_adapter(factors.get(name), parameter.detach())
 
     def sent_slices(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the name and this rank's slice (`weights/shares.py`) of every parameter that generators get, a flat
+        """Yields the name and this rank's slice (`weights/layout.py`) of every parameter that generators get, a flat
         one; with one rank the full weight. With adapters these are their matrices alone, otherwise all parameters, as
         in `weights`. No other rank takes part, and nothing is copied. Raises InvariantError if DeepSpeed shards the
         weights in another way."""

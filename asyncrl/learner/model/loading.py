@@ -29,7 +29,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.model.attention import PACKED, SequenceParallel
 from asyncrl.util.files import is_weight_file, tensor_files
-from asyncrl.weights.checkpoint import CheckpointTensor, check_tied, checkpoint_tensors, pieces, unexpected_tensors
+from asyncrl.weights.model_tensors import CheckpointTensor, check_tied, checkpoint_tensors, pieces, unexpected_tensors
 
 HEADS = ("score", "classifier")
 """Attribute names of the head of a token-classification model."""

@@ -39,9 +39,9 @@ from asyncrl.learner.model.engine import STEP, TrainedModel, first_state
 from asyncrl.learner.model.loading import read_range
 from asyncrl.learner.model.lora import Adapters, trained_parameters
 from asyncrl.util.files import INDEX, SINGLE
-from asyncrl.weights.buckets import Entry
-from asyncrl.weights.checkpoint import CheckpointTensor, checkpoint_tensors
-from asyncrl.weights.files.shards import header
+from asyncrl.weights.layout import Entry
+from asyncrl.weights.model_tensors import CheckpointTensor, checkpoint_tensors
+from asyncrl.weights.version_store import header
 
 log = structlog.get_logger()
 ADAPTER_FOLDER = "adapter"
