@@ -40,7 +40,7 @@ from asyncrl.generator.groups import Asked, Running, make_evaluated, make_group
 from asyncrl.generator.scoring import evaluated_rows
 from asyncrl.generator.weight_swaps import WeightSwaps
 from asyncrl.replay.client import GeneratorClient, LeaseReply
-from asyncrl.replay.evaluation.samples import pack_rows
+from asyncrl.replay.evaluation import pack_rows
 from asyncrl.types import NO_VERSION
 from asyncrl.util.processes import GENERATOR_ACTIVITIES, GENERATOR_PHASES, Stopwatch
 from asyncrl.wire.messages import GeneratorStats

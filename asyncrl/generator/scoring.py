@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asyncrl.generator.groups import Running, make_group
-from asyncrl.replay.evaluation.samples import EvaluatedRow
+from asyncrl.replay.evaluation import EvaluatedRow
 from asyncrl.types import Trajectory
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from asyncrl.environments.dialogue.dialogue import ChatDialogue
 from asyncrl.environments.environment import Message
 from asyncrl.launch.commands.verifiers_rows import make_verifiers_rows
 from asyncrl.launch.fork_server import ForkServer
-from asyncrl.replay.journal.history import JournalBatches
+from asyncrl.replay.history import JournalBatches
 from asyncrl.types import Trajectory
 from tests.helpers.doc_files import write_doc_files
 from tests.helpers.runs import start_launch

@@ -15,8 +15,7 @@ from weight_parts import manifest_of, next_staged
 
 from asyncrl.errors import PeerTimeoutError, RunError
 from asyncrl.generator import role
-from asyncrl.replay.announcer import Announcer
-from asyncrl.replay.client import GeneratorClient, LauncherClient, LearnerClient, LeaseReply
+from asyncrl.replay.client import Announcer, GeneratorClient, LauncherClient, LearnerClient, LeaseReply
 from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.server import run_replay

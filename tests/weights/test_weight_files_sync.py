@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 from weight_parts import manifest_of, next_staged
 
 from asyncrl.errors import ProtocolError, RunError
-from asyncrl.replay.versions import StoredVersions
+from asyncrl.replay.server import StoredVersions
 from asyncrl.types import NO_VERSION
 from asyncrl.weights.files import FileReceiver, FileSender, StoreOptions
 from asyncrl.weights.receiver import StagedWeights
