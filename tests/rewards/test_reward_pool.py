@@ -20,7 +20,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.generator.engine import Completion
 from asyncrl.generator.groups import Running, make_group
 from asyncrl.replay.codec import pack_group
-from asyncrl.replay.refunds import refund_reason
+from asyncrl.replay.live_group import refund_reason
 from asyncrl.rewards import pool as workers
 from asyncrl.rewards.pool import RewardPool, Scored
 from asyncrl.rewards.table import check_rewards
