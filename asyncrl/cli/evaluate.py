@@ -32,7 +32,7 @@ from asyncrl.learner.checkpoint import MANIFEST
 from asyncrl.observe.console import EXIT_DONE, EXIT_INTERRUPTED, Interrupts
 from asyncrl.observe.sample_search import PARQUET, check_samples_file
 from asyncrl.observe.samples import Samples
-from asyncrl.replay.evaluation.scores import PromptScore, pass_ks, score_table
+from asyncrl.replay.evaluation import PromptScore, pass_ks, score_table
 from asyncrl.rewards.reward_model import await_reward_model, uses_reward_model
 from asyncrl.rewards.table import evaluation_config
 from asyncrl.types import Group, Prompt
@@ -138,7 +138,7 @@ def evaluate_prompts(
     from asyncrl.environments.pool import EnvironmentPool
     from asyncrl.generator.engine import make_own_engine
     from asyncrl.generator.evaluator import Evaluator
-    from asyncrl.rewards.workers import RewardPool
+    from asyncrl.rewards.pool import RewardPool
 
     with ExitStack() as parts:
         rewards = environments = None

@@ -26,8 +26,7 @@ from asyncrl.types import EPISODE_ENDS, EpisodeEnd
 from asyncrl.util.durable import Durable
 from asyncrl.util.memory import peak_memory_bytes
 from asyncrl.util.processes import ACTIVITIES, GENERATOR_ACTIVITIES, GENERATOR_PHASES, LEARNER_PHASES, fractions
-from asyncrl.wire.bounds import MAX_COUNT, MAX_NUMBER
-from asyncrl.wire.messages import GeneratorStats, GroupHeader
+from asyncrl.wire.messages import MAX_COUNT, MAX_NUMBER, GeneratorStats, GroupHeader
 
 log = structlog.get_logger()
 
@@ -106,7 +105,7 @@ class RewardsSinceStep(Durable):
         return means | self.wait_s.table("environment/wait_s")
 
     def _count(self, name: str, values: Sequence[float]) -> None:
-        self.means.setdefault(name, ExactMean()).values.extend(values)
+        self.means.setdefault(name, ExactMean()).add(values)
 
 
 def _episode_values(header: GroupHeader) -> dict[str, list[float]]:

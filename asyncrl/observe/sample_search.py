@@ -17,13 +17,13 @@ from asyncrl.data.rows import PromptTable, Split
 from asyncrl.errors import ConfigError, DataError, observing
 from asyncrl.observe.document import MAX_SAMPLES, PageSamples
 from asyncrl.observe.samples import FOLDER, Part, Recorded, Samples, count_evaluated, evaluated_versions, read_evaluated
-from asyncrl.replay.journal.reader import segments_of
-from asyncrl.replay.journal.samples import JournalSamples
+from asyncrl.replay.history import JournalSamples
+from asyncrl.replay.journal import segments_of
 from asyncrl.util.files import check_writable
 from asyncrl.util.tokenizer import Decoder, load_decoder
 
 if TYPE_CHECKING:
-    from asyncrl.environments.dialogue.display import Display
+    from asyncrl.environments.dialogue.conversation import Display
 
 PARQUET = ".parquet"
 Order = Literal["best", "worst", "longest", "newest"]
@@ -358,8 +358,9 @@ class Conversations:
         an environment."""
         if config.environment.name is None:
             return None
-        from asyncrl.environments.dialogue import Dialogue, DialogueError
-        from asyncrl.environments.dialogue.display import Display
+        from asyncrl.environments.dialogue.conversation import Display
+        from asyncrl.environments.dialogue.dialogue import Dialogue
+        from asyncrl.environments.dialogue.rendering import DialogueError
 
         def decode(tokens: Sequence[int]) -> str:
             return decoder([tokens], special_tokens=special_tokens)[0]

@@ -15,9 +15,8 @@ from msgspec.structs import replace
 from asyncrl.types import GOODPUT_FACTORS, NO_VERSION
 from asyncrl.util.durable import Durable
 from asyncrl.util.processes import GENERATOR_ACTIVITIES, GENERATOR_PHASES, IDLE_ACTIVITIES, fractions
-from asyncrl.wire.bounds import MAX_NUMBER
 from asyncrl.wire.frames import Array
-from asyncrl.wire.messages import GeneratorStats, GroupHeader
+from asyncrl.wire.messages import MAX_NUMBER, GeneratorStats, GroupHeader
 
 PHASES = ("generate", "queue", "train")
 """The phases of a group: being generated, in the queue, with the learner."""
@@ -81,6 +80,10 @@ class ExactMean(Durable):
     """A mean that does not depend on the order of the values: they are kept, and summed without rounding."""
 
     values: list[float] = field(default_factory=list[float])
+
+    def add(self, values: Iterable[float]) -> None:
+        """Adds values."""
+        self.values.extend(values)
 
     @property
     def mean(self) -> float:

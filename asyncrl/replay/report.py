@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 from asyncrl.observe.collapse import COLLAPSE
 from asyncrl.observe.metrics import RATE_WINDOW_S, RunMetrics, peaks_bytes, times
 from asyncrl.observe.stats import bias_alarms, count_rewards
-from asyncrl.replay.evaluation.scores import eval_metrics
-from asyncrl.replay.ledger import Ledger
-from asyncrl.replay.ledger_counts import State
+from asyncrl.replay.evaluation import eval_metrics
+from asyncrl.replay.ledger import Ledger, State
 from asyncrl.types import goodput_of, mean_staleness
 from asyncrl.util.processes import fractions
 
@@ -117,7 +116,7 @@ def step_metrics(state: QueueState, step: int, at_s: float) -> dict[str, float]:
         "replay/staleness_limit": float(ledger.admission_limit),
         "replay/refunded_groups": float(sum(amount.groups for amount in ledger.refunded.values())),
     }
-    queue |= state.selection.metrics(left_out=state.left_out)
+    queue |= state.results.metrics(left_out=state.left_out)
     trained = {"tokens": ledger.trained.tokens, "samples": ledger.trained.trajectories}
     measured = state.measure.step_metrics(step, groups, at_s, **trained, generators=state.generators_wanted)
     return queue | measured | eval_metrics(state.evaluation.unreported(0) or {})

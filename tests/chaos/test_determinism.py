@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from asyncrl.launch.fork_server import ForkServer
 from asyncrl.observe.samples import Samples
-from asyncrl.replay.journal.samples import JournalSamples
+from asyncrl.replay.history import JournalSamples
 from tests.chaos.runs import Chaos, check_complete
 from tests.helpers.preloaded import Command
 

@@ -15,8 +15,8 @@ from rich.console import Console
 
 from asyncrl.cli.play import play
 from asyncrl.config.config import Config
-from asyncrl.environments.dialogue import Dialogue
-from asyncrl.environments.dialogue.display import Display, Shown
+from asyncrl.environments.dialogue.conversation import Display, Shown
+from asyncrl.environments.dialogue.dialogue import Dialogue
 from asyncrl.errors import ConfigError
 from asyncrl.launch.checks import check_environments
 from tests.helpers.chat_models import (

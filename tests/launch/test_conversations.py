@@ -14,8 +14,8 @@ from rich.console import Console
 from asyncrl.cli.show_samples import show_group, show_samples
 from asyncrl.config.load import load_config
 from asyncrl.environments import Environment, Step
-from asyncrl.environments.dialogue import Dialogue
-from asyncrl.environments.named import Named
+from asyncrl.environments.dialogue.dialogue import Dialogue
+from asyncrl.environments.table import Named
 from asyncrl.observe.document import run_document
 from asyncrl.observe.first_look import ShownSamples
 from asyncrl.observe.sample_search import Query, find_samples, page_samples

@@ -16,9 +16,9 @@ from asyncrl.data.files import write_rows
 from asyncrl.observe.samples import SampleBook, Samples
 from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay.codec import pack_group
-from asyncrl.replay.evaluation.samples import EvalSamples, EvaluatedRow
-from asyncrl.replay.journal.samples import JournalSamples
-from asyncrl.replay.journal.writer import Journal
+from asyncrl.replay.evaluation import EvalSamples, EvaluatedRow
+from asyncrl.replay.history import JournalSamples
+from asyncrl.replay.journal import Journal
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.types import Group, Lease, Prompt
 from asyncrl.wire.messages import Evaluated

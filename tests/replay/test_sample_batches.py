@@ -10,7 +10,7 @@ import pytest
 from asyncrl.errors import DataError
 from asyncrl.observe.samples import Samples
 from asyncrl.replay.codec import pack_group
-from asyncrl.replay.sample_batches import SampleBatches
+from asyncrl.replay.history import SampleBatches
 from asyncrl.types import Group, Lease, Prompt
 from tests.helpers.replay import make_group
 
