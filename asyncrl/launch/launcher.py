@@ -348,7 +348,7 @@ def find_launcher(config: Config) -> Callable[[], Launcher]:
     """Returns the class that `launch.cluster` names. Raises ConfigError if it cannot be resolved or is not a subclass
     of Launcher."""
     key, name = "launch.cluster", config.launch.cluster
-    found = resolve_function(key, name, LAUNCHERS)
-    if name not in LAUNCHERS and not (isinstance(found, type) and issubclass(found, Launcher)):
+    launcher = resolve_function(key, name, LAUNCHERS)
+    if name not in LAUNCHERS and not (isinstance(launcher, type) and issubclass(launcher, Launcher)):
         raise ConfigError(f"{key} = {name!r}: must be a subclass of asyncrl.launch.launcher.Launcher")
-    return found
+    return launcher

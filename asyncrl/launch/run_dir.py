@@ -136,8 +136,8 @@ class RunFolder:
             replace_file(self.path / ATTEMPTS, json.dumps(self.earlier_s) + "\n")
         replace_file(self.path / FILE, json.dumps(fingerprints(config), indent=2) + "\n")
         # A config that is used again starts a new run, whatever started this one.
-        kept = config.model_copy(update={"resume": "never"}) if config.resume == "must" else config
-        replace_file(self.path / "config.yaml", kept.to_yaml())
+        saved = config.model_copy(update={"resume": "never"}) if config.resume == "must" else config
+        replace_file(self.path / "config.yaml", saved.to_yaml())
         (self.path / "summary.json").unlink(missing_ok=True)
         replace_file(self.path / HOSTS, json.dumps([asdict(host) for host in hosts], indent=2) + "\n")
         replace_file(self.path / ENDPOINTS, json.dumps(asdict(endpoints), indent=2) + "\n", mode=0o600)
