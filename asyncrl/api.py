@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import pyarrow as pa
 from rich.console import Console
 
-from asyncrl.config import Config, config_keys, load_config, settings_of_model
+from asyncrl.config.config import Config
+from asyncrl.config.load import config_keys, load_config, settings_of_model
 from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
 from asyncrl.launch.commands.running import scale
 from asyncrl.launch.console import EXIT_CONFIG, EXIT_DONE, EXIT_INTERRUPTED

@@ -80,7 +80,7 @@ def commands() -> tuple[int, int, int]:
 
 def rows() -> list[tuple[str, object, str]]:
     """The measures, their values and their limits."""
-    from asyncrl.config import config_keys
+    from asyncrl.config.load import config_keys
 
     modules = sorted(PACKAGE.rglob("*.py"))
     named = [module for module in modules if module.name != "__init__.py"]

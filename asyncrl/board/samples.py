@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.config import load_config
+from asyncrl.config.load import load_config
 from asyncrl.data.rows import Split
 from asyncrl.errors import ConfigError
 from asyncrl.launch.samples import conversations, run_decoder, stored_group, with_texts

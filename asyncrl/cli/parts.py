@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from asyncrl.cli.app import OVERRIDES, app
-from asyncrl.config import parse_override
+from asyncrl.config.load import parse_override
 from asyncrl.data.convert import CONVERTERS, convert, describe_skipped
 from asyncrl.errors import ConfigError
 
@@ -46,7 +46,7 @@ def arithmetic(
     rows: Annotated[int | None, typer.Option(min=1, help="Only the first N rows; all sums when not set.")] = None,
 ) -> None:
     """Make the arithmetic dataset of the demo."""
-    from asyncrl.data.arithmetic import make_arithmetic
+    from asyncrl.data.demo import make_arithmetic
 
     make_arithmetic(out, seed=seed, rows=rows)
 
@@ -59,7 +59,7 @@ def episodes(
     rows: Annotated[int | None, typer.Option(min=1, help="Only the first N rows; all when not set.")] = None,
 ) -> None:
     """Make the dataset of a demo with an environment."""
-    from asyncrl.data.demo_episodes import make_demo_rows
+    from asyncrl.data.demo import make_demo_rows
 
     make_demo_rows(demo, out, seed=seed, rows=rows)
 

@@ -9,8 +9,8 @@ import typer
 from rich.console import Console
 
 from asyncrl.cli.app import FOLDER, NAME_OR_FOLDER, OVERRIDES, app, run_folder
-from asyncrl.config import load_config, parse_override, settings_of_model
-from asyncrl.config.paths import expand_path
+from asyncrl.config.load import load_config, parse_override, settings_of_model
+from asyncrl.config.sections import expand_path
 from asyncrl.errors import ConfigError
 
 FLAGS = {

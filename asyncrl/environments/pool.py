@@ -16,7 +16,7 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.environments.episode import Limits, start_of
 from asyncrl.environments.host import HostSpec, run_host
 from asyncrl.errors import RunError

@@ -29,13 +29,13 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.generator.engine import Engine
 from asyncrl.util.card_lock import CardLock, Cards, CardWait, card_path
 
 if TYPE_CHECKING:
-    from asyncrl.weights.background import BackgroundReceiver
+    from asyncrl.weights.receiver import BackgroundReceiver
 
 log = structlog.get_logger()
 

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Literal, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.config import Config
-from asyncrl.config.mappings import Lora
+from asyncrl.config.config import Config
+from asyncrl.config.training import Lora
 from asyncrl.errors import ConfigError, InvariantError, RunError
 from asyncrl.types import NO_VERSION, Status
 from asyncrl.util.user_code import resolve_function
@@ -31,7 +31,7 @@ from asyncrl.util.user_code import resolve_function
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from asyncrl.weights.bucket_plan import WeightPart
+    from asyncrl.weights.layout import WeightPart
 
 KEY = "generator.engine"
 ENGINES = {

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import structlog
 from msgspec import structs
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import InvariantError
 from asyncrl.generator.branch import Branch
 from asyncrl.generator.engine import Completion, Engine

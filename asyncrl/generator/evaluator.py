@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.generator.engine import Engine
 from asyncrl.generator.group_runner import GroupRunner
 from asyncrl.generator.groups import make_evaluated, make_group
@@ -15,7 +15,7 @@ from asyncrl.wire.messages import Evaluated
 
 if TYPE_CHECKING:
     from asyncrl.environments.pool import EnvironmentPool
-    from asyncrl.rewards.workers import RewardPool
+    from asyncrl.rewards.pool import RewardPool
 
 IDLE_S = 0.005
 """Pause while only rewards or environments are awaited."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.generator.engine import Completion, Engine
 from asyncrl.generator.episodes import Episodes
 from asyncrl.generator.groups import Running, free_capacity
@@ -21,7 +21,7 @@ from asyncrl.types import Lease
 
 if TYPE_CHECKING:
     from asyncrl.environments.pool import EnvironmentPool
-    from asyncrl.rewards.workers import RewardPool, Scored
+    from asyncrl.rewards.pool import RewardPool, Scored
 
 
 class Member(NamedTuple):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import InvariantError
 from asyncrl.generator.engine import Completion, Sampling
 from asyncrl.replay.codec import group_block
@@ -21,7 +21,7 @@ from asyncrl.wire.frames import Block
 from asyncrl.wire.messages import Evaluated
 
 if TYPE_CHECKING:
-    from asyncrl.rewards.workers import Scored
+    from asyncrl.rewards.pool import Scored
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import PeerTimeoutError
 from asyncrl.generator.colocated import OwnCard
 from asyncrl.generator.cost_model import StepCosts
@@ -40,15 +40,15 @@ from asyncrl.generator.groups import Asked, Running, make_evaluated, make_group
 from asyncrl.generator.scoring import evaluated_rows
 from asyncrl.generator.weight_swaps import WeightSwaps
 from asyncrl.replay.client import GeneratorClient, LeaseReply
-from asyncrl.replay.evaluation.samples import pack_rows
+from asyncrl.replay.evaluation import pack_rows
 from asyncrl.types import NO_VERSION
 from asyncrl.util.processes import GENERATOR_ACTIVITIES, GENERATOR_PHASES, Stopwatch
 from asyncrl.wire.messages import GeneratorStats
 
 if TYPE_CHECKING:
     from asyncrl.environments.pool import EnvironmentPool
-    from asyncrl.rewards.workers import RewardPool, Scored
-    from asyncrl.weights.background import BackgroundReceiver
+    from asyncrl.rewards.pool import RewardPool, Scored
+    from asyncrl.weights.receiver import BackgroundReceiver
 
 log = structlog.get_logger()
 

@@ -21,9 +21,7 @@ from asyncrl.generator.colocated import OwnCard
 from asyncrl.generator.engine import Engine
 
 if TYPE_CHECKING:
-    from asyncrl.weights.background import BackgroundReceiver
-    from asyncrl.weights.bucket_round import BucketRound
-    from asyncrl.weights.staging import StagedWeights
+    from asyncrl.weights.receiver import BackgroundReceiver, BucketRound, StagedWeights
 
 log = structlog.get_logger()
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import observing
 from asyncrl.launch.placement import Placement
 from asyncrl.observe.rollbacks import read_rollbacks

@@ -13,7 +13,8 @@ from typing import Any
 
 from rich.console import Console
 
-from asyncrl.config import AUTO, ENVIRONMENT, Config, Rewards
+from asyncrl.config.config import Config
+from asyncrl.config.sections import AUTO, ENVIRONMENT, Rewards
 from asyncrl.data.rows import Split
 from asyncrl.environments.environment import Schema
 from asyncrl.errors import ConfigError, DataError
@@ -24,8 +25,7 @@ from asyncrl.launch.machine import Host, check_interfaces
 from asyncrl.launch.memory import with_changes
 from asyncrl.launch.placement import Placement
 from asyncrl.launch.row_checks import FirstRow, check_first_row
-from asyncrl.rewards.auto import choose_rewards, describe_choice
-from asyncrl.rewards.table import evaluation_config, reward_names
+from asyncrl.rewards.table import choose_rewards, describe_choice, evaluation_config, reward_names
 from asyncrl.util.files import read_json, tensor_files
 from asyncrl.util.processes import PYTHON, raise_file_limit
 
@@ -177,8 +177,8 @@ def check_environments(config: Config, console: Console, prompt_tokens: int) -> 
     Raises ConfigError unless the environments of the config can be loaded, every data source has one, and the first
     prompt of the training data, of at most `prompt_tokens` tokens, is one that they can be played with: messages under
     a chat template that can be used, or plain text if they have no tools. Agent programs also need a template."""
-    from asyncrl.data.parquet import count_sources
     from asyncrl.data.prompts import TrainingRows
+    from asyncrl.data.rows import count_sources
     from asyncrl.environments.dialogue.checks import check_chat
     from asyncrl.environments.table import check_environment, environment_for, environment_names
 
@@ -202,7 +202,7 @@ def check_environments(config: Config, console: Console, prompt_tokens: int) -> 
 
 def check_data(config: Config, console: Console) -> int:
     """Returns the number of training rows. Raises ConfigError or DataError unless the data can be used."""
-    from asyncrl.data.parquet import check_dataset
+    from asyncrl.data.rows import check_dataset
 
     custom = config.data.custom
     announce_imports(console, dict.fromkeys(filter(None, (custom.dataset, custom.sampler, custom.filter))))
@@ -212,7 +212,7 @@ def check_data(config: Config, console: Console) -> int:
 def checked_rewards(config: Config, splits: Sequence[Split], console: Console, section: str = "") -> Rewards:
     """Returns the rewards of the config, or those that auto stands for with the rows of the splits. Raises ConfigError
     unless they can be loaded and every data source in the splits has one. `section` precedes keys that are printed."""
-    from asyncrl.data.parquet import count_sources
+    from asyncrl.data.rows import count_sources
     from asyncrl.rewards.table import check_rewards, check_sources
 
     sources = count_sources(config, splits)
@@ -236,9 +236,8 @@ def check_truths(config: Config, splits: Sequence[Split], console: Console) -> N
     and ConfigError for such a reward without ground truths. Training rows that `data.custom.filter` drops do not count.
     Prints a warning about rows that are not read within TRUTHS_S."""
     from asyncrl.data.custom import load_filter
-    from asyncrl.data.parquet import ground_truths
-    from asyncrl.data.rows import dataset_files, raw_rows
-    from asyncrl.rewards.builtin.code import group_time_note
+    from asyncrl.data.rows import dataset_files, ground_truths, raw_rows
+    from asyncrl.rewards.code_reward import group_time_note
     from asyncrl.rewards.table import TRUTHS, truth_reader
 
     comparing = {"exact", *TRUTHS} & set(reward_names(config.rewards))
@@ -400,7 +399,7 @@ def check_weights(config: Config) -> None:
     or tensors that the model lacks. Where the library renames tensors, the learner does this. Imports torch."""
     from asyncrl.launch.memory import empty_model_of
     from asyncrl.learner.model.loading import refuse_unexpected
-    from asyncrl.weights.checkpoint import check_tied, checkpoint_tensors, unexpected_tensors
+    from asyncrl.weights.model_tensors import check_tied, checkpoint_tensors, unexpected_tensors
 
     for key, path in [("model.path", config.model.path), *other_models(config)]:
         if key == "critic.path" or not Path(path).is_dir():

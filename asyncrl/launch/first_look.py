@@ -8,7 +8,8 @@ from typing import Any
 
 import structlog
 
-from asyncrl.config import ENVIRONMENT, Config
+from asyncrl.config.config import Config
+from asyncrl.config.sections import ENVIRONMENT
 from asyncrl.launch.conversations import CONVERSATION, in_one_line
 from asyncrl.launch.samples import Query, find_samples
 from asyncrl.samples import Samples

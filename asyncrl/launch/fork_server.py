@@ -51,7 +51,7 @@ PRELOADED = (
     "asyncrl.data.cursor",
     "asyncrl.data.pipeline",
     "asyncrl.learner.role",
-    "asyncrl.learner.critic.remote",
+    "asyncrl.learner.critic",
     "deepspeed.runtime.zero.muon.muon_optimizer",  # imported for every optimizer at ZeRO stage 1 or more
     "asyncrl.rewards.model_server",
     "asyncrl.generator.role",

@@ -16,7 +16,7 @@ from typing import IO, Protocol
 import msgspec
 import structlog
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.fork_server import Forked, ForkServer, ForkServerError
 from asyncrl.launch.machine import Host, listening_address, this_machine

@@ -25,7 +25,7 @@ import psutil
 import structlog
 
 from asyncrl import __version__
-from asyncrl.config.addresses import parse_host
+from asyncrl.config.sections import parse_host
 from asyncrl.errors import ConfigError
 from asyncrl.wire.endpoints import LOOPBACK
 

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import structlog
 from pydantic import ValidationError
 
-from asyncrl.config import Config, LearnerConfig
-from asyncrl.config.mappings import Lora
+from asyncrl.config.config import Config
+from asyncrl.config.training import LearnerConfig, Lora
 from asyncrl.errors import ConfigError
 from asyncrl.generator.transformers_backend.setup import STEP_TOKENS
 from asyncrl.generator.vllm_backend.setup import LORA_RANKS, uses_adapter
@@ -148,14 +148,14 @@ class Shape:
         layers; with `lora`, of a policy with these adapters. Raises ConfigError if transformers cannot build the
         model."""
         settings = json.loads((Path(folder) / "config.json").read_text())
-        from asyncrl.learner.model.settings import largest_layer  # imports torch
+        from asyncrl.learner.model.loading import largest_layer
 
         model = empty_model_of(folder, trust_remote_code, values=values)
         sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
         shape = cls.of(settings, folder, sizes, largest_layer(model))
         if shape is None or lora is None or not lora.rank:
             return shape
-        from asyncrl.weights.adapters import adapter_shapes
+        from asyncrl.weights.model_tensors import adapter_shapes
 
         return replace(shape, adapters=sum(math.prod(sizes) for sizes in adapter_shapes(model, lora).values()))
 

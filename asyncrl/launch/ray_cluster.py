@@ -23,7 +23,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.machine import Host, HostFacts, other_packages, resolve_host
 from asyncrl.launch.placement import num_devices

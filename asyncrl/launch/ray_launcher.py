@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 from rich.console import Console
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.launch.console import EXIT_FAILED, EXIT_INTERRUPTED, say
 from asyncrl.launch.launcher import HOST_LOST, KILL_S, Launcher, LocalLauncher, RoleHandle

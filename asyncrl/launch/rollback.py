@@ -15,7 +15,8 @@ from typing import Any
 
 from rich.console import Console
 
-from asyncrl.config import Config, load_config
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.console import say
 from asyncrl.launch.memory import with_changes
@@ -54,7 +55,7 @@ def collapse_error(config: Config, summary: dict[str, Any]) -> str:
     """Returns why the run stopped and what to do, if it stopped because it collapsed; "" otherwise."""
     if not (onset := collapse_onset(summary)):
         return ""
-    from asyncrl.learner.checkpoint.files import CHECKPOINTS, finished_steps, folder_name
+    from asyncrl.learner.checkpoint import CHECKPOINTS, finished_steps, folder_name
 
     folder, place = config.run_dir / CHECKPOINTS, "the initial model, since no checkpoint is from before"
     if step := max((step for step in finished_steps(folder) if step < onset), default=0):
@@ -109,13 +110,13 @@ def resume_point(run_dir: Path, config: Config, console: Console, *, without_jou
 
 def _new_record(run_dir: Path, saved: Config, summary: dict[str, Any], aside: str) -> dict[str, Any]:
     """Decides on a rollback."""
-    from asyncrl.learner.checkpoint.files import CHECKPOINTS, newest_checkpoint
-    from asyncrl.replay.snapshot import Snapshot
+    from asyncrl.learner.checkpoint import CHECKPOINTS, newest_checkpoint
+    from asyncrl.replay.state import Snapshot
 
     onset, collapse = collapse_onset(summary), summary["collapse"]
     target, to_step, kept_tokens = newest_checkpoint(run_dir / CHECKPOINTS, before=onset), 0, 0
     if target is not None:
-        ledger = Snapshot.of_bytes((target / QUEUE_STATE).read_bytes()).queue.ledger
+        ledger = Snapshot.of_checkpoint((target / QUEUE_STATE).read_bytes()).queue.ledger
         to_step, kept_tokens = ledger.steps, ledger.trained.tokens
     return {
         "collapsed_at_step": onset,
@@ -133,7 +134,7 @@ def _new_record(run_dir: Path, saved: Config, summary: dict[str, Any], aside: st
 def discard_journal(run_dir: Path) -> None:
     """Puts aside everything later than the newest complete checkpoint, or than the newest from before the collapse that
     stopped the run. Raises ConfigError without one."""
-    from asyncrl.learner.checkpoint.files import CHECKPOINTS, newest_checkpoint, read_manifest
+    from asyncrl.learner.checkpoint import CHECKPOINTS, newest_checkpoint, read_manifest
 
     onset = collapse_onset(read_summary(run_dir))
     newest = newest_checkpoint(run_dir / CHECKPOINTS, before=onset or math.inf)
@@ -150,7 +151,7 @@ def put_aside(run_dir: Path, step: int, aside: Path) -> None:
     """Moves to `aside` everything after the run's checkpoint of the step, or all of it for step 0: the journal, metrics
     and samples, and newer checkpoints; the trace is copied, since the replay queue cuts it. The queue state of
     the run is the checkpoint's then. When it was interrupted, another call completes it."""
-    from asyncrl.learner.checkpoint.files import CHECKPOINTS, finished_steps, folder_name
+    from asyncrl.learner.checkpoint import CHECKPOINTS, finished_steps, folder_name
 
     aside.mkdir(exist_ok=True)
     (run_dir / QUEUE_STATE).unlink(missing_ok=True)

@@ -32,7 +32,7 @@ from typing import Any
 import structlog
 from rich.console import Console
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.data.hub import fetch
 from asyncrl.errors import ConfigError, PeerTimeoutError, RunError, observing
 from asyncrl.generator.vllm_backend.setup import check_cpu

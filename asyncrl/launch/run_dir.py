@@ -17,7 +17,9 @@ from typing import Any, Self
 import msgspec
 from rich.console import Console
 
-from asyncrl.config import Config, MappingValue, config_keys, load_config
+from asyncrl.config.config import Config
+from asyncrl.config.load import config_keys, load_config
+from asyncrl.config.sections import MappingValue
 from asyncrl.errors import ConfigError
 from asyncrl.launch.console import say
 from asyncrl.launch.machine import Host, find_port, listening_address

@@ -11,13 +11,14 @@ from typing import Literal, Self
 import numpy as np
 import pyarrow as pa
 
-from asyncrl.config import Config, load_config
-from asyncrl.data.parquet import PromptTable, Split
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config
+from asyncrl.data.rows import PromptTable, Split
 from asyncrl.errors import ConfigError, DataError, observing
 from asyncrl.launch.conversations import Conversations
 from asyncrl.observe.document import MAX_SAMPLES, PageSamples
-from asyncrl.replay.journal.reader import segments_of
-from asyncrl.replay.journal.samples import JournalSamples
+from asyncrl.replay.history import JournalSamples
+from asyncrl.replay.journal import segments_of
 from asyncrl.samples import Samples
 from asyncrl.samples.book import FOLDER, Recorded, count_evaluated, evaluated_versions, read_evaluated
 from asyncrl.util.files import check_writable

@@ -10,7 +10,7 @@ from typing import Any
 
 import structlog
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.launch.bottleneck import Background
 from asyncrl.launch.conversations import CONVERSATION, Conversations, in_one_line

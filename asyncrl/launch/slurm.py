@@ -19,9 +19,8 @@ import msgspec
 import structlog
 from rich.console import Console
 
-from asyncrl.config import Config
-from asyncrl.config.base import Options
-from asyncrl.config.placement import Pool
+from asyncrl.config.config import Config
+from asyncrl.config.sections import Options, Pool
 from asyncrl.data.hub import fetch
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.launch.checks import check_inputs

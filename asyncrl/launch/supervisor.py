@@ -10,7 +10,7 @@ from typing import Any
 
 import structlog
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
 from asyncrl.launch.launcher import HOST_LOST, Launcher, RoleHandle
 from asyncrl.launch.machine import MIG, Host

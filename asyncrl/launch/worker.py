@@ -19,7 +19,8 @@ from typing import TextIO
 import msgspec
 import structlog
 
-from asyncrl.config import Config, load_config, read_config
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config, read_config
 from asyncrl.errors import AsyncrlError, ConfigError, DataError, PeerTimeoutError, is_disk_full
 from asyncrl.launch.machine import check_interfaces, network_environment
 from asyncrl.observe.logs import configure_logs
@@ -94,12 +95,11 @@ def _run_replay(config: Config, spec: RoleSpec, should_stop: Callable[[], bool])
     from asyncrl.data.cursor import PromptCursor
     from asyncrl.data.prompts import eval_prompts
     from asyncrl.replay.codec import MAX_INT32, GroupLimits, max_group_header_bytes
-    from asyncrl.replay.directory import Directory
-    from asyncrl.replay.evaluation.samples import EvalSamples
-    from asyncrl.replay.journal.writer import SEGMENT_BYTES, Journal
+    from asyncrl.replay.evaluation import EvalSamples
+    from asyncrl.replay.journal import SEGMENT_BYTES, Journal
     from asyncrl.replay.metrics.trace import TraceWriter
     from asyncrl.replay.queue import ReplayQueue
-    from asyncrl.replay.server import run_replay
+    from asyncrl.replay.server import Directory, run_replay
     from asyncrl.util.tokenizer import num_embeddings
 
     run_dir, run_id, generator = Path(spec.run_dir), spec.endpoints.run_id, config.generator
@@ -174,7 +174,7 @@ def _run_learner(config: Config, spec: RoleSpec, should_stop: Callable[[], bool]
 
 
 def _run_critic(config: Config, spec: RoleSpec, should_stop: Callable[[], bool]) -> None:
-    from asyncrl.learner.critic.remote import run_critic
+    from asyncrl.learner.critic import run_critic
 
     run_critic(
         config,

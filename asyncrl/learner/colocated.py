@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterable
 import structlog
 from torch import Tensor
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.trainer import Trainer
+from asyncrl.learner.step import Trainer
 from asyncrl.util.card_lock import CardLock
 from asyncrl.util.host_memory import HostMemory
 from asyncrl.util.processes import Stopwatch

@@ -28,7 +28,7 @@ from typing import Any, Protocol, Self
 import msgspec
 import structlog
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError, DataError, observing
 from asyncrl.observe.curves import decode_row, step_of
 from asyncrl.observe.destinations import (

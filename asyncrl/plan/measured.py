@@ -15,7 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from asyncrl.config import Config, load_config
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config
 from asyncrl.errors import DataError
 from asyncrl.observe.document import read_metrics
 from asyncrl.observe.rollbacks import read_rollbacks, rollback_line

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from asyncrl.config import load_config
+from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
 from asyncrl.plan.measured import Measured, read_run
 from asyncrl.plan.simulation import Prediction, simulate
@@ -290,7 +290,7 @@ def _print_comparison(console: Console, comparison: Comparison) -> None:
 FEW = 0.02
 """Fraction of groups without signal below which the choice makes no difference."""
 RECOMMENDED: ZeroVariance = "refund"
-"""The choice with the highest reward after equal time in the measured workloads (`python -m benchmarks.no_signal`)."""
+"""The choice with the highest reward after equal time in the measured workloads (docs/staleness.md)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from asyncrl.config import Config, load_config, parse_override
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config, parse_override
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.observe.curves import OF_STEP
 from asyncrl.observe.document import read_metrics

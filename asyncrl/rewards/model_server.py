@@ -12,7 +12,7 @@ import structlog
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.calling import describe
 from asyncrl.rewards.reward_model import KEY, WAY_OUT, check_model_folder, model_options

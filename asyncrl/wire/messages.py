@@ -236,7 +236,7 @@ class Finished(Body):
 
 class Evaluated(Body):
     """Sent by a generator for each evaluation prompt it has completed; answered by `Finished`. Its arrays are the
-    completions (`asyncrl.replay.evaluation.samples`), or there are none."""
+    completions (`asyncrl.replay.evaluation`), or there are none."""
 
     ticket: Number
     attempt: Count

@@ -1,4 +1,4 @@
-"""The messages between the sender of weights and its receivers, in both directions. `weights/broadcast.py` draws a
+"""The messages between the sender of weights and its receivers, in both directions. `weights/sender.py` draws a
 round.
 
 They are pushed over a channel (`wire/channel.py`). A session of a receiver is one connection, which begins with "join"
@@ -80,7 +80,7 @@ class Manifest(Body):
 
     text: Document
     senders: Annotated[int, Meta(ge=1, le=MAX_INDEX + 1)]
-    """Learner ranks, each of which sends a share of them (`weights/shares.py`)."""
+    """Learner ranks, each of which sends a share of them (`weights/layout.py`)."""
     by_parameter: bool
     """True if each bucket is a part of one parameter."""
 

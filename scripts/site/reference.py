@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncrl
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.launch.commands.show_config import Key, config_keys_of, written
 
 API_MODULES = ("asyncrl.launch.samples.Query",)

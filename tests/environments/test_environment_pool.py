@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import pytest
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.environments import pool as pool_module
 from asyncrl.environments.pool import EnvironmentPool, NextTurn
 from asyncrl.errors import RunError

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from asyncrl.replay.codec import pack_group, pack_leases
-from asyncrl.replay.evaluation.samples import EvaluatedRow, pack_rows
+from asyncrl.replay.evaluation import EvaluatedRow, pack_rows
 from asyncrl.types import Lease, Prompt
 from asyncrl.wire import weight_messages as weights
 from asyncrl.wire.bounds import Body

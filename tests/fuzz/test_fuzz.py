@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 
 from asyncrl.errors import ProtocolError
 from asyncrl.replay.codec import check_group
-from asyncrl.weights.buckets import WeightManifest
+from asyncrl.weights.layout import WeightManifest
 from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.sender import WeightSender
 from asyncrl.wire.frames import decode

@@ -15,7 +15,8 @@ import pytest
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from asyncrl.config import Config, load_config
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config
 from asyncrl.generator.engine import Completion, Engine
 from asyncrl.generator.vllm_backend.engine import VllmEngine
 

@@ -19,11 +19,9 @@ from asyncrl.generator.weight_swaps import WeightSwaps
 from asyncrl.types import NO_VERSION
 from asyncrl.util.card_lock import Cards
 from asyncrl.util.tokenizer import load_decoder
-from asyncrl.weights.bucket_plan import WeightPart, plan_buckets
-from asyncrl.weights.buckets import WeightManifest
+from asyncrl.weights.layout import WeightManifest, WeightPart, plan_buckets, shares_of_ranks
 from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.sender import WeightSender
-from asyncrl.weights.shares import shares_of_ranks
 from tests.helpers.colocated import FakeCard, FakeLock
 from tests.helpers.sockets import socket_address
 

@@ -24,8 +24,8 @@ from worlds import VOCABULARY, make_config, make_trainer, train_steps
 
 from asyncrl.generator.engine import ENGINES, make_engine
 from asyncrl.launch.machine import find_port, visible_gpus
-from asyncrl.learner.checkpoint.zero_state import collect_state
 from asyncrl.learner.distributed import Ranks
+from asyncrl.learner.model.saving import collect_state
 from asyncrl.util.host_memory import HostMemory
 from asyncrl.weights.sender import WeightSender
 from tests.helpers.demo import make_demo

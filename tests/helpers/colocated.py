@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.generator.colocated import SharedCard as GeneratorCard
 from asyncrl.generator.engine import Completion
 from asyncrl.generator.loop import GeneratorLoop
@@ -23,12 +23,12 @@ from asyncrl.learner.colocated import SharedCard as LearnerCard
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.loop import Learner
 from asyncrl.replay.client import LeaseReply
-from asyncrl.rewards.workers import Scored
+from asyncrl.rewards.pool import Scored
 from asyncrl.types import NO_VERSION, Group, Lease, Prompt, Shard
 from asyncrl.util.card_lock import Cards
 from asyncrl.util.host_memory import HostMemory
-from asyncrl.weights.background import WeightSyncStats
-from asyncrl.weights.staging import StagedWeights
+from asyncrl.weights.receiver import StagedWeights
+from asyncrl.weights.sender import WeightSyncStats
 from asyncrl.wire.learner_messages import Committed
 
 TOKENS = 4

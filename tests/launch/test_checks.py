@@ -21,7 +21,8 @@ import torch
 from rich.console import Console
 from safetensors.torch import save_file
 
-from asyncrl.config import Config, load_config
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config
 from asyncrl.data import tiny_model
 from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.errors import ConfigError

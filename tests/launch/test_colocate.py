@@ -9,7 +9,8 @@ import pytest
 import yaml
 from test_memory import QWEN2_05B, QWEN2_7B, fitted, shape_of
 
-from asyncrl.config import Config, load_config, parse_override
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config, parse_override
 from asyncrl.errors import ConfigError
 from asyncrl.generator.colocated import cards_of
 from asyncrl.launch import machine as gpus

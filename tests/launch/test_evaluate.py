@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config import load_config, settings_of_model
+from asyncrl.config.load import load_config, settings_of_model
 from asyncrl.errors import ConfigError
 from asyncrl.launch.commands.evaluate import reward_model, use_folder
 from asyncrl.wire.endpoints import Endpoints

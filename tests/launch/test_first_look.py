@@ -9,7 +9,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from asyncrl.config import Config, load_config
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config
 from asyncrl.errors import JournalError
 from asyncrl.launch import first_look
 from asyncrl.launch.first_look import LOOK_AFTER_S, FirstLook

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from test_memory import LLAMA_8B, QWEN2_7B, QWEN2_15B, fitted, shape_of
 
-from asyncrl.config import load_config
+from asyncrl.config.load import load_config
 from asyncrl.launch import layout as search
 from asyncrl.launch import machine as gpus
 from asyncrl.launch.layout import (
@@ -208,7 +208,7 @@ def test_cards_have_the_memory_that_is_given() -> None:
 
 
 def test_every_key_that_is_advised_exists() -> None:
-    from asyncrl.config.loading import config_keys as keys
+    from asyncrl.config.load import config_keys as keys
 
     known = set(keys())
     for ways in LOWERED_BY.values():

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config import Config, load_config, parse_override
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config, parse_override
 from asyncrl.errors import ConfigError
 from asyncrl.launch import machine as gpus
 from asyncrl.launch.layout import CARDS, parse_cards

@@ -14,7 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from asyncrl.config import Config, load_config
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
 from asyncrl.launch import run_dir as module
 from asyncrl.launch.rollback import QUEUE_STATE, cut_rows, discard_journal
@@ -29,7 +30,7 @@ from asyncrl.launch.run_dir import (
     read_endpoints,
     run_endpoints,
 )
-from asyncrl.learner.checkpoint.files import CheckpointManifest, sum_of, write_manifest
+from asyncrl.learner.checkpoint import CheckpointManifest, sum_of, write_manifest
 from asyncrl.observe.document import read_metrics
 from asyncrl.wire.curve_keys import read_keys
 from asyncrl.wire.endpoints import Endpoints

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from asyncrl.config import load_config
+from asyncrl.config.load import load_config
 from asyncrl.launch.shown_samples import ShownSamples
 from asyncrl.observe.live import LiveView
 from asyncrl.observe.panel import ShownSample

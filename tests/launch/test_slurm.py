@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from asyncrl.config import Config, load_config
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.launch import machine as packages
 from asyncrl.launch import slurm as slurm_job

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import PeerTimeoutError, RunError
 from asyncrl.launch import launcher as local
 from asyncrl.launch import machine as gpus

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Qwen2MoeConfig
 from worlds import make_config, make_groups, make_trainer, pack_groups
 
-from asyncrl.learner.collate import make_batch
+from asyncrl.learner.batch import make_batch
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.metrics.flops import ModelFlops, device_peak, peak_flops, utilization
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from worlds import CRITIC, make_config, make_trainer, train_steps
 
-from asyncrl.learner.checkpoint.zero_state import collect_state
 from asyncrl.learner.distributed import Ranks
+from asyncrl.learner.model.saving import collect_state
 from asyncrl.util.host_memory import HostMemory
 
 CPU = torch.device("cpu")

@@ -17,9 +17,8 @@ from worlds import GAE_CONFIG, critic_endpoints, make_config, make_groups, pack_
 
 from asyncrl.errors import InvariantError, PeerTimeoutError, RunError
 from asyncrl.learner.batch import Batch, Name
-from asyncrl.learner.checkpoint.manager import Checkpoints
-from asyncrl.learner.critic.remote import CriticServer, RemoteCritic, _agreed
-from asyncrl.learner.critic.value_function import Critic
+from asyncrl.learner.checkpoint import Checkpoints
+from asyncrl.learner.critic import Critic, CriticServer, RemoteCritic, _agreed
 from asyncrl.learner.distributed import Ranks
 from asyncrl.wire.bad_peers import MAX_BAD_MESSAGES
 from asyncrl.wire.bounds import Body

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.data.tiny_model import make_tokenizer
 from asyncrl.errors import ConfigError
 from asyncrl.observe.trackers import find_tracker, make_trackers

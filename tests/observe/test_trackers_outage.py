@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError, observer_failures
 from asyncrl.observe import trackers as trackers_module
 from asyncrl.observe.destinations import JsonLines

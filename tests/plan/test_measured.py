@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from asyncrl.config import load_config
+from asyncrl.config.load import load_config
 from asyncrl.errors import DataError
 from asyncrl.plan.measured import RecentRun, read_run, read_trace
 from asyncrl.plan.workload import slowdown

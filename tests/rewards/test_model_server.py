@@ -18,8 +18,8 @@ from test_reward_model import endpoints_at, save_model
 
 from asyncrl.errors import ProtocolError, RunError
 from asyncrl.rewards.calling import Failed
-from asyncrl.rewards.model_client import ModelClient
 from asyncrl.rewards.model_server import MAX_VALUES, REPORT_S, ModelServer, RewardModel
+from asyncrl.rewards.reward_model import ModelClient
 from asyncrl.wire.bad_peers import MAX_BAD_MESSAGES
 from asyncrl.wire.frames import decode
 from asyncrl.wire.kinds import MAX_TEXT_HEADER_BYTES

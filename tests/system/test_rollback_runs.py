@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from asyncrl.config import load_config
+from asyncrl.config.load import load_config
 from asyncrl.launch.rollback import MAX_ROLLBACKS
 from asyncrl.observe.document import read_metrics
 from asyncrl.observe.rollbacks import read_rollbacks

@@ -52,7 +52,7 @@ import sys, tempfile
 from pathlib import Path
 from asyncrl.errors import ConfigError
 from asyncrl.launch.run_dir import RunFolder, is_running
-from asyncrl.replay.journal.folder import lock
+from asyncrl.replay.journal import lock
 from asyncrl.sandbox.run import Sandbox
 from asyncrl.util.card_lock import CardLock
 from asyncrl.wire.socket_folder import socket_folder

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config import config_keys, load_config, option_keys
+from asyncrl.config.load import config_keys, load_config, option_keys
 from asyncrl.launch.commands.show_config import config_keys_of
 from tests.helpers.cli import asyncrl
 

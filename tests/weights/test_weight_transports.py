@@ -21,10 +21,9 @@ from weight_parts import (
 )
 
 from asyncrl.errors import RunError
-from asyncrl.weights.process_groups import GlooLink
-from asyncrl.weights.session import Session
-from asyncrl.weights.transports import host_name
-from asyncrl.weights.waits import Interrupted, RoundAborted
+from asyncrl.weights.groups import GlooLink
+from asyncrl.weights.receiver import Session
+from asyncrl.weights.transports import Interrupted, RoundAborted, host_name
 from asyncrl.wire.channel import ChannelServer
 from asyncrl.wire.kinds import TO_SENDER
 from asyncrl.wire.store import Store

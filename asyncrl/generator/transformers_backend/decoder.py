@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.generator.transformers_backend.attention import padded_attention
 from asyncrl.generator.transformers_backend.batch import Batch, Row, sort_rows
 from asyncrl.generator.transformers_backend.cache import HeadShape, PagedCache
@@ -27,7 +27,7 @@ from asyncrl.generator.transformers_backend.sizes import cache_pages, step_token
 from asyncrl.generator.transformers_backend.varlen import choose_kernel
 from asyncrl.util.host_memory import HostMemory
 from asyncrl.util.routing import replayed_routers
-from asyncrl.weights.bucket_plan import WeightPart
+from asyncrl.weights.layout import WeightPart
 
 
 class Decoder:

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.config import Config
-from asyncrl.config.mappings import Sampling as How
+from asyncrl.config.config import Config
+from asyncrl.config.sections import Sampling as How
 from asyncrl.errors import InvariantError
 from asyncrl.generator.engine import Completion, Sampling, Waking, check_request, check_whole
 from asyncrl.generator.transformers_backend.decoder import Decoder
@@ -24,7 +24,7 @@ from asyncrl.generator.weight_fit import Shapes, check_fit
 from asyncrl.types import NO_VERSION
 from asyncrl.util.memory import peak_memory_bytes
 from asyncrl.util.tokenizer import end_tokens
-from asyncrl.weights.bucket_plan import WeightPart
+from asyncrl.weights.layout import WeightPart
 
 
 class TransformersEngine:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.generator.transformers_backend.attention import PAGED
 

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from asyncrl.config import Config
-from asyncrl.weights.adapters import (
+from asyncrl.config.config import Config
+from asyncrl.weights.layout import WeightPart
+from asyncrl.weights.model_tensors import (
     ADAPTER,
     MATRIX_NAMES,
     MergedWeights,
@@ -18,7 +19,6 @@ from asyncrl.weights.adapters import (
     matrices_of,
     peft_settings,
 )
-from asyncrl.weights.bucket_plan import WeightPart
 
 Shapes = dict[str, tuple[int, ...]]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from asyncrl.config.mappings import Sampling
+from asyncrl.config.sections import Sampling
 
 
 def sample(logits: Tensor, how: Sampling, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:

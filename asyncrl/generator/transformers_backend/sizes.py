@@ -9,7 +9,7 @@ import structlog
 import torch
 from transformers import PreTrainedModel
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.generator.engine import GPU_FRACTION
 from asyncrl.generator.transformers_backend.cache import HeadShape, token_bytes

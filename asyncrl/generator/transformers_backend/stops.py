@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.util.tokenizer import load_decoder
 
 MARGIN_TOKENS = 8

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.generator.vllm_backend.sent_weights import SentWeights
 from asyncrl.generator.vllm_backend.setup import LORA_RANKS, WITHOUT_ADAPTERS, uses_adapter
@@ -17,8 +17,8 @@ from asyncrl.generator.vllm_backend.shared_weights import SharedWeights
 from asyncrl.generator.vllm_backend.weight_loader import WeightLoader
 from asyncrl.generator.vllm_backend.workers import Workers
 from asyncrl.generator.weight_fit import Shapes, check_fit
-from asyncrl.weights.adapters import MergedWeights, adapted_layers, adapter_shapes
-from asyncrl.weights.bucket_plan import WeightPart
+from asyncrl.weights.layout import WeightPart
+from asyncrl.weights.model_tensors import MergedWeights, adapted_layers, adapter_shapes
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest

@@ -12,7 +12,7 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import InvariantError
 from asyncrl.generator.engine import Completion, Sampling, Waking, check_request, check_whole
 from asyncrl.generator.vllm_backend.adapters import adapter_arguments, adapter_request, make_loader
@@ -27,7 +27,7 @@ from asyncrl.generator.weight_fit import Shapes
 from asyncrl.types import NO_VERSION, Status
 from asyncrl.util.memory import peak_memory_bytes
 from asyncrl.util.routing import replayed_routers
-from asyncrl.weights.bucket_plan import WeightPart
+from asyncrl.weights.layout import WeightPart
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any, cast
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import InvariantError
 from asyncrl.generator.engine import Sampling
 from asyncrl.types import NO_VERSION

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from asyncrl.config import Config
-from asyncrl.weights.checkpoint import checkpoint_tensors, meta_model
+from asyncrl.config.config import Config
+from asyncrl.weights.model_tensors import checkpoint_tensors, meta_model
 
 Weights = Sequence[tuple[str, Tensor]]
 

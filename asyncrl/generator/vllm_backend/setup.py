@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import structlog
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.generator.engine import GPU_FRACTION
 from asyncrl.generator.vllm_backend.plugin import GENERATOR, GROUP, NAME, ROUTING, register

@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.generator.vllm_backend.sent_weights import SentWeights
 from asyncrl.generator.vllm_backend.shared_weights import SharedWeights
 from asyncrl.generator.vllm_backend.workers import Workers
 from asyncrl.generator.weight_fit import Shapes, check_fit
-from asyncrl.weights.bucket_plan import WeightPart
+from asyncrl.weights.layout import WeightPart
 
 
 class WeightLoader:

@@ -8,7 +8,8 @@ from typing import Any
 
 from rich.console import Console
 
-from asyncrl.config import MAX_GENERATORS, load_config, too_many_generators
+from asyncrl.config.load import load_config
+from asyncrl.config.sections import MAX_GENERATORS, too_many_generators
 from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
 from asyncrl.launch.bottleneck import BottleneckMonitor
 from asyncrl.launch.placement import place_roles

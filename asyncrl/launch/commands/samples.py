@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from asyncrl.config import load_config
+from asyncrl.config.load import load_config
 from asyncrl.launch.conversations import CONVERSATION
 from asyncrl.launch.documents import RunSummary
 from asyncrl.launch.samples import Query, check_samples_file, conversations, find_group, find_samples, run_decoder

@@ -14,7 +14,8 @@ from pydantic_core import to_jsonable_python
 from rich.console import Console
 from rich.text import Text
 
-from asyncrl.config import Config, load_config, option_fields
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config, option_fields
 from asyncrl.util.redaction import redact_named
 
 UNITS = {"_s": "seconds", "_bytes": "bytes", "_tokens": "tokens", "_steps": "steps"}

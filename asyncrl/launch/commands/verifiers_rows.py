@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from asyncrl.data.parquet import check_rows_file, write_rows
-from asyncrl.data.values import ground_truth_text
-from asyncrl.environments.programs.foreign_program import read_rows
-from asyncrl.environments.programs.load import verifiers_python
+from asyncrl.data.files import check_rows_file, ground_truth_text, write_rows
+from asyncrl.environments.programs.agent_client import read_rows, verifiers_python
 from asyncrl.errors import ConfigError
 
 

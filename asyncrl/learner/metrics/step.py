@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,8 +18,10 @@ from asyncrl.algorithms.corrections import (
 )
 from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.token_losses import TokenLosses
 from asyncrl.types import STALENESS_BOUNDS, STALENESS_BUCKETS
+
+if TYPE_CHECKING:
+    from asyncrl.learner.step import TokenLosses
 
 SUMS = (
     "tokens", "ratio", "squares", "kl", "positive", "negative", "clip_positive", "clip_negative", "mask_positive",

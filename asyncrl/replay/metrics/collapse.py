@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 
 from msgspec import field, structs
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.util.durable import Durable
 
 COLLAPSE = "collapse"
