@@ -26,7 +26,7 @@ from asyncrl.launch.machine import Host, find_port, listening_address
 from asyncrl.observe.rollbacks import read_rollbacks
 from asyncrl.util.files import next_free_path, read_json, replace_file
 from asyncrl.util.locks import is_locked, try_lock
-from asyncrl.util.redaction import redact, redact_named
+from asyncrl.util.text import redact, redact_named
 from asyncrl.wire.endpoints import NAMED, Endpoints
 from asyncrl.wire.sockets import IPC, is_loopback, new_keys, socket_folder
 
