@@ -23,10 +23,10 @@ from asyncrl.errors import RunError
 from asyncrl.types import Prompt
 from asyncrl.util.processes import HelperContext
 from asyncrl.wire.endpoints import Endpoints
-from asyncrl.wire.environment_messages import EpisodeEnded, EpisodeStart, GroupPlace, Said, Turns, TurnStatus, Wishes
+from asyncrl.wire.frames import pack_lists, unpack_lists
 from asyncrl.wire.rpc import Connection
-from asyncrl.wire.socket_folder import socket_folder
-from asyncrl.wire.token_lists import pack_lists, unpack_lists
+from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, GroupPlace, Said, Turns, TurnStatus, Wishes
+from asyncrl.wire.sockets import socket_folder
 
 log = structlog.get_logger()
 

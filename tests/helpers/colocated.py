@@ -29,7 +29,7 @@ from asyncrl.util.card_lock import Cards
 from asyncrl.util.host_memory import HostMemory
 from asyncrl.weights.receiver import StagedWeights
 from asyncrl.weights.sender import WeightSyncStats
-from asyncrl.wire.learner_messages import Committed
+from asyncrl.wire.messages import Committed
 
 TOKENS = 4
 """Least steps of the engine for a completion."""
