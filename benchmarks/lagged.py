@@ -36,7 +36,7 @@ class Sampler:
         from asyncrl.generator.engine import make_engine
         from asyncrl.generator.group_runner import GroupRunner
         from asyncrl.learner.algorithm import check_algorithm, is_group_relative
-        from asyncrl.rewards.workers import RewardPool
+        from asyncrl.rewards.pool import RewardPool
 
         self.config = config
         self._stack = ExitStack()

@@ -47,7 +47,7 @@ from asyncrl.wire.messages import GeneratorStats
 
 if TYPE_CHECKING:
     from asyncrl.environments.pool import EnvironmentPool
-    from asyncrl.rewards.workers import RewardPool, Scored
+    from asyncrl.rewards.pool import RewardPool, Scored
     from asyncrl.weights.receiver import BackgroundReceiver
 
 log = structlog.get_logger()

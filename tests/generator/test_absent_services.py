@@ -23,7 +23,7 @@ from asyncrl.replay.codec import pack_group
 from asyncrl.replay.live_group import MIN_FAILURES
 from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
-from asyncrl.rewards.workers import RewardPool
+from asyncrl.rewards.pool import RewardPool
 from asyncrl.wire.endpoints import LOOPBACK, Endpoints
 from tests.helpers.replay import EndlessPrompts, ask_queue, small_config
 from tests.helpers.reward_pool import save_tokenizer, tokens

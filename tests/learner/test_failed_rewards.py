@@ -24,8 +24,8 @@ from asyncrl.replay.metrics.rewards import LATEST_GROUPS, FailedRewards
 from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.rewards.calling import CompletedGroup
+from asyncrl.rewards.pool import Scored
 from asyncrl.rewards.table import RewardTable
-from asyncrl.rewards.workers import Scored
 from asyncrl.types import Group, Lease
 from tests.helpers.replay import EndlessPrompts, ask_queue, kill_queue, small_config
 from tests.helpers.replay import make_group as make_plain_group

@@ -138,7 +138,7 @@ def evaluate_prompts(
     from asyncrl.environments.pool import EnvironmentPool
     from asyncrl.generator.engine import make_own_engine
     from asyncrl.generator.evaluator import Evaluator
-    from asyncrl.rewards.workers import RewardPool
+    from asyncrl.rewards.pool import RewardPool
 
     with ExitStack() as parts:
         rewards = environments = None

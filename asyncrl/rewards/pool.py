@@ -19,8 +19,8 @@ from pebble import ProcessExpired, ProcessPool
 from asyncrl.config.config import Config
 from asyncrl.errors import RunError
 from asyncrl.rewards.calling import Score, describe, failure
+from asyncrl.rewards.reward_worker import PackedEpisode, PackedGroup, score_groups, start_worker
 from asyncrl.rewards.table import environment_weight, evaluation_config, reward_for, show_spec
-from asyncrl.rewards.worker_main import PackedEpisode, PackedGroup, WorkerSpec, score_groups, start_worker
 from asyncrl.types import Prompt
 from asyncrl.util.processes import HelperContext
 from asyncrl.wire.endpoints import Endpoints
@@ -120,18 +120,7 @@ class RewardPool:
         """The rewards of training, and with True of evaluations."""
         self._workers = config.generator.reward_workers
         self._timeout_s = config.generator.reward_timeout_s
-        self._spec = WorkerSpec(
-            rewards=config.rewards,
-            options=config.reward_options,
-            eval_rewards=evaluation.rewards,
-            eval_options=evaluation.reward_options,
-            ground_truth_name=config.data.columns.ground_truth_name,
-            tokenizer_path=tokenizer_path,
-            trust_remote_code=config.model.trust_remote_code,
-            max_new_tokens=config.generator.max_new_tokens,
-            timeout_s=config.generator.reward_timeout_s,
-            endpoints=endpoints,
-        )
+        self._worker_arguments = (os.getpid(), config, tokenizer_path, endpoints)
         self._retry_s = RETRY_PART * config.launch.progress_timeout_s if retries else 0.0
         self._waiting: deque[_Waiting] = deque()
         self._paused: list[_Waiting] = []
@@ -164,16 +153,17 @@ class RewardPool:
 
         The rewards come back under `key`; with `evaluation` they are those of `eval.rewards`.
         """
+        tokens = [list(completion) for completion in completions]
         packed = PackedGroup(
-            completion_ids=[list(tokens) for tokens in completions],
-            statuses=list(statuses),
+            tokens,
+            list(statuses),
             prompt=prompt.tokens.tobytes(),
             ground_truth=prompt.ground_truth,
             data_source=prompt.data_source,
             extra_info=prompt.extra_info,
             chat=prompt.chat,
-            text=prompt.text,
             columns=prompt.columns,
+            text=prompt.text,
             evaluation=evaluation,
             episodes=list(episodes),
         )
@@ -213,7 +203,7 @@ class RewardPool:
         pool = ProcessPool(
             max_workers=self._workers,
             initializer=start_worker,
-            initargs=(os.getpid(), self._spec),
+            initargs=self._worker_arguments,
             context=HelperContext(),  # pyright: ignore[reportArgumentType]
         )
         if not pool.active:  # reading it starts the workers, which load while the engine does

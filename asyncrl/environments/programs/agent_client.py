@@ -1,30 +1,37 @@
-"""Agent programs in an interpreter of their own, which has nothing of asyncrl (`environment.python`)."""
+"""Agent programs by name, and those in a separate interpreter, which has nothing of asyncrl (`environment.python`)."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import json
 import os
 import re
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import structlog
-from msgspec import structs
 
 from asyncrl.config.sections import Options
-from asyncrl.environments.gateway.access import Access
-from asyncrl.environments.programs.program import Member, ProgramError, ProgramLostError
+from asyncrl.environments.gateway.api import Access
+from asyncrl.environments.programs.program import (
+    CommandProgram,
+    FunctionProgram,
+    Program,
+    ProgramError,
+    ProgramLostError,
+)
 from asyncrl.errors import ConfigError
+from asyncrl.util.user_code import resolve_function
 
 log = structlog.get_logger()
 
-SCRIPT = Path(__file__).with_name("foreign.py")
+SCRIPT = Path(__file__).with_name("subprocess_agent.py")
 CLOSE_S = 2.0
 """Time for a process to release what its episodes hold, and to end."""
 START_S = 120.0
@@ -35,24 +42,7 @@ OLDEST = (3, 9)
 Kind = Literal["agent", "verifiers"]
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """An episode in the process."""
-
-    result: asyncio.Future[Any]
-    member: Member | None
-
-    def hear(self, answer: Mapping[str, Any]) -> None:
-        """Takes what the process says of it."""
-        if "error" in answer:
-            self.result.set_exception(ProgramError(answer["error"], answer.get("result")))
-        elif "result" in answer:
-            self.result.set_result(answer["result"])
-        elif self.member is not None:
-            (self.member.waits if answer["group"] == "waits" else self.member.is_scored_together)()
-
-
-class ForeignProgram:
+class SubprocessProgram:
     """A program that runs in one process of another interpreter, many episodes at once. The process is started at the
     first episode, and again when it has died."""
 
@@ -63,7 +53,7 @@ class ForeignProgram:
         self._lock = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
-        self._runs: dict[int, _Run] = {}
+        self._runs: dict[int, asyncio.Future[Any]] = {}
         self._number = 0
         self._closed = False
 
@@ -78,17 +68,14 @@ class ForeignProgram:
         if problem := _problem(done.stdout, done.stderr):
             raise ConfigError(f"{what}: {self._python} cannot load it: {problem}")
 
-    async def run(
-        self, task: Mapping[str, Any], access: Access, *, stuck: list[asyncio.Future[Any]], member: Member | None = None
-    ) -> Any:
+    async def run(self, task: Mapping[str, Any], access: Access, *, stuck: list[asyncio.Future[Any]]) -> Any:
         process = await self._started()
         number, self._number = self._number, self._number + 1
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._runs[number] = _Run(future, member)
-        place = None if member is None or member.place is None else structs.asdict(member.place)
-        wish = {"run": number, "task": dict(task), **access._asdict(), "place": place}
+        self._runs[number] = future
+        order = {"run": number, "task": dict(task), **access._asdict()}
         try:
-            await _send(process, wish)
+            await _send(process, order)
             return await future
         finally:
             self._runs.pop(number, None)
@@ -136,14 +123,18 @@ class ForeignProgram:
         while line := await process.stdout.readline():
             answer = json.loads(line)
             run = self._runs.get(answer["run"])
-            if run is not None and not run.result.done():
-                run.hear(answer)
+            if run is None or run.done():
+                continue
+            if "error" in answer:
+                run.set_exception(ProgramError(answer["error"], answer.get("result")))
+            else:
+                run.set_result(answer["result"])
         code = await process.wait()
         if not self._closed:
             log.warning("process of agent programs ended", program=self.name, exit_code=code, episodes=len(self._runs))
         for run in self._runs.values():
-            if not run.result.done():
-                run.result.set_exception(ProgramLostError(f"the process of the programs ended with exit code {code}"))
+            if not run.done():
+                run.set_exception(ProgramLostError(f"the process of the programs ended with exit code {code}"))
 
 
 def check_interpreter(python: str) -> None:
@@ -209,3 +200,36 @@ def _problem(output: bytes, errors: bytes) -> str:
         text = errors.decode(errors="replace").strip().splitlines()
         return text[-1] if text else "it ended before it was ready"
     return str(first.get("error", "")) if isinstance(first, dict) else f"it printed {first!r}"
+
+
+_FUNCTION = re.compile(r"\S+:[A-Za-z_]\w*")
+
+
+def load_agent(name: str, options: Options, python: str | None) -> Program:
+    """The program `file.py:run` or `module:run`, in the interpreter `python` if it is given; any other name is a
+    command. Raises ConfigError if the function is not found."""
+    if not _FUNCTION.fullmatch(name):
+        return CommandProgram(name, options)
+    if python is not None:
+        return SubprocessProgram("agent", name, options, python=python)
+    return FunctionProgram(f"agent:{name}", resolve_function("environment.name", name, {}), options)
+
+
+def load_verifiers(name: str, options: Options, python: str | None) -> Program:
+    """The environment of the verifiers library with this id, in the interpreter `python`, by default this one. Raises
+    ConfigError if there is no interpreter with the library."""
+    return SubprocessProgram("verifiers", name, options, python=verifiers_python(name, python))
+
+
+def verifiers_python(name: str, python: str | None) -> str:
+    """The interpreter of a verifiers environment: the one that is given, or this one if it has the library. Raises
+    ConfigError."""
+    if not name:
+        raise ConfigError("environment.name = 'verifiers:': names no environment; it is verifiers:ID")
+    if python is None and importlib.util.find_spec("verifiers") is None:
+        raise ConfigError(
+            f"verifiers:{name}: this interpreter has no package verifiers, whose requirements do not fit asyncrl's. "
+            "Make one that has it (python3.11 -m venv vf; vf/bin/pip install verifiers==0.4.0, and the package of the "
+            "environment), and name it: environment.python=vf/bin/python"
+        )
+    return python or sys.executable

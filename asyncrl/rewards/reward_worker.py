@@ -1,25 +1,24 @@
-"""The code of a reward worker: a process with the user's functions and a tokenizer, without torch."""
+"""The code of a reward worker: a process with the user's functions and a tokenizer, without torch and numpy."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, islice
 from typing import Any, NamedTuple
 
-from asyncrl.config.sections import Options, Rewards
+from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.rewards import reward_model
 from asyncrl.rewards.calling import TURN_BREAK, CompletedGroup, Message, Score
-from asyncrl.rewards.table import RewardTable
+from asyncrl.rewards.table import RewardTable, evaluation_config
 from asyncrl.util.processes import become_helper
 from asyncrl.util.redaction import redact
 from asyncrl.util.tokenizer import Decoder, load_decoder
 from asyncrl.wire.endpoints import Endpoints
 
-_TIME_SHARE = 0.9
+TIME_SHARE = 0.9
 """Fraction of the time limit that functions see as theirs; the rest is for returning the scores."""
 
 
@@ -43,6 +42,7 @@ class PackedGroup(NamedTuple):
     completion_ids: list[list[int]]
     """Action tokens of each completion."""
     statuses: list[str]
+    """ "completed" or "truncated", of each completion."""
     prompt: bytes
     """Tokens as int32."""
     ground_truth: str
@@ -66,28 +66,11 @@ class PackedGroup(NamedTuple):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerSpec:
-    """The settings of a worker."""
-
-    rewards: Rewards
-    options: dict[str, Options]
-    eval_rewards: Rewards
-    """The rewards of evaluations, which may be the same."""
-    eval_options: dict[str, Options]
-    ground_truth_name: str
-    tokenizer_path: str
-    trust_remote_code: bool
-    max_new_tokens: int
-    timeout_s: float
-    endpoints: Endpoints | None
+Scorer = Callable[[PackedGroup], list[Score]]
+_scorer: Scorer | None = None
 
 
-_Scorer = Callable[[PackedGroup], list[Score]]
-_scorer: _Scorer | None = None
-
-
-def start_worker(parent: int, spec: WorkerSpec) -> None:
+def start_worker(parent: int, config: Config, tokenizer_path: str, endpoints: Endpoints | None) -> None:
     """Makes this process a reward worker: it ends with `parent`, uses one thread, and loads the functions.
 
     Never raises: when a function cannot be loaded, every group gets that error.
@@ -95,9 +78,9 @@ def start_worker(parent: int, spec: WorkerSpec) -> None:
     global _scorer
     become_helper(parent)
     try:
-        decode = load_decoder(spec.tokenizer_path, trust_remote_code=spec.trust_remote_code)
-        reward_model.connect(spec.endpoints)
-        _scorer = _make_scorer(spec, decode)
+        decode = load_decoder(tokenizer_path, trust_remote_code=config.model.trust_remote_code)
+        reward_model.connect(endpoints)
+        _scorer = _make_scorer(config, decode)
     except ConfigError as error:
         message = redact(str(error))
         _scorer = lambda group: [(0.0, {}, message)] * len(group.completion_ids)  # noqa: E731
@@ -111,13 +94,14 @@ def score_groups(groups: list[PackedGroup]) -> tuple[float, list[list[Score]]]:
     return time.perf_counter() - started, scores
 
 
-def _make_scorer(spec: WorkerSpec, decode: Decoder) -> _Scorer:
-    training = evaluation = RewardTable(spec.rewards, spec.options)
-    if (spec.eval_rewards, spec.eval_options) != (spec.rewards, spec.options):
-        evaluation = RewardTable(spec.eval_rewards, spec.eval_options)
+def _make_scorer(config: Config, decode: Decoder) -> Scorer:
+    training = evaluation = RewardTable(config.rewards, config.reward_options)
+    evaluated = evaluation_config(config)
+    if (evaluated.rewards, evaluated.reward_options) != (config.rewards, config.reward_options):
+        evaluation = RewardTable(evaluated.rewards, evaluated.reward_options)
 
     def score(packed: PackedGroup) -> list[Score]:
-        deadline_s = time.monotonic() + _TIME_SHARE * spec.timeout_s
+        deadline_s = time.monotonic() + TIME_SHARE * config.generator.reward_timeout_s
         prompt, texts = _decoded(packed, decode)
         return (evaluation if packed.evaluation else training)(
             CompletedGroup(
@@ -127,11 +111,11 @@ def _make_scorer(spec: WorkerSpec, decode: Decoder) -> _Scorer:
                 ground_truth=packed.ground_truth,
                 data_source=packed.data_source,
                 extra_info=packed.extra_info,
-                ground_truth_name=spec.ground_truth_name,
+                ground_truth_name=config.data.columns.ground_truth_name,
                 chat=packed.chat,
                 columns=packed.columns,
                 statuses=packed.statuses,
-                max_new_tokens=spec.max_new_tokens,
+                max_new_tokens=config.generator.max_new_tokens,
                 messages=[json.loads(one.messages) for one in packed.episodes if one.messages],
                 environment_rewards=[{**one.parts, "score": one.reward} for one in packed.episodes],
                 deadline_s=deadline_s,
@@ -141,7 +125,7 @@ def _make_scorer(spec: WorkerSpec, decode: Decoder) -> _Scorer:
     return lambda packed: _score_played(packed, score)
 
 
-def _score_played(packed: PackedGroup, score: _Scorer) -> list[Score]:
+def _score_played(packed: PackedGroup, score: Scorer) -> list[Score]:
     """Scores the completions but for those whose environment has failed: these have no reward."""
     if not any(one.error for one in packed.episodes):
         return score(packed)
@@ -162,5 +146,7 @@ def _decoded(packed: PackedGroup, decode: Decoder) -> tuple[str, list[str]]:
         ends = list(accumulate(episode.turn_tokens))
         turns += [tokens[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
     prompt_text, *said = decode([prompt, *turns])
-    words = iter(said)
-    return packed.text or prompt_text, [TURN_BREAK.join(islice(words, len(one.turn_tokens))) for one in packed.episodes]
+    words, texts = iter(said), list[str]()
+    for episode in packed.episodes:
+        texts.append(TURN_BREAK.join(islice(words, len(episode.turn_tokens))))
+    return packed.text or prompt_text, texts
