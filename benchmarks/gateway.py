@@ -68,7 +68,7 @@ async def _serve(folder: str, episodes: int, pipe: Connection) -> None:
     from asyncrl.environments.gateway.api import Access
     from asyncrl.environments.gateway.server import Gateway
     from asyncrl.environments.gateway.session import Session
-    from asyncrl.wire.environment_messages import SayNext
+    from asyncrl.wire.service_messages import SayNext
 
     dialogue = ChatDialogue(folder, trust_remote_code=False, max_observation_tokens=2048)
     said = [*dialogue.rendering.encode(CALL), dialogue.ends.last]

@@ -18,7 +18,7 @@ from asyncrl.observe.destinations import METRICS_FILE
 from asyncrl.observe.document import RUNNING, UNFINISHED
 from asyncrl.types import goodput_of
 from asyncrl.util.files import read_json
-from asyncrl.util.redaction import redact
+from asyncrl.util.text import redact
 
 CURVE_POINTS = 60
 BLOCK_BYTES = 16 << 10

@@ -18,7 +18,7 @@ from asyncrl.environments.dialogue.dialogue import TextDialogue, check_appendabl
 from asyncrl.environments.dialogue.rendering import DialogueError
 from asyncrl.environments.environment import Message, Schema, Task, ToolCall
 from asyncrl.types import Prompt
-from asyncrl.wire.environment_messages import EpisodeStart, GroupPlace, TurnStatus
+from asyncrl.wire.service_messages import EpisodeStart, GroupPlace, TurnStatus
 
 
 @dataclass(frozen=True, slots=True)

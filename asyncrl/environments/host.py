@@ -29,11 +29,9 @@ from asyncrl.environments.programs.program_player import ProgramPlayer
 from asyncrl.environments.table import EnvironmentTable, Named
 from asyncrl.util.processes import become_helper, tune_gc
 from asyncrl.wire.endpoints import Endpoints
-from asyncrl.wire.environment_messages import EpisodeEnded, EpisodeStart, SayNext, Turns, Wishes
-from asyncrl.wire.frames import Array, Message
-from asyncrl.wire.kinds import MAX_TEXT_HEADER_BYTES
+from asyncrl.wire.frames import MAX_TEXT_HEADER_BYTES, Array, Message, pack_lists, unpack_lists
 from asyncrl.wire.rpc import Reply, Server
-from asyncrl.wire.token_lists import pack_lists, unpack_lists
+from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, SayNext, Turns, Wishes
 
 BEAT_S = 1.0
 """Interval of signs of life."""

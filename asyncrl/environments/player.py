@@ -34,7 +34,7 @@ from asyncrl.environments.episode import KeptHistory, Limits, Place, Turn, histo
 from asyncrl.environments.table import Named
 from asyncrl.errors import ConfigError
 from asyncrl.types import EpisodeEnd
-from asyncrl.wire.environment_messages import EpisodeEnded, EpisodeStart, EpisodeStatus, SayNext
+from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, EpisodeStatus, SayNext
 
 log = structlog.get_logger()
 

@@ -11,7 +11,7 @@ from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.samples import Samples
 from asyncrl.samples.table import Part
-from asyncrl.util.tokenizer import Decoder
+from asyncrl.util.model_files import Decoder
 
 if TYPE_CHECKING:
     from asyncrl.environments.dialogue.conversation import Display

@@ -24,7 +24,7 @@ from asyncrl.launch.placement import RoleResources
 from asyncrl.launch.worker import EXIT_DISK_FULL, SHOW_STACKS, RoleSpec
 from asyncrl.observe.logs import last_error
 from asyncrl.util.processes import PYTHON
-from asyncrl.util.redaction import redact, redact_file
+from asyncrl.util.text import redact, redact_file
 from asyncrl.util.user_code import resolve_function
 from asyncrl.wire.endpoints import LOOPBACK
 

@@ -22,7 +22,7 @@ from asyncrl.replay.journal import segments_of
 from asyncrl.samples import Samples
 from asyncrl.samples.book import FOLDER, Recorded, count_evaluated, evaluated_versions, read_evaluated
 from asyncrl.util.files import check_writable
-from asyncrl.util.tokenizer import Decoder, load_decoder
+from asyncrl.util.model_files import Decoder, load_decoder
 
 PARQUET = ".parquet"
 Order = Literal["best", "worst", "longest", "newest"]

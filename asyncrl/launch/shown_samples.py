@@ -18,8 +18,8 @@ from asyncrl.launch.first_look import FirstLook
 from asyncrl.launch.samples import conversations, run_decoder
 from asyncrl.observe.panel import ShownSample
 from asyncrl.samples.book import CHOSEN, FOLDER, TRAINED, read_latest
+from asyncrl.util.model_files import Decoder
 from asyncrl.util.text import printable, shortened
-from asyncrl.util.tokenizer import Decoder
 
 log = structlog.get_logger()
 

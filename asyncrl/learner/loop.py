@@ -53,7 +53,7 @@ from asyncrl.samples.book import SampleBook
 from asyncrl.types import Shard
 from asyncrl.util.processes import Stopwatch
 from asyncrl.weights.sender import BackgroundSender
-from asyncrl.wire.learner_messages import Committed
+from asyncrl.wire.messages import Committed
 
 log = structlog.get_logger()
 REWARD_STEPS = 50

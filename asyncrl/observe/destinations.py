@@ -13,8 +13,7 @@ from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.samples import Samples
 from asyncrl.util.files import replace_file
-from asyncrl.util.redaction import redact
-from asyncrl.util.text import printable
+from asyncrl.util.text import printable, redact
 
 PROJECT = "asyncrl"
 METRICS_FILE = "metrics.jsonl"

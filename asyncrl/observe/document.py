@@ -27,7 +27,7 @@ from asyncrl.samples import Samples
 from asyncrl.samples.book import CHOSEN
 from asyncrl.types import GOODPUT_FACTORS, STALENESS_BUCKETS, STALENESS_METRICS, goodput_of
 from asyncrl.util.files import read_lines
-from asyncrl.util.redaction import redact
+from asyncrl.util.text import redact
 
 if TYPE_CHECKING:
     import pyarrow as pa

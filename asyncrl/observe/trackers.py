@@ -44,8 +44,8 @@ from asyncrl.observe.destinations import (
 from asyncrl.samples import Samples
 from asyncrl.samples.book import FOLDER, TRAINED, read_evaluated, recorded_steps
 from asyncrl.util.files import cut_unfinished_line, read_lines, replace_file
-from asyncrl.util.redaction import describe
-from asyncrl.util.tokenizer import Decoder, load_decoder
+from asyncrl.util.model_files import Decoder, load_decoder
+from asyncrl.util.text import describe
 from asyncrl.util.user_code import resolve_function
 
 log = structlog.get_logger()

@@ -15,25 +15,38 @@ from msgspec import structs
 from asyncrl.errors import PeerTimeoutError, ProtocolError
 from asyncrl.replay.codec import pack_group, unpack_group, unpack_leases
 from asyncrl.types import Group, Lease, Shard
-from asyncrl.wire.bounds import Body
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.frames import Arrays, Message
-from asyncrl.wire.launcher_messages import Lost, ReadStatus, ReadSummary, Scale, Shutdown, Stop
-from asyncrl.wire.learner_messages import Begin, Commit, Committed, EvaluationResult, NextEvaluation, ShardHeader, Take
 from asyncrl.wire.messages import (
+    Announced,
     Ask,
+    Begin,
+    Body,
+    Commit,
+    Committed,
     Evaluated,
+    EvaluationResult,
     Finished,
+    Follower,
     GeneratorStats,
     LeaseName,
     Leases,
+    Lost,
+    NextEvaluation,
+    Publish,
+    ReadStatus,
+    ReadSummary,
     Release,
     ReleasedEvaluation,
     ReleasedLease,
+    Scale,
+    ShardHeader,
+    Shutdown,
+    Stop,
+    Take,
 )
 from asyncrl.wire.rpc import BACK_OFF, Connection
 from asyncrl.wire.service_messages import Error, Ok
-from asyncrl.wire.version_messages import Announced, Follower, Publish
 
 RESEND_S = 2.0
 """A message without an answer is sent again after this time: the replay queue may have died with it. The time doubles

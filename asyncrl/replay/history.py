@@ -17,8 +17,7 @@ from asyncrl.replay.state import CommitEvent, GroupEvent, TakeEvent, event_of, l
 from asyncrl.samples import Samples
 from asyncrl.types import Group, Shard
 from asyncrl.wire.frames import Array
-from asyncrl.wire.learner_messages import Committed
-from asyncrl.wire.messages import GroupHeader
+from asyncrl.wire.messages import Committed, GroupHeader
 
 READ_AT_ONCE_BYTES = 64 << 20
 """Bytes of the journal that are read before other requests are served."""

@@ -68,8 +68,17 @@ from asyncrl.replay.state import (
 from asyncrl.replay.store import Store
 from asyncrl.types import NO_VERSION, Lease, Prompt
 from asyncrl.wire.frames import Array
-from asyncrl.wire.learner_messages import Committed, EvaluationOutcome, TakeOutcome
-from asyncrl.wire.messages import Ask, Evaluated, GroupHeader, LeaseName, ReleasedEvaluation, ReleasedLease
+from asyncrl.wire.messages import (
+    Ask,
+    Committed,
+    Evaluated,
+    EvaluationOutcome,
+    GroupHeader,
+    LeaseName,
+    ReleasedEvaluation,
+    ReleasedLease,
+    TakeOutcome,
+)
 
 log = structlog.get_logger()
 

@@ -39,27 +39,45 @@ from asyncrl.replay.journal import FRAME_BYTES, SYNCED, Position
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.util.files import read_json, replace_file
 from asyncrl.util.processes import Stopwatch, fractions
-from asyncrl.wire.bounds import Body
-from asyncrl.wire.directory_messages import Announce, Located, LookUp
 from asyncrl.wire.endpoints import Endpoints
-from asyncrl.wire.frames import ALIGNMENT, Message
-from asyncrl.wire.kinds import MAX_REQUEST_HEADER_BYTES
-from asyncrl.wire.launcher_messages import Lost, Memory, ReadStatus, ReadSummary, Scale, Shutdown, Stop
-from asyncrl.wire.learner_messages import (
+from asyncrl.wire.frames import ALIGNMENT, MAX_REQUEST_HEADER_BYTES, Message
+from asyncrl.wire.messages import (
+    Announce,
+    Announced,
+    Ask,
     Begin,
     Begun,
+    Body,
     Commit,
     Committed,
+    Evaluated,
     EvaluationResult,
+    Finished,
+    Follower,
+    Followers,
+    Following,
+    GroupHeader,
+    LeaseName,
+    Leases,
+    Link,
+    Located,
+    LookUp,
+    Lost,
+    Memory,
     NextEvaluation,
+    Publish,
+    ReadStatus,
+    ReadSummary,
+    Release,
+    Scale,
     ShardHeader,
+    Shutdown,
+    Stop,
     Take,
 )
-from asyncrl.wire.messages import Ask, Evaluated, Finished, GroupHeader, LeaseName, Leases, Release
 from asyncrl.wire.rpc import Handler, Reply, Server
 from asyncrl.wire.service_messages import Error, Ok
 from asyncrl.wire.sockets import MAX_FRAME_BYTES
-from asyncrl.wire.version_messages import Announced, Follower, Followers, Following, Link, Publish
 
 log = structlog.get_logger()
 

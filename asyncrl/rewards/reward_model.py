@@ -12,8 +12,8 @@ from asyncrl.config.sections import Options
 from asyncrl.errors import ConfigError, PeerTimeoutError, ProtocolError, RunError
 from asyncrl.rewards.calling import Failed
 from asyncrl.rewards.table import evaluation_config, reward_names
-from asyncrl.util.answers import after_reasoning
 from asyncrl.util.files import read_json, read_tensor_descriptions
+from asyncrl.util.text import after_reasoning
 from asyncrl.wire.endpoints import Endpoints
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ class ModelClient:
     ) -> list[float | Failed]:
         """The scores of the completions. Raises PeerTimeoutError when no answer arrives in time, and RunError when the
         request is too large or refused, or the answer cannot be read."""
-        from asyncrl.wire.bounds import MAX_DURATION_S
+        from asyncrl.wire.messages import MAX_DURATION_S
         from asyncrl.wire.service_messages import Score  # imports numpy, which most reward workers do not need
 
         timeout_s = min(max(timeout_s, 0.0), MAX_DURATION_S)
@@ -202,8 +202,7 @@ class ModelClient:
         return [Failed(error) if score is None else score for score, error in pairs]
 
     def _connected(self, timeout_s: float) -> Connection:
-        from asyncrl.wire.directory import located
-        from asyncrl.wire.rpc import Connection
+        from asyncrl.wire.rpc import Connection, located
 
         if self._connection is None:
             # Requests without an answer are not worth a delay at the end, and are not sent again: their time is over.

@@ -57,7 +57,7 @@ from asyncrl.weights.version_store import (
     sums_of,
 )
 from asyncrl.wire.endpoints import Endpoints
-from asyncrl.wire.version_messages import Announced, Follower, Following
+from asyncrl.wire.messages import Announced, Follower, Following
 
 SHARD_BYTES = 1 << 30
 

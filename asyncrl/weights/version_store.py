@@ -31,8 +31,7 @@ from asyncrl.util.files import sync_folder
 from asyncrl.weights import deltas
 from asyncrl.weights.deltas import Scattered
 from asyncrl.weights.layout import Entry, RankSlices, WeightManifest, slices_of
-from asyncrl.wire.bounds import MAX_INDEX, Count, Index, Number
-from asyncrl.wire.version_messages import Announced, FolderName, Link, Sha256
+from asyncrl.wire.messages import MAX_INDEX, Announced, Count, FolderName, Index, Link, Number, Sha256
 
 CHUNK_BYTES = 8 << 20
 """Size of the pieces in which files are read and written."""

@@ -10,7 +10,7 @@ from asyncrl.environments.dialogue.dialogue import Dialogue
 from asyncrl.environments.episode import Limits, Turn
 from asyncrl.environments.player import Player, play_alone
 from asyncrl.environments.table import Named, load_environment
-from asyncrl.wire.environment_messages import EpisodeStart, SayNext
+from asyncrl.wire.service_messages import EpisodeStart, SayNext
 from tests.helpers.chat_models import save_chat_model
 
 PAGE = Path(__file__).parents[2] / "docs" / "environments.md"

@@ -16,7 +16,7 @@ from asyncrl.environments.episode import Limits, Turn
 from asyncrl.environments.gateway.api import Access, BadRequestError, EpisodeOverError, chat_request
 from asyncrl.environments.gateway.server import Gateway
 from asyncrl.environments.gateway.session import Session
-from asyncrl.wire.environment_messages import SayNext
+from asyncrl.wire.service_messages import SayNext
 from tests.helpers.dialogues import CharacterDialogue, turn
 
 WINDOW = 400

@@ -17,7 +17,7 @@ from asyncrl.environments.dialogue.dialogue import MARK, Dialogue
 from asyncrl.environments.episode import Limits, Turn
 from asyncrl.environments.player import Player, play_alone
 from asyncrl.environments.table import Named
-from asyncrl.wire.environment_messages import EpisodeEnded, EpisodeStart, SayNext
+from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, SayNext
 from tests.helpers.reward_pool import TOKENS, save_tokenizer, tokens
 
 EXTRA = "?<>.[]*"

@@ -25,7 +25,7 @@ from asyncrl.environments.programs.agent_client import SubprocessProgram, load_a
 from asyncrl.environments.programs.program import CommandProgram, FunctionProgram
 from asyncrl.environments.programs.program_player import ProgramPlayer
 from asyncrl.errors import ConfigError
-from asyncrl.wire.environment_messages import EpisodeEnded, EpisodeStart, SayNext
+from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, SayNext
 from tests.helpers.dialogues import CharacterDialogue, turn
 
 START = EpisodeStart("0.0.0", 7, "42", "test", {}, None, {}, 5, False, None)

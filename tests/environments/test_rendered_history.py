@@ -23,7 +23,7 @@ from asyncrl.environments.gateway.api import chat_request
 from asyncrl.environments.gateway.session import Session
 from asyncrl.environments.player import Player, play_alone
 from asyncrl.environments.table import Named
-from asyncrl.wire.environment_messages import EpisodeEnded, EpisodeStart, SayNext
+from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, SayNext
 from tests.helpers.chat_models import FAMILIES, OPENING, QWEN, TEXT_ARGUMENTS, THINKING, save_chat_model
 
 ASK: list[Message] = [{"role": "system", "content": "You help."}, {"role": "user", "content": "What is 12*34?"}]

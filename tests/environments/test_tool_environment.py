@@ -25,7 +25,7 @@ from asyncrl.environments.episode import Limits, Turn
 from asyncrl.environments.player import Player, play_alone
 from asyncrl.environments.table import Named, load_environment
 from asyncrl.errors import ConfigError
-from asyncrl.wire.environment_messages import EpisodeEnded, EpisodeStart, SayNext
+from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, SayNext
 from tests.helpers.chat_models import FAMILIES, save_chat_model
 
 ASK: list[Message] = [{"role": "system", "content": "You help."}, {"role": "user", "content": "What is 12*34?"}]

@@ -12,7 +12,7 @@ from asyncrl.environments.dialogue.dialogue import Dialogue
 from asyncrl.environments.environment import Message
 from asyncrl.environments.player import Limits, Player, Turn, play_alone
 from asyncrl.environments.table import Named
-from asyncrl.wire.environment_messages import EpisodeEnded, EpisodeStart, SayNext
+from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, SayNext
 from tests.helpers.chat_models import save_chat_model
 
 FIT_STEPS = 150

@@ -13,7 +13,7 @@ from asyncrl.environments.episode import Limits, Turn
 from asyncrl.environments.gateway.server import Gateway
 from asyncrl.environments.programs.program_player import ProgramPlayer
 from asyncrl.environments.table import load_environment
-from asyncrl.wire.environment_messages import EpisodeEnded, EpisodeStart, SayNext
+from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, SayNext
 from tests.helpers.dialogues import CharacterDialogue, turn
 
 

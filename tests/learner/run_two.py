@@ -28,8 +28,7 @@ import asyncrl.weights.version_store
 from asyncrl.learner.role import run_learner, run_offline
 from asyncrl.types import Shard
 from asyncrl.weights.layout import share_of
-from asyncrl.wire.learner_messages import Committed
-from asyncrl.wire.version_messages import Announced
+from asyncrl.wire.messages import Announced, Committed
 
 rank, port, model, out = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4])
 

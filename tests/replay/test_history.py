@@ -15,7 +15,7 @@ from asyncrl.replay.journal import Journal, Record
 from asyncrl.replay.metrics.stats import ReportedStats
 from asyncrl.replay.state import CommitEvent, GroupEvent, TakeEvent, record_of
 from asyncrl.types import Group, Lease, Prompt
-from asyncrl.wire.learner_messages import Committed
+from asyncrl.wire.messages import Committed
 from tests.helpers.journal import record_with
 from tests.helpers.replay import make_group
 

@@ -20,10 +20,16 @@ from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import MAX_FORMER, ReplayQueue
 from asyncrl.replay.server import ReplayServer
 from asyncrl.util.durable import of_bytes, to_bytes
-from asyncrl.wire.bounds import MAX_NUMBER, MAX_REWARD
 from asyncrl.wire.frames import Array, decode, encode
-from asyncrl.wire.learner_messages import Take
-from asyncrl.wire.messages import GeneratorStats, GroupHeader, ReleasedEvaluation, ReleasedLease
+from asyncrl.wire.messages import (
+    MAX_NUMBER,
+    MAX_REWARD,
+    GeneratorStats,
+    GroupHeader,
+    ReleasedEvaluation,
+    ReleasedLease,
+    Take,
+)
 from asyncrl.wire.service_messages import Error
 from tests.helpers.replay import (
     PROMPT_TOKENS,

@@ -7,8 +7,7 @@ import pytest
 from asyncrl.replay.metrics.resources import LearnerUse, generator_metrics, peaks_bytes, rates, times
 from asyncrl.replay.metrics.stats import GeneratorState, ReportedStats
 from asyncrl.util.durable import of_bytes, to_bytes
-from asyncrl.wire.bounds import MAX_NUMBER
-from asyncrl.wire.messages import GeneratorStats
+from asyncrl.wire.messages import MAX_NUMBER, GeneratorStats
 
 STATS = GeneratorStats.of(
     tokens=600, samples=30, waiting_s=1.0, working_s=6.0, syncing_s=1.0, writing_s=2.0, engine_s=5.0, requests_s=0.5,

@@ -27,17 +27,12 @@ from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.server import ReplayServer, run_replay
 from asyncrl.wire import rpc as rpc_module
-from asyncrl.wire.bad_peers import MAX_BAD_MESSAGES
-from asyncrl.wire.curve_keys import new_keys
 from asyncrl.wire.endpoints import Endpoints
-from asyncrl.wire.frames import Message, encode
-from asyncrl.wire.kinds import MAX_REQUEST_HEADER_BYTES
-from asyncrl.wire.launcher_messages import Lost, Memory, ReadStatus, Stop
-from asyncrl.wire.learner_messages import Take
-from asyncrl.wire.messages import Evaluated, Finished, GeneratorStats
-from asyncrl.wire.rpc import Connection
+from asyncrl.wire.frames import MAX_REQUEST_HEADER_BYTES, Message, encode
+from asyncrl.wire.messages import Evaluated, Finished, GeneratorStats, Lost, Memory, ReadStatus, Stop, Take
+from asyncrl.wire.rpc import MAX_BAD_MESSAGES, Connection
 from asyncrl.wire.service_messages import Error, Ok
-from asyncrl.wire.sockets import connect_dealer
+from asyncrl.wire.sockets import connect_dealer, new_keys
 from tests.helpers.replay import EndlessPrompts, ask_queue, loopback_endpoints, make_group, small_config
 
 

@@ -27,8 +27,7 @@ from asyncrl.replay.server import ReplayServer
 from asyncrl.types import Lease
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.frames import Block, Message, encode
-from asyncrl.wire.learner_messages import ShardHeader
-from asyncrl.wire.messages import GeneratorStats
+from asyncrl.wire.messages import GeneratorStats, ShardHeader
 from asyncrl.wire.service_messages import Error, Ok
 from asyncrl.wire.sockets import bind_router
 from tests.helpers.messages import raw_frames

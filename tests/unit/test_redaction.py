@@ -22,7 +22,7 @@ from asyncrl.launch.run_dir import lock_path, refuse_changes
 from asyncrl.observe.destinations import settings_of
 from asyncrl.observe.report import write_report
 from asyncrl.util.locks import try_lock
-from asyncrl.util.redaction import redact, redact_named
+from asyncrl.util.text import redact, redact_named
 from tests.helpers.replay import small_config
 
 SECRET = "sk-literal-secret-1234"

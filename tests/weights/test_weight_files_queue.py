@@ -23,8 +23,7 @@ from asyncrl.types import NO_VERSION
 from asyncrl.weights.files import FileSender, StoreOptions
 from asyncrl.weights.receiver import BackgroundReceiver
 from asyncrl.wire.endpoints import Endpoints
-from asyncrl.wire.messages import GeneratorStats
-from asyncrl.wire.version_messages import Announced, Following, Link
+from asyncrl.wire.messages import Announced, Following, GeneratorStats, Link
 from tests.helpers.replay import EndlessPrompts, loopback_endpoints, make_group, small_config
 from tests.helpers.sockets import free_port
 

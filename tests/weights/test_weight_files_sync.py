@@ -21,7 +21,7 @@ from asyncrl.types import NO_VERSION
 from asyncrl.weights.files import FileReceiver, FileSender, StoreOptions
 from asyncrl.weights.receiver import StagedWeights
 from asyncrl.weights.version_store import BadFileError, Folder
-from asyncrl.wire.version_messages import Announced, Follower, Following, Link
+from asyncrl.wire.messages import Announced, Follower, Following, Link
 
 EXCHANGE_S = 0.005
 """Pause between two asks of all generators."""

@@ -17,8 +17,8 @@ import msgspec
 
 from asyncrl.environments.environment import Message
 from asyncrl.errors import AsyncrlError
-from asyncrl.util.tokenizer import TEMPLATE_COLUMN
-from asyncrl.wire.environment_messages import MAX_STOP_CHARACTERS, MAX_STOPS
+from asyncrl.util.model_files import TEMPLATE_COLUMN
+from asyncrl.wire.service_messages import MAX_STOP_CHARACTERS, MAX_STOPS
 
 MODEL = "policy"
 """The name of the model."""

@@ -26,7 +26,7 @@ from asyncrl.environments.gateway.api import (
     canonical,
     to_message,
 )
-from asyncrl.wire.environment_messages import SayNext
+from asyncrl.wire.service_messages import SayNext
 
 
 @dataclass(slots=True)

@@ -24,9 +24,9 @@ from asyncrl.launch.checks import check_data, check_environments, check_model, r
 from asyncrl.launch.commands.evaluate import quiet_logs
 from asyncrl.launch.console import EXIT_DONE, EXIT_FAILED
 from asyncrl.types import Prompt
+from asyncrl.util.model_files import end_tokens
 from asyncrl.util.text import printable
-from asyncrl.util.tokenizer import end_tokens
-from asyncrl.wire.environment_messages import EpisodeEnded, SayNext
+from asyncrl.wire.service_messages import EpisodeEnded, SayNext
 
 if TYPE_CHECKING:
     from asyncrl.generator.engine import Engine

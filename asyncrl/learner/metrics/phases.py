@@ -9,8 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from asyncrl.learner.distributed import Ranks
-from asyncrl.util.memory import peak_memory_bytes
-from asyncrl.util.processes import LEARNER_PHASES
+from asyncrl.util.processes import LEARNER_PHASES, peak_memory_bytes
 
 
 class PhaseTimer:

@@ -9,9 +9,8 @@ from msgspec import field
 
 from asyncrl.replay.metrics.stats import GeneratorState, ReportedStats
 from asyncrl.util.durable import Durable
-from asyncrl.util.memory import peak_memory_bytes
-from asyncrl.util.processes import GENERATOR_ACTIVITIES, GENERATOR_PHASES, LEARNER_PHASES, fractions
-from asyncrl.wire.bounds import MAX_NUMBER
+from asyncrl.util.processes import GENERATOR_ACTIVITIES, GENERATOR_PHASES, LEARNER_PHASES, fractions, peak_memory_bytes
+from asyncrl.wire.messages import MAX_NUMBER
 
 
 class LearnerUse(Durable):

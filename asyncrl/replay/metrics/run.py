@@ -25,8 +25,7 @@ from asyncrl.replay.metrics.stats import (
 )
 from asyncrl.util.durable import Durable
 from asyncrl.util.processes import ACTIVITIES, GENERATOR_ACTIVITIES, fractions
-from asyncrl.wire.bounds import MAX_COUNT, MAX_NUMBER
-from asyncrl.wire.messages import GeneratorStats, GroupHeader
+from asyncrl.wire.messages import MAX_COUNT, MAX_NUMBER, GeneratorStats, GroupHeader
 
 RATE_WINDOW_S = 10.0
 LEARNER_TIMES = {

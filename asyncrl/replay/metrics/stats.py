@@ -12,9 +12,8 @@ from msgspec import field
 from asyncrl.types import NO_VERSION
 from asyncrl.util.durable import Durable
 from asyncrl.util.processes import GENERATOR_ACTIVITIES, GENERATOR_PHASES, IDLE_ACTIVITIES, fractions
-from asyncrl.wire.bounds import MAX_NUMBER
 from asyncrl.wire.frames import Array
-from asyncrl.wire.messages import GeneratorStats, GroupHeader
+from asyncrl.wire.messages import MAX_NUMBER, GeneratorStats, GroupHeader
 
 PHASES = ("generate", "queue", "train")
 """The phases of a group: being generated, in the queue, with the learner."""
