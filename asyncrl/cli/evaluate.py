@@ -37,7 +37,7 @@ from asyncrl.rewards.reward_model import await_reward_model, uses_reward_model
 from asyncrl.rewards.table import evaluation_config
 from asyncrl.types import Group, Prompt
 from asyncrl.util.files import check_writable, read_json, replace_file
-from asyncrl.util.tokenizer import load_decoder
+from asyncrl.util.model_files import load_decoder
 from asyncrl.wire.endpoints import LOOPBACK, Endpoints
 
 if TYPE_CHECKING:

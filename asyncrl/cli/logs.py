@@ -15,7 +15,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.run_dir import is_running
 from asyncrl.launch.worker import ROLES
 from asyncrl.observe.logs import LEVELS, LineReader, LogEntry, RoleLog, merged, plain_line
-from asyncrl.util.hints import did_you_mean, unknown_name
+from asyncrl.util.text import did_you_mean, unknown_name
 
 POLL_S = 0.3
 KINDS = ("launcher", *ROLES)

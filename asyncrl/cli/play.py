@@ -24,8 +24,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.checks import check_data, check_environments, check_model, run_recipes
 from asyncrl.observe.console import EXIT_DONE, EXIT_FAILED
 from asyncrl.types import Prompt
+from asyncrl.util.model_files import end_tokens
 from asyncrl.util.text import printable
-from asyncrl.util.tokenizer import end_tokens
 from asyncrl.wire.service_messages import EpisodeEnded, SayNext
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from asyncrl.config.config import Config
 from asyncrl.config.load import load_config, option_fields
-from asyncrl.util.redaction import redact_named
+from asyncrl.util.text import redact_named
 
 UNITS = {"_s": "seconds", "_bytes": "bytes", "_tokens": "tokens", "_steps": "steps"}
 """Unit of a number, by the end of its key."""

@@ -40,7 +40,7 @@ from functools import cache
 from typing import Any, ClassVar, get_type_hints
 
 from asyncrl.errors import ConfigError
-from asyncrl.util.redaction import describe
+from asyncrl.util.text import describe
 
 Message = dict[str, Any]
 """One message of a chat, in the form of the OpenAI API: "role" and "content"; of a tool also "tool_call_id" and "name";
@@ -319,16 +319,16 @@ def _is_method(value: Any) -> bool:
 def _tool(kind: type, name: str, function: Any) -> Tool:
     from pydantic import PydanticSchemaGenerationError, TypeAdapter
 
-    where, way_out = f"{kind.__name__}.{name}", "; a method that is no tool begins with an underscore"
+    where, hint = f"{kind.__name__}.{name}", "; a method that is no tool begins with an underscore"
     signature = inspect.signature(function)
     bound = isinstance(inspect.getattr_static(kind, name), staticmethod | classmethod)
     parameters = list(signature.parameters.values())[0 if bound else 1 :]
     for parameter in parameters:
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise ConfigError(f"{where}: argument {parameter} has no name that a call could give{way_out}")
+            raise ConfigError(f"{where}: argument {parameter} has no name that a call could give{hint}")
         if parameter.annotation is parameter.empty:
-            raise ConfigError(f"{where}: argument {parameter.name} has no type hint{way_out}")
-    schema = _schema(where, function, [parameter.name for parameter in parameters], way_out)
+            raise ConfigError(f"{where}: argument {parameter.name} has no type hint{hint}")
+    schema = _schema(where, function, [parameter.name for parameter in parameters], hint)
     readers: dict[str, Any] = {}
     hints = get_type_hints(function, include_extras=True)
     for parameter in parameters:
@@ -337,32 +337,32 @@ def _tool(kind: type, name: str, function: Any) -> Tool:
         except PydanticSchemaGenerationError:
             hint = hints[parameter.name]
             raise ConfigError(
-                f"{where}: argument {parameter.name}: a call cannot give a {getattr(hint, '__name__', hint)}{way_out}"
+                f"{where}: argument {parameter.name}: a call cannot give a {getattr(hint, '__name__', hint)}{hint}"
             ) from None
     needed = frozenset(parameter.name for parameter in parameters if parameter.default is parameter.empty)
     return Tool(name, schema, inspect.iscoroutinefunction(function), readers, needed)
 
 
-def _schema(where: str, function: Any, parameters: list[str], way_out: str) -> Schema:
+def _schema(where: str, function: Any, parameters: list[str], hint: str) -> Schema:
     """The schema of a method, as TRL and transformers make it. Raises ConfigError."""
     from transformers.utils.chat_template_utils import get_json_schema, parse_google_format_docstring
 
     text = inspect.getdoc(function)
     if not text:
         raise ConfigError(
-            f'{where}: has no docstring; say what the tool does, and under "Args:" what each argument is{way_out}'
+            f'{where}: has no docstring; say what the tool does, and under "Args:" what each argument is{hint}'
         )
     description, described, _ = parse_google_format_docstring(text.strip())
     if not description:
-        raise ConfigError(f"{where}: its docstring does not say what the tool does{way_out}")
+        raise ConfigError(f"{where}: its docstring does not say what the tool does{hint}")
     for name in parameters:
         if name not in (described or {}):
-            raise ConfigError(f'{where}: argument {name} is not described under "Args:" of the docstring{way_out}')
+            raise ConfigError(f'{where}: argument {name} is not described under "Args:" of the docstring{hint}')
     try:
         with _without_torch():
             return get_json_schema(function)
     except Exception as error:  # of several classes of transformers, for hints without a schema
-        raise ConfigError(f"{where}: {error}{way_out}") from None
+        raise ConfigError(f"{where}: {error}{hint}") from None
 
 
 @contextmanager

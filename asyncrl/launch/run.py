@@ -328,15 +328,13 @@ class Run:
         )
 
     def _summarize(self, code: int, error: str) -> dict[str, Any]:
-        own: dict[str, Any] = {"status": STATUS_OF_EXIT[code], "wall_s": time.monotonic() - self.started_s}
+        summary: dict[str, Any] = {"status": STATUS_OF_EXIT[code], "wall_s": time.monotonic() - self.started_s}
         if error:
-            own["error"] = error
-        own["restarts"] = self.supervisor.restarts
+            summary["error"] = error
         if not self.supervisor.replay.running:
-            return own
+            return summary | {"restarts": self.supervisor.restarts}
         try:
-            told = self.client.summary()
+            summary |= self.client.summary()
         except (PeerTimeoutError, RunError) as failure:
             log.warning("no summary from the replay queue", error=str(failure))
-            return own
-        return own | told | {"restarts": own["restarts"]}
+        return summary | {"restarts": self.supervisor.restarts}

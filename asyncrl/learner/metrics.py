@@ -29,8 +29,7 @@ from asyncrl.learner.batch import Batch, MicroBatch
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.step import TokenLosses
 from asyncrl.types import STALENESS_BOUNDS, STALENESS_BUCKETS
-from asyncrl.util.memory import peak_memory_bytes
-from asyncrl.util.processes import LEARNER_PHASES
+from asyncrl.util.processes import LEARNER_PHASES, peak_memory_bytes
 
 
 def batch_metrics(batch: Batch, advantages: Tensor, ranks: Ranks) -> dict[str, float]:

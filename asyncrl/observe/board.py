@@ -46,7 +46,7 @@ from asyncrl.observe.trackers import METRICS_FILE
 from asyncrl.plan.measured import MAX_GROUPS, TraceTail
 from asyncrl.types import goodput_of
 from asyncrl.util.files import read_json
-from asyncrl.util.redaction import redact
+from asyncrl.util.text import redact
 
 MAX_WATCHED = 16
 """Runs whose documents are kept: as many as are compared on two pages."""

@@ -24,7 +24,7 @@ from asyncrl.observe.curves import LATEST_STEPS, OF_STEP, Curves
 from asyncrl.observe.samples import CHOSEN, Samples
 from asyncrl.observe.trackers import METRICS_FILE
 from asyncrl.types import EPISODE_ENDS, GOODPUT_FACTORS, STALENESS_BUCKETS, STALENESS_METRICS, goodput_of
-from asyncrl.util.redaction import redact
+from asyncrl.util.text import redact
 
 if TYPE_CHECKING:
     import pyarrow as pa

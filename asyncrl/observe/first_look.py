@@ -25,8 +25,8 @@ from asyncrl.observe.sample_search import (
     run_decoder,
 )
 from asyncrl.observe.samples import CHOSEN, FOLDER, TRAINED, Samples, read_latest
+from asyncrl.util.model_files import Decoder
 from asyncrl.util.text import printable, shortened
-from asyncrl.util.tokenizer import Decoder
 
 log = structlog.get_logger()
 

@@ -16,15 +16,14 @@ from typing import Any, TextIO
 
 import structlog
 
-from asyncrl.util.redaction import redact
-from asyncrl.util.text import printable
+from asyncrl.util.text import printable, redact
 
 
 def configure_logs(run_dir: Path, role: str, *, host: str = "", copy: TextIO | None = None) -> Path:
     """Sends this process's events, and other libraries' warnings, to `logs/<role>.jsonl`; returns its path. Events have
     the `host` unless it is the launcher's own. The `copy` has the same lines.
 
-    Secrets (asyncrl/util/redaction.py) are shown as ***."""
+    Secrets (asyncrl/util/text.py) are shown as ***."""
     path = run_dir / "logs" / f"{role}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     handlers = [logging.FileHandler(path), *([logging.StreamHandler(copy)] if copy else [])]

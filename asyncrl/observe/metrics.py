@@ -24,8 +24,14 @@ from asyncrl.observe.stats import (
 )
 from asyncrl.types import EPISODE_ENDS, EpisodeEnd
 from asyncrl.util.durable import Durable
-from asyncrl.util.memory import peak_memory_bytes
-from asyncrl.util.processes import ACTIVITIES, GENERATOR_ACTIVITIES, GENERATOR_PHASES, LEARNER_PHASES, fractions
+from asyncrl.util.processes import (
+    ACTIVITIES,
+    GENERATOR_ACTIVITIES,
+    GENERATOR_PHASES,
+    LEARNER_PHASES,
+    fractions,
+    peak_memory_bytes,
+)
 from asyncrl.wire.messages import MAX_COUNT, MAX_NUMBER, GeneratorStats, GroupHeader
 
 log = structlog.get_logger()

@@ -22,7 +22,7 @@ from asyncrl.plan.measured import MAX_GROUPS, TraceTail, read_metrics_tail
 from asyncrl.plan.verdict import after_collapse, guess
 from asyncrl.replay.client import LauncherClient
 from asyncrl.util.files import check_writable, read_json
-from asyncrl.util.redaction import describe, redact
+from asyncrl.util.text import describe, redact
 
 if TYPE_CHECKING:
     import pyarrow as pa

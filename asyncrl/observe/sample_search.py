@@ -20,7 +20,7 @@ from asyncrl.observe.samples import FOLDER, Part, Recorded, Samples, count_evalu
 from asyncrl.replay.history import JournalSamples
 from asyncrl.replay.journal import segments_of
 from asyncrl.util.files import check_writable
-from asyncrl.util.tokenizer import Decoder, load_decoder
+from asyncrl.util.model_files import Decoder, load_decoder
 
 if TYPE_CHECKING:
     from asyncrl.environments.dialogue.conversation import Display

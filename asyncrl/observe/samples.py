@@ -33,7 +33,7 @@ from numpy.typing import ArrayLike, NDArray
 from asyncrl.errors import DataError
 from asyncrl.types import Group, Trajectory
 from asyncrl.util.files import cut_unfinished_line, read_lines, replace_file
-from asyncrl.util.tokenizer import Decoder
+from asyncrl.util.model_files import Decoder
 
 if TYPE_CHECKING:
     import pandas as pd

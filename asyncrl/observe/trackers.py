@@ -37,9 +37,8 @@ from asyncrl.errors import ConfigError, DataError, observing
 from asyncrl.observe.curves import decode_row, step_of
 from asyncrl.observe.samples import FOLDER, TRAINED, Samples, read_evaluated, recorded_steps
 from asyncrl.util.files import cut_unfinished_line, read_lines, replace_file
-from asyncrl.util.redaction import describe, redact
-from asyncrl.util.text import printable
-from asyncrl.util.tokenizer import Decoder, load_decoder
+from asyncrl.util.model_files import Decoder, load_decoder
+from asyncrl.util.text import describe, printable, redact
 from asyncrl.util.user_code import resolve_function
 
 log = structlog.get_logger()

@@ -125,13 +125,21 @@ def pack_batch(records: Sequence[Record]) -> pa.Buffer:
         pa.array([record.kind for record in records], pa.string()),
         pa.array([record.body for record in records], pa.binary()),
     ]
-    for index, dtype in enumerate(STORED.values()):
-        frames = [record.arrays[index] if index < len(record.arrays) else None for record in records]
-        there = [frame for frame in frames if frame is not None]
-        values = np.concatenate(there).view(dtype) if there else np.empty(0, dtype)
-        ends = np.cumsum([0, *(0 if frame is None else frame.size for frame in frames)])
-        missing = pa.array([frame is None for frame in frames])
-        columns.append(pa.LargeListArray.from_arrays(pa.array(ends, pa.int64()), pa.array(values), mask=missing))
+    rows = len(records)
+    for index, (dtype, kind) in enumerate(zip(STORED.values(), SCHEMA.types[2:], strict=True)):
+        there = [index < len(record.arrays) for record in records]
+        frames = [record.arrays[index] for record, has_frame in zip(records, there, strict=True) if has_frame]
+        if not frames:
+            columns.append(pa.nulls(rows, kind))
+            continue
+        ends = np.zeros(rows + 1, np.int64)
+        ends[1:][there] = [frame.size for frame in frames]
+        validity = pa.py_buffer(np.packbits(there, bitorder="little"))
+        values = frames[0] if len(frames) == 1 else np.concatenate(frames)
+        buffer = pa.py_buffer(np.ascontiguousarray(values).view(dtype))
+        children = [pa.Array.from_buffers(kind.value_type, values.size, [None, buffer])]
+        offsets = pa.py_buffer(ends.cumsum())
+        columns.append(pa.Array.from_buffers(kind, rows, [validity, offsets], children=children))
     return pa.RecordBatch.from_arrays(columns, schema=SCHEMA).serialize()
 
 

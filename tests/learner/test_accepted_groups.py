@@ -19,7 +19,7 @@ from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay.codec import GroupLimits, pack_group, unpack_group
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.types import NO_VERSION, Trajectory
-from asyncrl.util.tokenizer import num_embeddings
+from asyncrl.util.model_files import num_embeddings
 from tests.helpers.examples import examples
 from tests.helpers.replay import PROMPT_TOKENS, EndlessPrompts, ask_queue, make_group, small_config
 

@@ -27,7 +27,7 @@ from asyncrl.observe.trackers import make_trackers
 from asyncrl.replay.codec import pack_group, unpack_group
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.types import EpisodeOutcome, Lease, Prompt, Shard
-from asyncrl.util.card_lock import CardLock, card_path
+from asyncrl.util.locks import CardLock, card_path
 from asyncrl.wire.messages import Committed, Evaluated, GeneratorStats
 from tests.helpers.metric_names import documented, undocumented, unwritten
 from tests.helpers.replay import EndlessPrompts, ask_queue, make_group

@@ -22,7 +22,7 @@ from asyncrl.observe.page import write_report
 from asyncrl.observe.report import document_of
 from asyncrl.observe.trackers import settings_of
 from asyncrl.util.locks import try_lock
-from asyncrl.util.redaction import redact, redact_named
+from asyncrl.util.text import redact, redact_named
 from tests.helpers.replay import small_config
 
 SECRET = "sk-literal-secret-1234"
