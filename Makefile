@@ -1,6 +1,6 @@
 # make demo: train the demo model.  make test: run the tests.  make test-all: run the slow tests.
 # make docs: the documentation as a site.  make chaos: the long tests of what may go wrong.
-# make bench-check: what is slower than it was.
+# make bench-check: what is slower than it was.  make size: how large the project is.
 # All set up first; again, they set up nothing.
 # make setup DEVICE=cpu (or gpu): packages for CPUs whatever there is; without it, for GPUs where there is one.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -9,7 +9,7 @@ DEVICE ?= auto
 ENGINE ?= auto
 BIN := .venv/bin
 
-.PHONY: demo test test-all docs gpu-check chaos bench-check setup check format clean
+.PHONY: demo test test-all docs gpu-check chaos bench-check size setup check format clean
 
 demo: setup
 	$(BIN)/asyncrl launch --config configs/demo.yaml --run demo
@@ -42,6 +42,9 @@ AGAINST ?= benchmarks/results/cpu-2-cores-quick.json
 bench-check: setup
 	$(BIN)/pip install -q -c requirements/$$(cut -d ' ' -f 1 .venv/ready).txt -e .[bench]
 	$(BIN)/asyncrl bench --quick --against $(AGAINST)
+
+size: setup
+	$(BIN)/python -m scripts.size
 
 setup:
 	@scripts/setup $(PYTHON) $(DEVICE) $(ENGINE)

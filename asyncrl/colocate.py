@@ -33,17 +33,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError, PeerTimeoutError
 from asyncrl.util.locks import IN_USE, no_locks
 from asyncrl.util.processes import Stopwatch
-from asyncrl.wire.learner_messages import Committed
+from asyncrl.wire.messages import Committed
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from asyncrl.weights.background import BackgroundReceiver
+    from asyncrl.weights.receiver import BackgroundReceiver
 
 log = structlog.get_logger()
 

@@ -6,9 +6,9 @@
     |-- ProtocolError (ValueError)          a message that does not fit its schema
     |   |-- StrangerError                   a message from outside the run
     |   |-- BodyError                       a message of a known kind whose body does not fit
-    |   `-- BadServerError                  (wire/channel.py) a message of a channel's server that does not fit
+    |   `-- BadServerError                  (wire/rpc.py) a message of a channel's server that does not fit
     |-- PeerTimeoutError (TimeoutError)     another process missed its deadline
-    |   `-- ServerLostError                 (wire/channel.py) the server of a channel is gone
+    |   `-- ServerLostError                 (wire/rpc.py) the server of a channel is gone
     |-- RunError (RuntimeError)             the run cannot continue; exit code 1
     |   `-- JournalError                    the journal cannot be written or read
     |-- InvariantError (AssertionError)     a defect of asyncrl itself
@@ -16,7 +16,7 @@
     `-- ForkServerError                     (launch/fork_server.py)
 
 A few exceptions are no AsyncrlError, since they never leave their folder: RoundAborted, SessionLost, SenderClosed and
-Interrupted (weights/waits.py) steer a broadcast round, BadFileError (weights/files/folder.py) makes a reader take
+Interrupted (weights/transports.py) steer a broadcast round, BadFileError (weights/version_store.py) makes a reader take
 another way, Unconfined (sandbox/confine.py) reports a missing kernel feature, SkippedError (data/convert/converter.py)
 skips a row, and _OutOfTimeError (util/user_code.py) interrupts user code at its deadline.
 """

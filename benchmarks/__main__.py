@@ -20,21 +20,16 @@ from benchmarks.frame import Result, Row, run_row
 from benchmarks.results import Results, in_words, markdown, origin_here, print_moves, print_table
 
 ROWS = (
-    "queue_rate",
-    "queue_scale",
     "queue_cost",
     "journal",
     "weights",
     "learner",
-    "logits_memory",
     "overlap",
     "environments",
     "generator",
-    "native_turns",
     "gateway",
     "goodput",
     "end_to_end",
-    "selection",
     "start",
 )
 """Modules of this folder with a ROW, in the order of measurement."""

@@ -99,7 +99,7 @@ def _reach(snapshots: list[Snapshot], scorer: Scorer, side: str, *, quick: bool)
 
 def long_tailed(model: str, seed: int, *, quick: bool) -> Round:
     """Returns the figures of the long-tailed workload, with the demo's staleness limit."""
-    from asyncrl.config import load_config
+    from asyncrl.config.load import load_config
 
     steps = LONG_WARM_STEPS + (QUICK_LONG_STEPS if quick else LONG_STEPS)
     limit = load_config("demo").replay.staleness_limit
@@ -117,7 +117,7 @@ def tokens_per_s(steps: list[Step]) -> float:
 
 
 def measure(quick: bool) -> Iterator[Round]:
-    from asyncrl.rewards.builtin.text import exact
+    from asyncrl.rewards.builtin import exact
 
     if importlib.util.find_spec("trl") is None:
         raise CannotRun("TRL is not installed: pip install -e .[bench]")

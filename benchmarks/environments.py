@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from asyncrl.environments import Environment, Step
 from benchmarks.demo import launched, prepare, rows_of
 from benchmarks.frame import CannotRun, Limit, Round, Row
 from benchmarks.overlap import tokens_per_s
@@ -21,6 +22,15 @@ DEMO_STEPS, QUICK_DEMO_STEPS = 80, 20
 LATENCY_S, LATENCY_SHARE = 1.0, 0.3
 TIMEOUT_S = 600.0
 SLOW = f"environment.options={{calculator: {{latency_s: {LATENCY_S}, latency_share: {LATENCY_SHARE}}}}}"
+
+
+class Answers(Environment):
+    """One turn, with the reward of the demo: 1 if the answer is the ground truth."""
+
+    max_turns, returns_at_once = 1, True
+
+    def step(self, action):  # type: ignore[no-untyped-def]
+        return Step(reward=float(action.text == self.task.ground_truth), done=True)
 
 
 def rate(run: str, config: str, overrides: list[str], *, max_staleness: int, steps: int) -> float:
@@ -43,7 +53,7 @@ def measure(quick: bool) -> Iterator[Round]:
             large = f"replay.groups_per_step={GROUPS_PER_STEP}"
             fast, slow = (rate("bench-environments", "calculator", [large, *own], **options) for own in ([], [SLOW]))
             one |= {f"S={limit} with latency": slow / fast, f"S={limit} tokens/s": fast}
-        own = ["environment.name=benchmarks.answers:Answers"]
+        own = ["environment.name=benchmarks.environments:Answers"]
         alone, through = (
             rate("bench-environments", "demo", extra, max_staleness=2, steps=QUICK_DEMO_STEPS if quick else DEMO_STEPS)
             for extra in ([], own)

@@ -25,7 +25,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncrl.config import Config, load_config, parse_override
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config, parse_override
 from benchmarks.demo import launched, prepare_cold, rows_of, summary_of
 from benchmarks.frame import CannotRun, Limit, Round, Row, one_thread, output_of
 from benchmarks.synchronous import all_prompts, sampling

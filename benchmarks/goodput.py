@@ -86,7 +86,7 @@ def measure(quick: bool) -> Iterator[Round]:
 
 def bare_process(overrides: list[str]) -> None:
     """Measures `LLM.generate` whenever it is asked to: the tokens/s of this many requests."""
-    from asyncrl.config import load_config, parse_override
+    from asyncrl.config.load import load_config, parse_override
     from asyncrl.generator.vllm_backend.setup import CONDITIONS, DEFAULTS
 
     os.environ.update(DEFAULTS | CONDITIONS | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})

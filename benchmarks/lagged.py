@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from asyncrl.config import Config
+    from asyncrl.config.config import Config
     from asyncrl.learner.distributed import Ranks
     from asyncrl.types import Group
     from asyncrl.wire.endpoints import Endpoints
@@ -36,7 +36,7 @@ class Sampler:
         from asyncrl.generator.engine import make_engine
         from asyncrl.generator.group_runner import GroupRunner
         from asyncrl.learner.algorithm import check_algorithm, is_group_relative
-        from asyncrl.rewards.workers import RewardPool
+        from asyncrl.rewards.pool import RewardPool
 
         self.config = config
         self._stack = ExitStack()
@@ -62,7 +62,7 @@ class Sampler:
         the mean reward of all groups that were sampled for it."""
         from asyncrl.generator.groups import make_group
         from asyncrl.replay.codec import pack_group
-        from asyncrl.replay.refunds import refund_reason
+        from asyncrl.replay.live_group import refund_reason
         from asyncrl.types import Lease
 
         config, running, deadline_s = self.config, 0, time.monotonic() + DEADLINE_S
@@ -99,10 +99,10 @@ def train_lagged(config: Config, ranks: Ranks, endpoints: Endpoints, *, lag: int
     """Trains `config.steps` steps with tokens that are `lag` versions old, or less where `algorithm.max_divergence`
     lowers the limit. Yields the metrics of each step, with the mean reward of the version that it trains."""
     from asyncrl.learner.algorithm import make_algorithm
-    from asyncrl.learner.collate import collate
-    from asyncrl.learner.critic.value_function import Critic
-    from asyncrl.learner.trainer import Trainer
-    from asyncrl.replay.staleness_control import StalenessController
+    from asyncrl.learner.batch import collate
+    from asyncrl.learner.critic import Critic
+    from asyncrl.learner.step import Trainer
+    from asyncrl.replay.ledger import StalenessController
 
     algorithm = make_algorithm(config)
     trainer = Trainer(config, ranks, algorithm, Critic(config, ranks) if algorithm.needs_critic else None)

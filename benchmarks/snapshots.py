@@ -7,7 +7,6 @@ transformers, at a temperature of 1 and with the same seed.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,18 +124,6 @@ def reach(points: Iterator[Point] | Sequence[Point], reward: float) -> Point | N
         return None
     low, high = first
     return high if low is None else _between(low, high, (reward - low.reward) / (high.reward - low.reward))
-
-
-def at(points: Sequence[Point], seconds: float) -> Point:
-    """Returns the point at a time, between two points by linear interpolation. Raises ValueError for a time after the
-    last point."""
-    index = bisect_left([point.seconds for point in points], seconds)
-    if index == len(points):
-        raise ValueError(f"no policy was saved after {seconds:g} s")
-    if index == 0:
-        return points[0]
-    low, high = points[index - 1], points[index]
-    return _between(low, high, (seconds - low.seconds) / (high.seconds - low.seconds))
 
 
 def _between(low: Point, high: Point, share: float) -> Point:

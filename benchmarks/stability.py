@@ -29,7 +29,7 @@ from queue import SimpleQueue
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
-from asyncrl.replay.metrics.collapse import REWARD, SMOOTHED_STEPS
+from asyncrl.observe.collapse import REWARD, SMOOTHED_STEPS
 from benchmarks.pretrained import OVERRIDES, make_pretrained
 
 if TYPE_CHECKING:
@@ -127,9 +127,10 @@ def train(cell: Cell) -> Result:
     """Trains a cell in this process."""
     import torch
 
-    from asyncrl.config import AUTO, load_config
-    from asyncrl.data.parquet import count_sources
-    from asyncrl.rewards.auto import choose_rewards
+    from asyncrl.config.load import load_config
+    from asyncrl.config.sections import AUTO
+    from asyncrl.data.rows import count_sources
+    from asyncrl.rewards.table import choose_rewards
     from benchmarks.lagged import train_lagged
 
     torch.set_num_threads(1)
@@ -178,7 +179,7 @@ def cells(tasks: Sequence[str], candidates: Sequence[str], staleness: Sequence[i
 
 def presets(seeds: int) -> Iterator[Cell]:
     """Yields the cells of the presets at their own limits."""
-    from asyncrl.config import load_config
+    from asyncrl.config.load import load_config
 
     for seed, name in product(range(seeds), PRESETS):
         yield Cell(name, AS_SHIPPED, load_config(name).replay.max_staleness, seed)
@@ -232,14 +233,14 @@ def prepare(tasks: set[str]) -> None:
     """Makes the models and data of the tasks that do not exist."""
     from rich.console import Console
 
-    from asyncrl.config import load_config
+    from asyncrl.config.load import load_config
     from asyncrl.launch.checks import run_recipes
-    from benchmarks.no_signal import LONG_MODEL, make_long_model
+    from benchmarks.long_tail import SPACES_MODEL, make_spaces_model
 
     for task in sorted(tasks):
         run_recipes(load_config(TASKS.get(task, [task])[0]), Console())
-        if task == "long tail" and not LONG_MODEL.exists():
-            make_long_model()
+        if task == "long tail" and not SPACES_MODEL.exists():
+            make_spaces_model()
         if task == PRETRAINED:
             make_pretrained()
 

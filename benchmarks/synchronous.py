@@ -18,7 +18,7 @@ from benchmarks.worker import answer, instructions
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
 
-    from asyncrl.config import Config
+    from asyncrl.config.config import Config
     from asyncrl.learner.batch import Batch
     from asyncrl.learner.distributed import Ranks
     from asyncrl.types import Group
@@ -38,7 +38,7 @@ class Sides:
 
     def __init__(self, config: Config, ranks: Ranks) -> None:
         from asyncrl.learner.algorithm import make_algorithm
-        from asyncrl.learner.trainer import Trainer
+        from asyncrl.learner.step import Trainer
 
         self._config = config
         self._trainer = Trainer(config, ranks, make_algorithm(config))
@@ -76,7 +76,7 @@ class Sides:
         return _measure(step, seconds)
 
     def _generate(self) -> Batch:
-        from asyncrl.learner.collate import make_batch
+        from asyncrl.learner.batch import make_batch
 
         groups = generate(self._llm, self._config, self._prompts)
         return make_batch(groups, tokens_per_microbatch=self._config.learner.tokens_per_microbatch)
@@ -154,7 +154,7 @@ def trajectory(output: RequestOutput) -> Any:
 
 
 def main() -> None:
-    from asyncrl.config import load_config, parse_override
+    from asyncrl.config.load import load_config, parse_override
     from asyncrl.generator.vllm_backend.setup import CONDITIONS, DEFAULTS
 
     os.environ.update(DEFAULTS | CONDITIONS | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "DS_ACCELERATOR": "cpu"})

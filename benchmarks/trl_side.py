@@ -55,7 +55,7 @@ def train(job: Job) -> list[Step]:
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from asyncrl.config import load_config, parse_override
+    from asyncrl.config.load import load_config, parse_override
 
     config = load_config("demo", dict(parse_override(text) for text in job.overrides))
     size, groups, learner, model = (

@@ -1,35 +1,43 @@
-"""Importance weights relative to the policy that sampled the tokens. Weights carry no gradient."""
+"""Importance weights relative to the policy that sampled the tokens, and the sums over sequences that all algorithms
+use. Weights carry no gradient."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.segments import MAX_LOG_RATIO, at_most, num_segments, safe_exp, segment_mean, segment_sum
-
-__all__ = [
-    "MAX_LOG_RATIO",
-    "REDUCE",
-    "Level",
-    "Mode",
-    "effective_sample_size",
-    "ess_from_moments",
-    "importance_weights",
-    "loglinear_proximal",
-    "mismatch_kl",
-    "opsm_mask",
-    "safe_exp",
-    "weight_moments",
-]
-
+MAX_LOG_RATIO = 20.0
+"""Log ratios are clamped to +- this many nats before `exp`, so that one token cannot make the batch overflow."""
 Level = Literal["token", "sequence", "geometric"]
 Mode = Literal["truncate", "clip", "mask"]
 
-REDUCE: dict[Level, Callable[[Tensor, Tensor, int], Tensor]] = {"sequence": segment_sum, "geometric": segment_mean}
-"""Reduces tokens' log ratios to the log weight of a sequence: the product of the ratios, or their geometric mean."""
+
+def safe_exp(log_ratios: Tensor) -> Tensor:
+    """exp of the log ratios clamped to +-MAX_LOG_RATIO. Differentiable inside the bounds."""
+    return log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def at_most(x: Tensor, high: float | None) -> Tensor:
+    """x clamped from above; x unchanged if `high` is None."""
+    return x if high is None else x.clamp(max=high)
+
+
+def num_segments(segment: Tensor) -> int:
+    """Number of segments that are numbered 0, 1, ... (gaps count as empty segments)."""
+    return int(segment.max()) + 1 if segment.numel() else 0
+
+
+def segment_sum(values: Tensor, segment: Tensor, count: int) -> Tensor:
+    """Sums [count] of `values` [N] over the segments `segment` [N] (int64, 0 <= segment < count). Differentiable."""
+    return torch.zeros(count, dtype=values.dtype, device=values.device).index_add(0, segment, values)
+
+
+def segment_mean(values: Tensor, segment: Tensor, count: int) -> Tensor:
+    """Means [count] of `values` [N] over the segments, 0 for an empty segment. Differentiable."""
+    sizes = segment_sum(torch.ones_like(values), segment, count)
+    return segment_sum(values, segment, count) / sizes.clamp(min=1)
 
 
 @torch.no_grad()
@@ -141,8 +149,11 @@ def loglinear_proximal(logprobs: Tensor, behavior_logprobs: Tensor, versions: Te
 
 def _weights(log_ratios: Tensor, seq: Tensor, level: Level) -> Tensor:
     """Unbounded weights: [N] at token level, otherwise one for each sequence number."""
-    if level == "token":
-        return safe_exp(log_ratios)
-    if level not in REDUCE:
-        raise ValueError(f"level = {level!r}: expected token, sequence or geometric")
-    return safe_exp(REDUCE[level](log_ratios, seq, num_segments(seq)))
+    match level:
+        case "token":
+            return safe_exp(log_ratios)
+        case "sequence":
+            return safe_exp(segment_sum(log_ratios, seq, num_segments(seq)))
+        case "geometric":
+            return safe_exp(segment_mean(log_ratios, seq, num_segments(seq)))
+    raise ValueError(f"level = {level!r}: expected token, sequence or geometric")

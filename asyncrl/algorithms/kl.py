@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from asyncrl.algorithms.segments import MAX_LOG_RATIO
+from asyncrl.algorithms.corrections import MAX_LOG_RATIO
 
 Estimator = Literal["k1", "k2", "k3", "k3+", "abs"]
 

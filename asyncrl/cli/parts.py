@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from asyncrl.cli.app import OVERRIDES, app
-from asyncrl.config import parse_override
+from asyncrl.config.load import parse_override
 from asyncrl.data.convert import CONVERTERS, convert, describe_skipped
 from asyncrl.errors import ConfigError
 
@@ -26,7 +26,7 @@ def show_keys(
     diff: Annotated[bool, typer.Option("--diff", help="Only keys whose values are not the defaults.")] = False,
 ) -> None:
     """Print every key of a config: its value, default, allowed values and meaning. Exit code 2: bad configuration."""
-    from asyncrl.launch.commands.show_config import show_config
+    from asyncrl.cli.show_config import show_config
 
     show_config(config, dict(parse_override(text) for text in overrides or []), Console(), diff=diff)
 
@@ -46,7 +46,7 @@ def arithmetic(
     rows: Annotated[int | None, typer.Option(min=1, help="Only the first N rows; all sums when not set.")] = None,
 ) -> None:
     """Make the arithmetic dataset of the demo."""
-    from asyncrl.data.arithmetic import make_arithmetic
+    from asyncrl.data.demo import make_arithmetic
 
     make_arithmetic(out, seed=seed, rows=rows)
 
@@ -59,7 +59,7 @@ def episodes(
     rows: Annotated[int | None, typer.Option(min=1, help="Only the first N rows; all when not set.")] = None,
 ) -> None:
     """Make the dataset of a demo with an environment."""
-    from asyncrl.data.demo_episodes import make_demo_rows
+    from asyncrl.data.demo import make_demo_rows
 
     make_demo_rows(demo, out, seed=seed, rows=rows)
 
@@ -91,7 +91,7 @@ def verifiers(
     rows: Annotated[int | None, typer.Option(min=1, help="Only the first N rows; all when not set.")] = None,
 ) -> None:
     """Write the rows of a verifiers environment."""
-    from asyncrl.launch.commands.verifiers_rows import make_verifiers_rows
+    from asyncrl.cli.verifiers_rows import make_verifiers_rows
 
     if split not in ("train", "eval"):
         raise ConfigError(f"--split {split!r}: not one of train, eval")

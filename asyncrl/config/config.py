@@ -11,18 +11,24 @@ from typing import Any, Literal, Self
 import yaml
 from pydantic import Field, model_validator
 
-from asyncrl.config.base import AUTO, ENVIRONMENT, Options, Rewards, Section
-from asyncrl.config.generation import EnvironmentConfig, EvalConfig, GeneratorConfig
-from asyncrl.config.paths import LocalPath
-from asyncrl.config.placement import PlacementConfig
 from asyncrl.config.sections import (
+    AUTO,
+    ENVIRONMENT,
     CheckpointConfig,
     DataConfig,
+    EnvironmentConfig,
+    EvalConfig,
+    GeneratorConfig,
     JournalConfig,
     LaunchConfig,
+    LocalPath,
     ModelConfig,
     ObserveConfig,
+    Options,
+    PlacementConfig,
     ReplayConfig,
+    Rewards,
+    Section,
     WeightsConfig,
 )
 from asyncrl.config.training import AlgorithmConfig, CriticConfig, LearnerConfig
@@ -77,7 +83,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _check_epochs(self) -> Self:
         if self.epochs is not None and "steps" in self.model_fields_set:
-            raise ValueError(f"epochs = {self.epochs:g} and steps = {self.steps}: both say how long to train; set one")
+            raise ValueError(f"epochs = {self.epochs:g} and steps = {self.steps}: set either epochs or steps, not both")
         return self
 
     @model_validator(mode="after")
@@ -124,8 +130,8 @@ class Config(Section):
                 )
         if self.deterministic and self.generator.tensor_parallel > 1:
             raise ValueError(
-                f"deterministic with generator.tensor_parallel = {self.generator.tensor_parallel}: it is not shown "
-                "that the sums of several devices round the same each time; use generator.tensor_parallel=1"
+                f"deterministic with generator.tensor_parallel = {self.generator.tensor_parallel}: sums over "
+                "several devices are not guaranteed to be bit-identical; use generator.tensor_parallel=1"
             )
         if self.generator.engine == "transformers" and self.generator.tensor_parallel > 1:
             raise ValueError(
@@ -176,8 +182,8 @@ class Config(Section):
             changed = [name for name, value in self.environment if value != getattr(EnvironmentConfig(), name)]
             if changed:
                 raise ValueError(
-                    f"environment.{changed[0]} = {getattr(self.environment, changed[0])!r}: there is no environment; "
-                    "set environment.name"
+                    f"environment.{changed[0]} = {getattr(self.environment, changed[0])!r}: no environment is "
+                    "configured; set environment.name"
                 )
             return
         most = self.environment.max_episodes
@@ -194,25 +200,25 @@ class Config(Section):
         if not launch.colocated:
             return self
         key = f"launch.colocate = {launch.colocate!r}"
-        if launch.learners != (cards := launch.generators * parallel):
+        if launch.learners != (devices := launch.generators * parallel):
             raise ValueError(
-                f"{key} with launch.learners = {launch.learners}: each rank shares one card with a generator, and "
-                f"launch.generators = {launch.generators} with generator.tensor_parallel = {parallel} have {cards}; "
-                f"use launch.learners={cards}"
+                f"{key} with launch.learners = {launch.learners}: each rank shares one device with a generator, and "
+                f"launch.generators = {launch.generators} with generator.tensor_parallel = {parallel} have {devices}; "
+                f"use launch.learners={devices}"
             )
         if self.critic.ranks:
             raise ValueError(
-                f"{key} with critic.ranks = {self.critic.ranks}: they would use a card of a generator, too; use "
+                f"{key} with critic.ranks = {self.critic.ranks}: they would use the device of a generator; use "
                 "critic.ranks=0, which trains the critic in the learner ranks"
             )
         if self.weights.staging == "buckets" and not self.hands_over:
             raise ValueError(
                 f"{key} with weights.staging = {self.weights.staging!r}: the learner would hold its weights until the "
-                "engine has them, and the engine has no card until the learner is done; use weights.staging=whole, or "
+                "engine has them, and the engine has no device until the learner is done; use weights.staging=whole or "
                 "weights.transport=ipc"
             )
         if self.placement.pools:
-            raise ValueError(f"{key} with placement.pools: generators and learners share cards; leave placement out")
+            raise ValueError(f"{key} with placement.pools: generators and learners share devices; leave placement out")
         return self
 
     @model_validator(mode="after")
@@ -223,13 +229,13 @@ class Config(Section):
         key, other = "weights.transport = 'ipc'", "use weights.transport=auto"
         if weights.staging not in ("auto", "buckets"):
             raise ValueError(
-                f"{key} with weights.staging = {weights.staging!r}: versions go from card memory into the engine; use "
-                "weights.staging=auto"
+                f"{key} with weights.staging = {weights.staging!r}: versions go from device memory into the engine; "
+                "use weights.staging=auto"
             )
         if launch.generators > 1 or launch.learners > 1:
             raise ValueError(
                 f"{key} with launch.generators = {launch.generators} and launch.learners = {launch.learners}: it is "
-                f"for one of each, on one card; {other}"
+                f"for one of each, on one device; {other}"
             )
         if lora.rank:
             raise ValueError(f"{key} with learner.lora.rank = {lora.rank}: adapters are small; {other}")
@@ -284,7 +290,7 @@ class Config(Section):
 
     @property
     def hands_over(self) -> bool:
-        """True if a generator takes versions from the memory of the card that a learner rank shares with it."""
+        """True if a generator takes versions from the memory of the device that a learner rank shares with it."""
         return self.launch.colocated and self.weights.transport == "ipc"
 
     @property

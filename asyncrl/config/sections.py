@@ -1,23 +1,75 @@
-"""The sections of a config for the model, the data, the queue, storage and processes.
+"""The sections of a config, and the values of keys that are mappings with known names.
 
-Those of generation and evaluation are in `generation.py`, those of the algorithm, the learner and the critic in
-`training.py`. Values that cannot work are refused.
+The algorithm, the learner and the critic are in `training.py`. Invalid values are rejected here, invalid combinations
+of sections in `config.py`.
 """
 
 from __future__ import annotations
 
+import os
+import re
+from ipaddress import IPv4Address, IPv4Network
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, JsonValue, Tag, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    field_validator,
+    model_validator,
+)
 
-from asyncrl.config.addresses import parse_host, split_address
-from asyncrl.config.base import Options, Section
-from asyncrl.config.mappings import Columns, CustomData, Selection
-from asyncrl.config.passthrough import check_template_options
-from asyncrl.config.paths import LocalPath
+from asyncrl.config.engine_options import check_engine_options, check_sampling, check_template_options
 
-MAX_GENERATORS = 1024
-"""Maximum number of generators of a run: each is a process on this machine, and one replay queue serves all."""
+Options = dict[str, bool | int | float | str | None]
+"""Keyword-only arguments for a function named in the config."""
+
+RewardSpec = str | dict[str, float]
+"""The reward of a row: one function, or several with their weights."""
+Rewards = RewardSpec | dict[str, RewardSpec]
+AUTO = "auto"
+"""The value of `rewards` that a run replaces by its own choice."""
+ENVIRONMENT = "environment"
+"""The name in `rewards` of the reward that the environment gives."""
+
+
+class _Settings(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+
+
+class Section(_Settings):
+    """A group of keys; unknown ones are refused."""
+
+
+class MappingValue(_Settings):
+    """The value of one key: a mapping with known names. Missing names have their defaults, unknown ones are refused."""
+
+
+class Entry(_Settings):
+    """An entry of a mapping whose names the user chooses; unknown fields are refused."""
+
+
+_VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
+
+
+def expand_path(path: Any) -> Any:
+    """The path with `~`, `~user`, `$NAME` and `${NAME}` replaced. Raises ValueError for a variable that is not set."""
+    if not isinstance(path, str):
+        return path
+
+    def value_of(found: re.Match[str]) -> str:
+        name = found[1] or found[2]
+        if name not in os.environ:
+            raise ValueError(f"the environment variable {name} is not set; set it, or write the path out")
+        return os.environ[name]
+
+    return os.path.expanduser(_VARIABLE.sub(value_of, path))
+
+
+LocalPath = Annotated[str, BeforeValidator(expand_path)]
+"""A path in which `~` and environment variables are expanded."""
 
 
 class ModelConfig(Section):
@@ -31,11 +83,48 @@ class ModelConfig(Section):
     """Run the Python code in the model's folder; models that transformers has itself need none."""
 
 
-SelectionChoice = Annotated[
-    Annotated[Literal["off", "on"], Tag("str")] | Annotated[Selection, Tag("dict")],
-    Discriminator(lambda value: "str" if isinstance(value, str) else "dict"),
-]
-DEFAULT_SELECTION: Literal["off", "on"] = "off"
+CUSTOM_PARTS: tuple[Literal["dataset", "sampler", "filter"], ...] = ("dataset", "sampler", "filter")
+
+
+class Columns(MappingValue):
+    """The columns of a dataset, by the project's names for them; `a.b` is field b of the struct column a."""
+
+    prompt: str = "prompt"
+    """Column with a string or a list of chat messages."""
+    ground_truth: str | None = "reward_model.ground_truth"
+    """Column that the reward compares with; null for data without one."""
+    data_source: str = "data_source"
+    """Column with the source of a row, which selects its reward. A file without the column is its own source."""
+
+    @property
+    def ground_truth_name(self) -> str:
+        """Name of the ground truth's column, or of its field, for reward functions."""
+        return (self.ground_truth or "ground_truth").rpartition(".")[2]
+
+
+class CustomData(MappingValue):
+    """The user's own parts of the data, each by `module:name` or `file.py:name`."""
+
+    dataset: str | None = None
+    """Makes the rows of `data.train` and of `data.eval` from these files; null: the rows that the files have."""
+    sampler: str | None = None
+    """Determines the order of the training rows; null: each epoch has every row once, shuffled by `seed`."""
+    filter: str | None = None
+    """Called with each training row; a row for which it returns False is left out. Null: none is."""
+    options: dict[Literal["dataset", "sampler", "filter"], Options] = Field(default={})
+    """Options (keyword-only arguments) of these parts."""
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        for part in CUSTOM_PARTS:
+            name = getattr(self, part)
+            if name is not None and ":" not in name:
+                raise ValueError(f"{part} = {name!r}: must be module:name or file.py:name")
+            if name is None and part in self.options:
+                raise ValueError(
+                    f"options.{part} = {self.options[part]}: there is no {part}; name one, or leave it out"
+                )
+        return self
 
 
 class DataConfig(Section):
@@ -63,18 +152,8 @@ class DataConfig(Section):
     """Prompts above the limit are counted and skipped, or lose tokens at their left end, right end or in the middle."""
     custom: CustomData = CustomData()
     """A dataset, sampler or filter of your own, by `module:name` or `file.py:name`, and their options."""
-    selection: SelectionChoice = DEFAULT_SELECTION
-    """Rows whose groups have no training signal, since they are solved or hopeless, are generated less often (on), also
-    with options: {strength: 0.5, floor: 0.1, unbiased: false}. No row is left out for ever."""
     workers: int = Field(default=0, ge=0, le=64)
     """Processes that read and tokenize prompts ahead of the replay queue; 0: a thread of the queue's process does."""
-
-    @property
-    def selection_rule(self) -> Selection | None:
-        """The options of `selection`; None if it is off."""
-        if isinstance(self.selection, Selection):
-            return self.selection
-        return Selection() if self.selection == "on" else None
 
     @property
     def train_files(self) -> list[str]:
@@ -83,15 +162,6 @@ class DataConfig(Section):
     @property
     def eval_files(self) -> list[str]:
         return [self.eval] if isinstance(self.eval, str) else list(self.eval or [])
-
-    @field_validator("selection", mode="before")
-    @classmethod
-    def _check_selection(cls, value: Any) -> Any:
-        if isinstance(value, bool):  # YAML reads on and off as true and false
-            return "on" if value else "off"
-        if not isinstance(value, dict | Selection) and value not in ("off", "on"):
-            raise ValueError("must be off, on or a mapping such as {strength: 0.5}")
-        return value  # pyright: ignore[reportUnknownVariableType]
 
     @field_validator("template_options")
     @classmethod
@@ -185,7 +255,7 @@ class WeightsConfig(Section):
 
     transport: str = "auto"
     """A transport of `asyncrl list`, or your own as `module:NAME` or `file.py:NAME`; auto is nccl if the learner and
-    every generator have their own GPUs, else gloo. ipc is for one generator and one learner rank that share a card
+    every generator have their own GPUs, else gloo. ipc is for one generator and one learner rank that share a device
     (`launch.colocate`)."""
     timeout_s: float = Field(default=60.0, gt=0.0)
     """Deadline of each phase of a broadcast."""
@@ -203,6 +273,150 @@ class WeightsConfig(Section):
     url: LocalPath | None = None
     """With the transport files: the folder or object store (s3://bucket/path) in which each run has a folder of its
     own for its versions; null for one in the run folder."""
+
+
+class GeneratorConfig(Section):
+    """Sampling of training completions, the engine, and the workers that compute rewards."""
+
+    engine: str = "vllm"
+    """The library that generates: an engine of `asyncrl list`, or your own as `module:Class` or `file.py:Class`."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """Devices of one generator, among which the engine divides the model: GPUs of one host, on a CPU cores."""
+    group_size: int = Field(default=8, ge=1)
+    """Trajectories of one prompt; advantages that compare within a group need at least 2."""
+    temperature: float = Field(default=1.0, gt=0.0)
+    """Temperature of the sampled distribution; all log-probs, the learner's too, are at this temperature."""
+    max_new_tokens: int = Field(default=512, ge=1)
+    """Maximum length of a completion; one that reaches it is truncated."""
+    min_new_tokens: int = Field(default=0, ge=0)
+    """Minimum length of a completion: before it the tokens that end a completion are excluded, in the engine and in the
+    learner's log-probs, and no text of `stop` ends it."""
+    stop: str | list[str] = Field(default=[])
+    """Texts that end a completion. The tokens up to the one that completes the text are kept and trained. Special
+    tokens count with their text, such as <|im_end|>."""
+    max_running_groups: int = Field(default=64, ge=1)
+    """Groups that one generator processes at once (continuous batching); an eighth more wait inside the engine."""
+    kv_cache_bytes: int | None = Field(default=None, ge=1 << 20)
+    """Key-value cache of each engine, on all its devices together; by default 1 GiB on a CPU and the engine's own
+    choice on a GPU."""
+    gpu_memory_utilization: float = Field(default=0.9, gt=0.0, le=1.0)
+    """Fraction of a GPU's memory that all roles on it use together, if one is an engine. The engine gets what the
+    others and the staged weights leave, by arithmetic. Not used on a CPU."""
+    reward_workers: int = Field(default=1, ge=1)
+    """Processes per generator that run the reward function."""
+    reward_timeout_s: float = Field(default=10.0, gt=0.0)
+    """Time limit for the rewards of a group; when it is exceeded, for each completion alone, which may then fail."""
+    engine_options: dict[str, JsonValue] = Field(default={})
+    """Options of vLLM's engine (`vllm.EngineArgs`): max_model_len limits prompt and completion together (default: the
+    model's window); enable_prefix_caching shares the prompt's keys and values inside a group, never across versions
+    (default: where vLLM supports it for the model); async_scheduling schedules a batch while the one before is computed
+    (default: true on a GPU; never on a CPU); others are max_num_batched_tokens, kv_cache_dtype, enforce_eager. With
+    `deterministic` both are off. Refused: those that have a key here, and those that versions or log-probs depend
+    on. With the engine transformers, max_model_len and max_num_batched_tokens alone."""
+
+    @property
+    def stop_texts(self) -> list[str]:
+        """The texts that end a completion."""
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop)
+
+    @property
+    def engine_settings(self) -> dict[str, Any]:
+        """The options of vLLM's engine, with the run's own defaults."""
+        return {"max_model_len": None, **self.engine_options}
+
+    @property
+    def max_model_tokens(self) -> int | None:
+        """Window of the engine, prompt and completion; None for the model's own."""
+        return self.engine_settings["max_model_len"]
+
+    @model_validator(mode="after")
+    def _check_engine_options(self) -> Self:
+        check_engine_options(self.engine_options, self.engine)
+        return self
+
+    @model_validator(mode="after")
+    def _check_ends(self) -> Self:
+        if "" in self.stop_texts:
+            raise ValueError("stop: an empty text would end every completion at its first token; leave it out")
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens = {self.min_new_tokens}: must be at most max_new_tokens = {self.max_new_tokens}"
+            )
+        return self
+
+
+class EnvironmentConfig(Section):
+    """The environment of episodes with several turns."""
+
+    name: str | dict[str, str] | None = None
+    """A built-in environment, or your own as `module:Class` or `file.py:Class`; one of another project, as
+    `trl:file.py:Class`, `gymnasium:ID`, `skyrl:NAME`, `verl:TOOLS.yaml`, `verifiers:ID`, or `mcp:COMMAND` for the tools
+    of a server; or an agent program that speaks the OpenAI API, as `agent:file.py:function` or `agent:COMMAND`; or a
+    mapping of these by data source, with "default" for the others. Without one a trajectory is a single completion."""
+    options: dict[str, dict[str, Any]] = Field(default={})
+    """Options (keyword-only arguments) of environments, by their names in `environment.name`."""
+    python: str | None = None
+    """Interpreter of agent programs and of the verifiers library, as `venv/bin/python`, for packages that do not fit
+    asyncrl's."""
+    hosts: int = Field(default=1, ge=1)
+    """Processes per generator in which environments run."""
+    max_episodes: int | None = Field(default=None, ge=1)
+    """Maximum number of episodes that one generator plays at once, for environments that are expensive to hold."""
+    max_turns: int = Field(default=16, ge=1)
+    """Turns of the policy after which an episode is truncated, unless its environment has a number of its own."""
+    max_observation_tokens: int = Field(default=2048, ge=1)
+    """Longer observations keep their two ends."""
+    tool_format: Literal["auto", "hermes", "qwen3_coder", "deepseek", "kimi", "json", "none"] = "auto"
+    """How the model writes calls of tools. Auto is the response template of its tokenizer or, if it has none, the form
+    in which its chat template shows earlier calls."""
+    history: Literal["keep", "template"] = "keep"
+    """What the policy reads of earlier turns under a chat template. Keep: all that it said, one row for an episode.
+    Template: what the template renders for the messages, which may leave out reasoning; where that does not continue
+    the row, another one begins: the same tokens are trained, more are computed."""
+    timeout_s: float = Field(default=300.0, gt=0.0)
+    """Time limit of an episode."""
+    step_timeout_s: float = Field(default=60.0, gt=0.0)
+    """Time limit of one call of an environment."""
+    retries: int = Field(default=1, ge=0)
+    """Retries of an episode whose environment failed, after 1, 2, 4 ... 30 s, before the episode counts as failed."""
+
+
+class Sampling(MappingValue):
+    """The sampling of evaluation completions, as in `vllm.SamplingParams`."""
+
+    temperature: float = Field(default=1.0, ge=0.0)
+    """Temperature of the distribution; 0 is greedy."""
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Probability mass of the most likely tokens that are sampled from; 1 excludes none."""
+    top_k: int = Field(default=0, ge=0)
+    """Number of most likely tokens that are sampled from; 0 excludes none."""
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Least probability of a token, relative to that of the most likely one; 0 excludes none."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, values: Any) -> Any:
+        check_sampling(values)
+        return values
+
+
+class EvalConfig(Section):
+    """Evaluation on the prompts of `data.eval`."""
+
+    every_steps: int | None = Field(default=None, ge=1)
+    """Versions that are multiples of this are evaluated during training; the first and last version always."""
+    samples: int = Field(default=1, ge=1)
+    """Completions of each prompt; pass@k is reported for k from 1 up to this."""
+    sampling: Sampling = Sampling()
+    """Sampling of evaluation completions, with the names of `vllm.SamplingParams`."""
+    max_prompts: int | None = Field(default=None, ge=1)
+    """Number of prompts that are evaluated, from the start of the files; by default all."""
+    rewards: Rewards | None = None
+    """Reward of evaluations, in any form of `rewards`; by default that of training."""
+
+
+MAX_GENERATORS = 1024
+"""Maximum number of generators of a run: each is a process on this machine, and one replay queue serves all."""
 
 
 class LaunchConfig(Section):
@@ -223,7 +437,7 @@ class LaunchConfig(Section):
     ZeroMQ uses unix sockets that only the user can open, and a port is refused. On another one the replay queue listens
     on PORT (by default a free one), with encryption (CURVE); weights and collectives are not encrypted."""
     colocate: Literal["off", "on", "force"] = "off"
-    """on: each learner rank and a generator share a card, of which one of them uses it at a time; on a CPU the card is
+    """on: each learner rank and a generator share a device, one at a time; on a CPU the device is
     a part of the cores. There are as many learner ranks as generators, times `generator.tensor_parallel`. force: on
     GPUs with an engine other than transformers, too, where this is not proven."""
     start_timeout_s: float = Field(default=1800.0, gt=0.0)
@@ -245,7 +459,7 @@ class LaunchConfig(Section):
 
     @property
     def colocated(self) -> bool:
-        """True if learner ranks and generators share cards."""
+        """True if learner ranks and generators share devices."""
         return self.colocate != "off"
 
     @property
@@ -285,6 +499,69 @@ def too_many_generators() -> str:
     )
 
 
+PlacedRole = Literal["generator", "learner", "critic", "reward_model"]
+"""A role that can be placed; the replay queue is on the launcher's host."""
+SHORT_POOL = re.compile(r"(\d+) ?x ?gpu")
+
+
+class Pool(Entry):
+    """Hosts, or GPUs wherever they are."""
+
+    nodes: int | None = Field(default=None, ge=1)
+    """Number of hosts; null: as many as it takes for the GPUs or the cores."""
+    gpus: int = Field(default=0, ge=0)
+    """GPUs of each host; without `nodes` those of all hosts together."""
+    cpus: int | None = Field(default=None, ge=1)
+    """Cores of each host; null: 1 for each GPU, without GPUs all that a host has free."""
+
+    @model_validator(mode="after")
+    def _check_size(self) -> Self:
+        if self.nodes is None and not self.gpus:
+            raise ValueError("has neither nodes nor gpus: say how many hosts or GPUs the pool has")
+        return self
+
+
+class PlacementConfig(Section):
+    """Which hosts the roles run on. Without pools all roles share all hosts."""
+
+    pools: dict[str, Pool] = Field(default={})
+    """Pools by name, such as `{gen: 8 x gpu, train: {nodes: 2, gpus: 8}}`; `8 x gpu` is short for `{gpus: 8}`."""
+    roles: dict[PlacedRole, str] = Field(default={})
+    """The pool of each role, such as `{generator: gen, learner: train}`. Several roles may share a pool."""
+
+    def pool_of(self, role: str) -> str:
+        """The pool of a role; empty if it may run on all hosts."""
+        return next((pool for one, pool in self.roles.items() if one == role), "")
+
+    @field_validator("pools", mode="before")
+    @classmethod
+    def _read_short(cls, pools: Any) -> Any:
+        if not isinstance(pools, dict):
+            return pools
+        return {name: _pool(name, pool) for name, pool in pools.items()}
+
+    @model_validator(mode="after")
+    def _check_roles(self) -> Self:
+        for role, pool in self.roles.items():
+            if pool not in self.pools:
+                raise ValueError(
+                    f"roles.{role} = {pool!r}: unknown pool; placement.pools has {', '.join(self.pools) or 'none'}"
+                )
+        if self.pools and (missing := {"generator", "learner"} - set(self.roles)):
+            raise ValueError(f"roles lacks {' and '.join(sorted(missing))}: with pools, each role is in one of them")
+        if idle := set(self.pools) - set(self.roles.values()):
+            raise ValueError(f"pools.{min(idle)}: no role is in it; name one in placement.roles, or leave it out")
+        return self
+
+
+def _pool(name: str, pool: Any) -> Any:
+    if not isinstance(pool, str):
+        return pool
+    if not (short := SHORT_POOL.fullmatch(pool.strip())):
+        raise ValueError(f"pools.{name} = {pool!r}: must be N x gpu, or a mapping of nodes, gpus and cpus")
+    return {"gpus": int(short[1])}
+
+
 class ObserveConfig(Section):
     """Metrics and logs."""
 
@@ -303,6 +580,48 @@ class ObserveConfig(Section):
         """Raises ValueError if a run of this many steps does not come to all of the steps to profile."""
         if late := [step for step in self.profile if step > steps]:
             raise ValueError(
-                f"observe.profile = {self.profile}: the run has {steps} steps and never comes to step "
+                f"observe.profile = {self.profile}: the run has only {steps} steps, so it never reaches step "
                 f"{', '.join(map(str, late))}; name steps from 1 to {steps}"
             )
+
+
+LAST_PORT = 65535
+INTERFACE = re.compile(r"[^\s/:]{1,15}")
+"""The names that Linux allows for network interfaces, but those with a colon."""
+NUMBERS = re.compile(r"[0-9.]+")
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Returns host and port of HOST or HOST:PORT; the port is 0 if there is none. Raises ValueError."""
+    if address.count(":") > 1:
+        raise ValueError(
+            "runs do not use IPv6; give an IPv4 address, or an interface (eth0) or network (10.0.0.0/8) with one"
+        )
+    host, _, port = address.partition(":")
+    port = port if ":" in address else "0"
+    if not host or not port.isascii() or not port.isdigit() or int(port) > LAST_PORT:
+        raise ValueError(f"must be HOST or HOST:PORT with a port of at most {LAST_PORT}, such as 10.0.0.5:29500")
+    return host, int(port)
+
+
+def parse_host(host: str) -> IPv4Address | IPv4Network | str:
+    """Returns what the host of `launch.address` names: an address, a network, or an interface. Raises ValueError."""
+    if NUMBERS.fullmatch(host):
+        try:
+            return IPv4Address(host)
+        except ValueError as error:
+            raise ValueError(f"not an IPv4 address ({error})") from None
+    if "/" in host:
+        try:
+            network = IPv4Network(host, strict=False)
+        except ValueError as error:
+            raise ValueError(f"not an IPv4 network such as 10.0.0.0/8 ({error})") from None
+        if IPv4Address(host.partition("/")[0]) != network.network_address:
+            raise ValueError(f"not a network, but an address with a prefix; its network is {network}")
+        return network
+    if not INTERFACE.fullmatch(host):
+        raise ValueError(
+            "neither an IPv4 address, nor a network such as 10.0.0.0/8, nor the name of an interface, which has at "
+            "most 15 characters; host names are not looked up"
+        )
+    return host

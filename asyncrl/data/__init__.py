@@ -1,1 +1,0 @@
-"""Datasets of prompts, the cursor over them, and the recipes of the demo."""

@@ -9,9 +9,9 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from asyncrl.config import Config, check_options
+from asyncrl.config.config import Config
 from asyncrl.errors import AsyncrlError, ConfigError, DataError
-from asyncrl.util.redaction import describe
+from asyncrl.util.text import check_options, describe
 from asyncrl.util.user_code import resolve_function
 
 

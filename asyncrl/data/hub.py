@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.util.files import WEIGHT_SUFFIXES
 

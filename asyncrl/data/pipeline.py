@@ -1,8 +1,9 @@
 """The pipeline that makes prompts ahead of the replay queue: torchdata's loader in a thread, with or without workers.
 
 The loader draws row numbers from a sampler, has the rows made by its workers or itself, and yields their outcomes in
-the order of the draws. Its state after an outcome has the sampler's state after that row's draw, though later rows have
-been drawn by then; that state is the position from which a run resumes.
+the order of the draws. The sampler records its position after each draw: an outcome's position is the one from which a
+run resumes, though later rows have been drawn already. Lost workers are replaced by a loader that continues in the
+state of the lost one.
 """
 
 from __future__ import annotations
@@ -67,8 +68,10 @@ class Pipeline:
         self._ready: deque[Made] = deque()
         self._num_bytes = 0
         self._num_prompts = 0
+        self._start = position
         self._drawn_from = position
         """The position after the last outcome that was made."""
+        self._loader_state: dict[str, Any] | None = None
         self._error: BaseException | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="prompts", daemon=True)
@@ -118,36 +121,36 @@ class Pipeline:
                 log.warning("prompt workers lost, starting new ones", error=str(error), workers=self._workers)
 
     def _make(self) -> None:
-        """Makes outcomes until the pipeline is closed."""
-        order = self._rows.order()
-        order.seek(self._drawn_from)
+        sampler = _Sampler(self._rows.order())
+        sampler.order.seek(self._start)
         loader = StatefulDataLoader(
             self._rows,  # pyright: ignore[reportArgumentType]
             batch_size=None,
-            sampler=_Sampler(order),
+            sampler=sampler,
             num_workers=self._workers,
             collate_fn=_unchanged,  # pyright: ignore[reportArgumentType]
             worker_init_fn=partial(_start_worker, os.getpid()) if self._workers else None,
             multiprocessing_context="spawn" if self._workers else None,
         )
+        if self._loader_state is not None:
+            loader.load_state_dict(self._loader_state)
         outcomes = iter(loader)
         while self._wait_for_room():
             outcome = next(outcomes)
-            position = _sampler_position(loader.state_dict())
+            position = sampler.positions.popleft()
             made = Made(outcome, position, approximate_bytes(outcome) + len(position.sampler))
             with self._changed:
                 self._ready.append(made)
                 self._count(made, 1)
-                self._drawn_from = position
+                self._drawn_from, self._loader_state = position, loader.state_dict()
                 self._changed.notify_all()
 
     def _wait_for_room(self) -> bool:
-        """Waits until an outcome may be made; returns False when the pipeline is closed."""
+        """Returns False when the pipeline is closed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._has_room)
+            self._changed.wait_for(lambda: self._closed or self._has_room())
             return not self._closed
 
-    @property
     def _has_room(self) -> bool:
         if not self._ready:
             return True
@@ -171,33 +174,36 @@ class Pipeline:
             order = self._rows.order()
             order.seek(self._drawn_from)
             where = self._rows.load().raw.where(next(order))
-        return f"it is at {where} (data.workers = {self._workers}); does code of yours for it hang or crash?"
+        return (
+            f"it is at {where} (data.workers = {self._workers}); does your dataset or filter code hang or crash on it?"
+        )
 
 
 class _Sampler:
-    """An order with the methods of torchdata's stateful samplers."""
+    """An order as a stateful sampler of torchdata."""
 
     def __init__(self, order: Order) -> None:
-        self._order = order
+        self.order = order
+        self.positions: deque[PromptPosition] = deque()
+        """The positions after the draws whose outcomes have not been made."""
+        self._last = order.position
 
     def __iter__(self) -> Iterator[int]:
         return self
 
     def __next__(self) -> int:
-        return next(self._order)
+        row = next(self.order)
+        self._last = self.order.position
+        self.positions.append(self._last)
+        return row
 
     def state_dict(self) -> dict[str, Any]:
-        return {"position": self._order.position}
+        return {"position": self._last}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._order.seek(state["position"])
-
-
-def _sampler_position(state: dict[str, Any]) -> PromptPosition:
-    """The sampler's position in a loader's state, which has two layouts: without workers, and with them."""
-    if "_snapshot" in state:
-        state = state["_snapshot"]["_main_snapshot"]
-    return state["_sampler_iter_state"]["position"]
+        self._last = state["position"]
+        self.order.seek(self._last)
+        self.positions.clear()
 
 
 def _unchanged(outcome: Outcome) -> Outcome:

@@ -10,13 +10,13 @@ from typing import Any, Literal, cast
 import numpy as np
 import structlog
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.data.custom import load_filter
-from asyncrl.data.parquet import PromptTable, no_template
+from asyncrl.data.rows import PromptTable, no_template
 from asyncrl.data.sampler import Order, make_order
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.types import Prompt
-from asyncrl.util.tokenizer import (
+from asyncrl.util.model_files import (
     TEMPLATE_COLUMN,
     load_tokenizer,
     no_embedding,

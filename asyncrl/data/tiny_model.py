@@ -23,8 +23,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from asyncrl.data.arithmetic import sums
-from asyncrl.data.demo_episodes import DEMOS, EpisodeDemo, Span, check_demo
+from asyncrl.data.demo import DEMOS, EpisodeDemo, Span, check_demo, sums
 from asyncrl.errors import ConfigError
 
 log = structlog.get_logger()

@@ -25,8 +25,8 @@ import structlog
 from numpy.typing import NDArray
 
 from asyncrl.colocate import NoLock
-from asyncrl.config import Config
-from asyncrl.config.mappings import Lora
+from asyncrl.config.config import Config
+from asyncrl.config.training import Lora
 from asyncrl.errors import ConfigError, InvariantError, PeerTimeoutError, RunError
 from asyncrl.types import NO_VERSION, Status
 from asyncrl.util.user_code import resolve_function
@@ -34,10 +34,8 @@ from asyncrl.util.user_code import resolve_function
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from asyncrl.weights.background import BackgroundReceiver
-    from asyncrl.weights.bucket_plan import WeightPart
-    from asyncrl.weights.bucket_round import BucketRound
-    from asyncrl.weights.staging import StagedWeights
+    from asyncrl.weights.layout import WeightPart
+    from asyncrl.weights.receiver import BackgroundReceiver, BucketRound, StagedWeights
 
 log = structlog.get_logger()
 
@@ -223,7 +221,7 @@ class Engine(Protocol):
 
 def load_version(loader: BucketLoader, version: int, tensors: Sequence[tuple[str, Tensor]]) -> float:
     """Loads a complete version; returns the time it took in ms."""
-    from asyncrl.weights.bucket_plan import WeightPart
+    from asyncrl.weights.layout import WeightPart
 
     started_s = time.perf_counter()
     loader.begin(version, {name: tuple(tensor.shape) for name, tensor in tensors})

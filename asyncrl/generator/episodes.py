@@ -17,12 +17,12 @@ import numpy as np
 import structlog
 from msgspec import structs
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import InvariantError
 from asyncrl.generator.engine import Completion, Engine
 from asyncrl.generator.groups import GroupInProgress
 from asyncrl.types import NO_VERSION, EpisodeOutcome, Status
-from asyncrl.wire.environment_messages import EpisodeEnded, GroupPlace
+from asyncrl.wire.service_messages import EpisodeEnded, GroupPlace
 
 if TYPE_CHECKING:
     from asyncrl.environments.pool import EnvironmentPool, NextTurn

@@ -12,7 +12,7 @@ import time
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.generator.engine import Completion, Engine
 from asyncrl.generator.episodes import Episodes
 from asyncrl.generator.groups import GroupInProgress, free_capacity, make_evaluated, make_group
@@ -21,7 +21,7 @@ from asyncrl.wire.messages import Evaluated
 
 if TYPE_CHECKING:
     from asyncrl.environments.pool import EnvironmentPool
-    from asyncrl.rewards.workers import RewardPool, Scored
+    from asyncrl.rewards.pool import RewardPool, Scored
 
 _IDLE_S = 0.005
 """Pause of an evaluation that only awaits rewards or environments."""
@@ -133,7 +133,7 @@ class GroupRunner:
         """Returns the groups that have got their rewards since the last call."""
         if self.rewards is not None:
             return [(self.scoring.pop(scored.key), scored) for scored in self.rewards.collect()]
-        from asyncrl.rewards.workers import Scored
+        from asyncrl.rewards.pool import Scored
 
         complete, self.scoring = self.scoring, {}
         scored: list[tuple[GroupInProgress, Scored]] = []
@@ -165,7 +165,7 @@ class GroupRunner:
 def submit(rewards: RewardPool, group: GroupInProgress) -> None:
     """Submits the completions of a complete lease to the reward workers, or of its episodes the policy's turns. The
     rewards come back under its key."""
-    from asyncrl.rewards.worker_main import PackedEpisode
+    from asyncrl.rewards.reward_worker import PackedEpisode
 
     lease, statuses = group.lease, [completion.status for completion in group.firsts]
     tokens, episodes = [completion.tokens for completion in group.firsts], []

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import InvariantError
 from asyncrl.generator.engine import Completion, Sampling
 from asyncrl.replay.codec import group_block
-from asyncrl.replay.evaluation.samples import EvaluatedRow
+from asyncrl.replay.evaluation import EvaluatedRow
 from asyncrl.replay.ledger import wanted_groups
 from asyncrl.types import NO_VERSION, EpisodeOutcome, Group, Lease, Prompt, Trajectory
-from asyncrl.wire.environment_messages import EpisodeEnded
 from asyncrl.wire.frames import Block
 from asyncrl.wire.messages import Evaluated
+from asyncrl.wire.service_messages import EpisodeEnded
 
 if TYPE_CHECKING:
-    from asyncrl.rewards.workers import Scored
+    from asyncrl.rewards.pool import Scored
 
 
 def free_capacity(config: Config, *, running: int, evaluating: int | None, denied: bool) -> tuple[int, int]:

@@ -36,21 +36,21 @@ import structlog
 from numpy.typing import NDArray
 
 from asyncrl.colocate import NoLock
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import PeerTimeoutError
 from asyncrl.generator.engine import Engine, WeightSwaps
 from asyncrl.generator.group_runner import GroupRunner
 from asyncrl.generator.groups import GroupInProgress, evaluated_rows, make_evaluated, make_group
 from asyncrl.replay.client import GeneratorClient, LeaseReply
-from asyncrl.replay.evaluation.samples import pack_rows
+from asyncrl.replay.evaluation import pack_rows
 from asyncrl.types import NO_VERSION
 from asyncrl.util.processes import GENERATOR_ACTIVITIES, GENERATOR_PHASES, Stopwatch
 from asyncrl.wire.messages import GeneratorStats
 
 if TYPE_CHECKING:
     from asyncrl.environments.pool import EnvironmentPool
-    from asyncrl.rewards.workers import RewardPool, Scored
-    from asyncrl.weights.background import BackgroundReceiver
+    from asyncrl.rewards.pool import RewardPool, Scored
+    from asyncrl.weights.receiver import BackgroundReceiver
 
 log = structlog.get_logger()
 

@@ -12,7 +12,7 @@ import numpy as np
 import structlog
 
 from asyncrl.colocate import GeneratorTurn, generator_locks
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.generator.engine import make_engine
 from asyncrl.generator.loop import GeneratorLoop
@@ -22,7 +22,7 @@ from asyncrl.util.processes import set_time_slice, use_batch_scheduling
 from asyncrl.wire.endpoints import Endpoints
 
 if TYPE_CHECKING:
-    from asyncrl.weights.background import BackgroundReceiver
+    from asyncrl.weights.receiver import BackgroundReceiver
 
 log = structlog.get_logger()
 
@@ -52,8 +52,8 @@ def run_generator(
     import torch
 
     from asyncrl.environments.pool import EnvironmentPool
+    from asyncrl.rewards.pool import RewardPool
     from asyncrl.rewards.reward_model import await_reward_model
-    from asyncrl.rewards.workers import RewardPool
 
     with ExitStack() as stack:
         # Keep all threads on the engine's core: a thread preempted on another core could hold the GIL and stall the
@@ -112,9 +112,8 @@ def make_receiver(
     config: Config, index: int, endpoints: Endpoints, run_dir: Path, *, device: str
 ) -> BackgroundReceiver:
     """Returns the receiver of the run's weights: from the learner, or from a store."""
-    from asyncrl.weights.base import fingerprint_of
-    from asyncrl.weights.files.receiver import FileReceiver
-    from asyncrl.weights.files.sender import StoreOptions
+    from asyncrl.weights.files import FileReceiver, StoreOptions
+    from asyncrl.weights.model_tensors import fingerprint_of
     from asyncrl.weights.receiver import WeightReceiver
     from asyncrl.weights.transports import goes_by_files
 

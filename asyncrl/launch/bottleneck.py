@@ -9,10 +9,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import observing
 from asyncrl.launch.placement import Placement
-from asyncrl.observe.rollbacks import read_rollbacks
+from asyncrl.observe.collapse import read_rollbacks
 from asyncrl.plan.measured import RecentRun
 from asyncrl.plan.verdict import (
     MOST_OF_RATE,

@@ -13,17 +13,19 @@ from typing import Any
 
 from rich.console import Console
 
-from asyncrl.config import AUTO, ENVIRONMENT, Config, Rewards
+from asyncrl.config.config import Config
+from asyncrl.config.sections import AUTO, ENVIRONMENT, Rewards
 from asyncrl.data.rows import Split
 from asyncrl.environments.environment import Schema
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.generator.engine import check_installed
 from asyncrl.generator.vllm_backend.setup import check_adapters, check_tensor_parallel
-from asyncrl.launch.machine import check_interfaces
-from asyncrl.launch.placement import Host, Placement
+from asyncrl.launch.machine import Host, check_interfaces
+from asyncrl.launch.memory import with_changes
+from asyncrl.launch.placement import Placement
 from asyncrl.launch.row_checks import FirstRow, check_first_row
-from asyncrl.rewards.auto import choose_rewards, describe_choice
-from asyncrl.rewards.table import evaluation_config, reward_names
+from asyncrl.observe.console import say
+from asyncrl.rewards.table import choose_rewards, describe_choice, evaluation_config, reward_names
 from asyncrl.util.files import read_json, tensor_files
 from asyncrl.util.processes import PYTHON, raise_file_limit
 
@@ -70,28 +72,23 @@ def run_recipes(config: Config, console: Console) -> None:
 
 def _make(console: Console, words: Sequence[str], path: str, seed: int, *options: str) -> None:
     recipe = " ".join(words)
-    console.print(f"making {recipe} in {path} ...", highlight=False)
+    say(console, f"making {recipe} in {path} ...")
     command = [*PYTHON, "-m", "asyncrl.cli", "data", *words, path, "--seed", str(seed), *options]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    with process:
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         try:
             _, errors = process.communicate(timeout=RECIPE_S)
         except subprocess.TimeoutExpired:
-            _end(process)
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(RECIPE_END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
             raise ConfigError(
                 f"making {recipe} in {path} took longer than {RECIPE_S:g} s; make it with `asyncrl data {recipe} "
                 f"{path}` while nothing else uses the machine"
             ) from None
     if process.returncode:
         raise ConfigError(f"making {recipe} in {path} failed:\n{errors.strip()}")
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    process.send_signal(signal.SIGINT)
-    try:
-        process.wait(RECIPE_END_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +123,8 @@ def check_inputs(config: Config, console: Console) -> Inputs:
     from asyncrl.launch.registry import check_parts
     from asyncrl.learner.algorithm import check_algorithm, is_group_relative, needs_greedy_baseline
 
-    announce_imports(
-        console, [config.generator.engine, config.weights.transport, config.launch.cluster, *config.observe.trackers]
-    )
+    names = [config.generator.engine, config.weights.transport, config.launch.cluster, *config.observe.trackers]
+    announce_imports(console, names)
     check_parts(config)
     check_weights(config)
     announce_imports(console, [config.algorithm.advantage, config.algorithm.loss])
@@ -147,7 +143,7 @@ def length_of(config: Config, rows: int, console: Console) -> dict[str, Any]:
         config.observe.check_profile(steps)
     except ValueError as error:
         raise ConfigError(f"{error} (epochs = {config.epochs:g} of {rows:,} rows)") from None
-    console.print(f"{config.epochs:g} epochs of {rows:,} rows: {steps:,} steps", highlight=False)
+    say(console, f"{config.epochs:g} epochs of {rows:,} rows: {steps:,} steps")
     return {"steps": steps, "epochs": None}
 
 
@@ -155,7 +151,7 @@ def announce_imports(console: Console, names: Iterable[str]) -> None:
     """Prints the user's modules that are imported next, since their import may take long or print text."""
     for name in names:
         if ":" in name:
-            console.print(f"importing {name.rpartition(':')[0]} ...", highlight=False, markup=False, soft_wrap=True)
+            say(console, f"importing {name.rpartition(':')[0]} ...")
 
 
 def check_data_and_rewards(config: Config, console: Console) -> tuple[Config, int]:
@@ -170,10 +166,8 @@ def check_data_and_rewards(config: Config, console: Console) -> tuple[Config, in
     splits: tuple[Split, ...] = ("train", "eval") if config.eval.rewards is None else ("train",)
     config = config.model_copy(update={"rewards": checked_rewards(config, splits, console)})
     check_failed(config)
-    if config.eval.rewards is None:
-        return config, rows
-    own = checked_eval_rewards(config, ("eval",), console)
-    config = config.model_copy(update={"eval": config.eval.model_copy(update={"rewards": own})})
+    if config.eval.rewards is not None:
+        config = with_changes(config, {"eval.rewards": checked_eval_rewards(config, ("eval",), console)})
     return config, rows
 
 
@@ -183,8 +177,8 @@ def check_environments(config: Config, console: Console, prompt_tokens: int) -> 
     Raises ConfigError unless the environments of the config can be loaded, every data source has one, and the first
     prompt of the training data, of at most `prompt_tokens` tokens, is one that they can be played with: messages under
     a chat template that can be used, or plain text if they have no tools. Agent programs also need a template."""
-    from asyncrl.data.parquet import count_sources
     from asyncrl.data.prompts import TrainingRows
+    from asyncrl.data.rows import count_sources
     from asyncrl.environments.dialogue.checks import check_chat
     from asyncrl.environments.table import check_environment, environment_for, environment_names
 
@@ -196,7 +190,7 @@ def check_environments(config: Config, console: Console, prompt_tokens: int) -> 
     prompt = TrainingRows(config, limit_tokens=prompt_tokens).prompt(0)
     if prompt.chat is not None or table.programs:
         for note in check_chat(config, prompt, table.tools):
-            console.print(f"warning: {note}", highlight=False, markup=False, soft_wrap=True)
+            say(console, f"warning: {note}")
     for name, tools in table.tools.items():
         if tools and prompt.chat is None:
             raise ConfigError(
@@ -208,7 +202,7 @@ def check_environments(config: Config, console: Console, prompt_tokens: int) -> 
 
 def check_data(config: Config, console: Console) -> int:
     """Returns the number of training rows. Raises ConfigError or DataError unless the data can be used."""
-    from asyncrl.data.parquet import check_dataset
+    from asyncrl.data.rows import check_dataset
 
     custom = config.data.custom
     announce_imports(console, dict.fromkeys(filter(None, (custom.dataset, custom.sampler, custom.filter))))
@@ -218,21 +212,20 @@ def check_data(config: Config, console: Console) -> int:
 def checked_rewards(config: Config, splits: Sequence[Split], console: Console, section: str = "") -> Rewards:
     """Returns the rewards of the config, or those that auto stands for with the rows of the splits. Raises ConfigError
     unless they can be loaded and every data source in the splits has one. `section` precedes keys that are printed."""
-    from asyncrl.data.parquet import count_sources
+    from asyncrl.data.rows import count_sources
     from asyncrl.rewards.table import check_rewards, check_sources
 
     sources = count_sources(config, splits)
     if config.rewards == AUTO:
         config = config.model_copy(update={"rewards": choose_rewards(config, sources)})
         for line in describe_choice(sources) if config.rewards != ENVIRONMENT else ():
-            text = line.replace("rewards:", f"{section}rewards:", 1)
-            console.print(text, highlight=False, markup=False, soft_wrap=True)
+            say(console, line.replace("rewards:", f"{section}rewards:", 1))
     names = reward_names(config.rewards)
     announce_imports(console, names)
     check_rewards(config)
     if config.environment.name is not None and ENVIRONMENT not in names:
         text = f"warning: {section}rewards: the reward of the environment does not count; {ENVIRONMENT}: 1.0 adds it"
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        say(console, text)
     check_sources(config.rewards, sources)
     check_truths(config, splits, console)
     return config.rewards
@@ -243,9 +236,8 @@ def check_truths(config: Config, splits: Sequence[Split], console: Console) -> N
     and ConfigError for such a reward without ground truths. Training rows that `data.custom.filter` drops do not count.
     Prints a warning about rows that are not read within TRUTHS_S."""
     from asyncrl.data.custom import load_filter
-    from asyncrl.data.parquet import ground_truths
-    from asyncrl.data.rows import dataset_files, raw_rows
-    from asyncrl.rewards.builtin.code import group_time_note
+    from asyncrl.data.rows import dataset_files, ground_truths, raw_rows
+    from asyncrl.rewards.code_reward import group_time_note
     from asyncrl.rewards.table import TRUTHS, truth_reader
 
     comparing = {"exact", *TRUTHS} & set(reward_names(config.rewards))
@@ -267,7 +259,7 @@ def check_truths(config: Config, splits: Sequence[Split], console: Console) -> N
                 continue
             if time.monotonic() > deadline_s:
                 text = f"warning: ground truths from {where} on are parsed when they are used (after {TRUTHS_S:g} s)"
-                console.print(text, highlight=False, markup=False, soft_wrap=True)
+                say(console, text)
                 return
             try:
                 tests = read(source, truth).get("code")
@@ -282,7 +274,7 @@ def check_truths(config: Config, splits: Sequence[Split], console: Console) -> N
             if len(known) < MAX_KNOWN_TRUTHS:
                 known.add(key)
     if most_inputs and (note := group_time_note(config, most_inputs)):
-        console.print(note, highlight=False, markup=False, soft_wrap=True)
+        say(console, note)
 
 
 def checked_eval_rewards(config: Config, splits: Sequence[Split], console: Console) -> Rewards:
@@ -297,33 +289,29 @@ def checked_eval_rewards(config: Config, splits: Sequence[Split], console: Conso
 def check_model(config: Config) -> int:
     """Returns the maximum number of prompt tokens that fit the model's window. Raises ConfigError unless `model.path`
     is the folder of a trainable model."""
-    folder = Path(config.model.path)
+    folder, key = Path(config.model.path), f"model.path = {config.model.path!r}"
     if not folder.is_dir():
         raise ConfigError(
-            f"model.path = {config.model.path!r}: no such folder; use a folder in Hugging Face format or OWNER/NAME of "
-            "the hub, or set recipe=demo to create a small one there"
+            f"{key}: no such folder; use a folder in Hugging Face format or OWNER/NAME of the hub, or set recipe=demo "
+            "to create a small one there"
         )
     for name in ("config.json", "tokenizer_config.json"):
         if not (folder / name).is_file():
-            raise ConfigError(
-                f"model.path = {config.model.path!r}: {name} is missing; is it a Hugging Face model folder?"
-            )
+            raise ConfigError(f"{key}: {name} is missing; is it a Hugging Face model folder?")
     settings = read_json(folder / "config.json", "model.path")
     check_architecture(settings, config.model.path)
     check_files(config.model.path, "model.path")
     for key, path in other_models(config):
         if Path(path).is_dir():
             check_files(path, key)
-    window = settings.get("max_position_embeddings")
+    window, wanted = settings.get("max_position_embeddings"), config.generator.max_model_tokens
     if window is not None and (not isinstance(window, int) or window < 1):
         raise ConfigError(
             f"model.path: {folder / 'config.json'}: max_position_embeddings = {window!r}; must be a number of tokens"
         )
-    wanted = config.generator.max_model_tokens
-    if wanted is not None:
-        if window is not None and wanted > window:
-            raise ConfigError(f"generator.engine_options.max_model_len = {wanted}: the model's window is {window}")
-        window = wanted
+    if wanted is not None and window is not None and wanted > window:
+        raise ConfigError(f"generator.engine_options.max_model_len = {wanted}: the model's window is {window}")
+    window = wanted or window
     if window is None:
         raise ConfigError(
             "generator.engine_options.max_model_len: must be set, since config.json of the model has no window"
@@ -335,16 +323,14 @@ def check_model(config: Config) -> int:
             f"generator.max_new_tokens = {config.generator.max_new_tokens}: leaves no room for a prompt in a window of "
             f"{window} tokens; lower it"
         )
-    if config.data.max_prompt_tokens is not None:
-        prompt_tokens = min(prompt_tokens, config.data.max_prompt_tokens)
-    return prompt_tokens
+    return min(prompt_tokens, config.data.max_prompt_tokens or prompt_tokens)
 
 
 def with_start_deadline(config: Config, placement: Placement) -> Config:
     """Returns the config with the deadline for starts of a run without GPUs, unless the deadline is configured."""
     if placement.gpus or "start_timeout_s" in config.launch.model_fields_set:
         return config
-    return config.model_copy(update={"launch": config.launch.model_copy(update={"start_timeout_s": CPU_START_S})})
+    return with_changes(config, {"launch.start_timeout_s": CPU_START_S})
 
 
 def check_machine(config: Config, placement: Placement, hosts: Sequence[Host]) -> None:
@@ -413,7 +399,7 @@ def check_weights(config: Config) -> None:
     or tensors that the model lacks. Where the library renames tensors, the learner does this. Imports torch."""
     from asyncrl.launch.memory import empty_model_of
     from asyncrl.learner.model.loading import refuse_unexpected
-    from asyncrl.weights.checkpoint import check_tied, checkpoint_tensors, unexpected_tensors
+    from asyncrl.weights.model_tensors import check_tied, checkpoint_tensors, unexpected_tensors
 
     for key, path in [("model.path", config.model.path), *other_models(config)]:
         if key == "critic.path" or not Path(path).is_dir():

@@ -51,7 +51,7 @@ PRELOADED = (
     "asyncrl.data.cursor",
     "asyncrl.data.pipeline",
     "asyncrl.learner.role",
-    "asyncrl.learner.critic.remote",
+    "asyncrl.learner.critic",
     "deepspeed.runtime.zero.muon.muon_optimizer",  # imported for every optimizer at ZeRO stage 1 or more
     "asyncrl.rewards.model_server",
     "asyncrl.generator.role",
@@ -96,11 +96,11 @@ class Forked:
     def wait(self, timeout_s: float | None = None) -> int:
         """Waits for the process and returns its exit code, negative for a signal. Raises subprocess.TimeoutExpired."""
         deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        while self.poll() is None:
+        while (code := self.poll()) is None:
             if time.monotonic() >= deadline_s:
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout_s or 0.0)
             time.sleep(POLL_S)
-        return self.returncode or 0
+        return code
 
     def poll(self) -> int | None:
         """Returns the exit code, negative for a signal; None while the process runs."""
@@ -114,10 +114,6 @@ class Forked:
         if self.returncode is None:
             os.kill(self.pid, number)
 
-    def terminate(self) -> None:
-        """Sends SIGTERM."""
-        self.send_signal(signal.SIGTERM)
-
 
 class ForkServer:
     """The launcher's handle of a fork server. They communicate over a socket pair, which no other process can open."""
@@ -126,8 +122,7 @@ class ForkServer:
     """Number of open fork servers of this process. While it is positive, this process adopts their orphans."""
 
     def __init__(self, module: str = "asyncrl.launch.fork_server", *, engine: str = "vllm") -> None:
-        """Starts `module`, which calls `main`; returns immediately, before its imports are done. `engine` is
-        `generator.engine`."""
+        """Starts `module`, which calls `main`; returns before its imports are done. `engine` is `generator.engine`."""
         self._adopt()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -172,17 +167,18 @@ class ForkServer:
         self._socket.settimeout(timeout_s)
         answer = self._socket.recv(MESSAGE_BYTES)
         if not answer:
-            raise ForkServerError(f"it ended with code {self._exit_code()}")
+            raise ForkServerError(f"it ended with code {'unknown' if (code := self._end()) is None else code}")
         reply = json.loads(answer)
         if "error" in reply:
             raise ForkServerError(reply["error"])
         return reply
 
-    def _exit_code(self) -> str:
+    def _end(self) -> int | None:
         try:
-            return str(self._process.wait(KILL_S))
+            return self._process.wait(KILL_S)
         except subprocess.TimeoutExpired:
-            return f"unknown: process {self.pid} closed its socket and still runs after {KILL_S:g} s"
+            log.error("process does not die of SIGKILL", name="fork_server", pid=self.pid, waited_s=KILL_S)
+            return None
 
     def reap(self) -> None:
         """Reaps ended orphans: processes that outlive their role become children of this process."""
@@ -190,14 +186,6 @@ class ForkServer:
             with suppress(psutil.NoSuchProcess, ChildProcessError):
                 if child.pid not in self._children and child.status() == psutil.STATUS_ZOMBIE:
                     os.waitpid(child.pid, os.WNOHANG)
-
-    @staticmethod
-    def _adopt(change: int = 1) -> None:
-        """Makes this process a subreaper when its first fork server starts, and an ordinary process after its last."""
-        ForkServer._open += change
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.prctl(PR_SET_CHILD_SUBREAPER, int(ForkServer._open > 0), 0, 0, 0):
-            raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
     def close(self) -> None:
         """Ends the fork server; roles continue."""
@@ -207,53 +195,38 @@ class ForkServer:
         self._adopt(-1)
         self._socket.close()
         self._process.send_signal(signal.SIGKILL)
-        try:
-            self._process.wait(KILL_S)
-        except subprocess.TimeoutExpired:
-            log.error("process does not die of SIGKILL", name="fork_server", pid=self.pid, waited_s=KILL_S)
+        self._end()
         self.reap()
+
+    @staticmethod
+    def _adopt(change: int = 1) -> None:
+        """Makes this process a subreaper when its first fork server starts, and an ordinary process after its last."""
+        ForkServer._open += change
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(PR_SET_CHILD_SUBREAPER, int(ForkServer._open > 0), 0, 0, 0):
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
 def main(run: Callable[[list[str]], int], preloaded: Sequence[str] | None = None) -> int:
     """Imports the modules, by default those of all roles and of the engine, then serves the parent, whose process id
     and engine are the command-line arguments: each request forks a child that calls `run` with the requested arguments.
     Returns when the parent has closed its socket."""
-    parent = int(sys.argv[1])
+    parent, engine = int(sys.argv[1]), sys.argv[2]
     end_with_parent(parent)
-    own = socket.socket(fileno=os.dup(0))
-    _redirect(os.open(os.devnull, os.O_RDONLY), 0)
+    requests = socket.socket(fileno=os.dup(0))
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     setproctitle("asyncrl forker")  # locates the title by the environment, which a child replaces
-    engine = sys.argv[2]
     modules = (*PRELOADED, *ENGINE_MODULES.get(engine, ())) if preloaded is None else preloaded
-    own.send(json.dumps(_preload(modules, engine=engine)).encode())
-    return serve(own, parent, run)
+    error = _preload(modules, engine)
+    requests.send(json.dumps({"error": error} if error else {}).encode())
+    return serve(requests, parent, run)
 
 
-def serve(own: socket.socket, parent: int, run: Callable[[list[str]], int]) -> int:
-    """Forks a child for every request, until the parent has closed its socket; returns 0."""
-    while True:
-        request, descriptors, _, _ = socket.recv_fds(own, MESSAGE_BYTES, 2)
-        if not request:
-            return 0
-        decoded = json.loads(request)
-        read_end, write_end = os.pipe()
-        intermediate = os.fork()
-        if not intermediate:
-            own.close()
-            os.close(read_end)
-            _fork_again(write_end, lambda: _be_child(decoded, descriptors, parent, run))  # noqa: B023
-        for descriptor in (*descriptors, write_end):
-            os.close(descriptor)
-        os.waitpid(intermediate, 0)  # afterwards the child is a child of the parent
-        pid = int.from_bytes(os.read(read_end, 4))
-        os.close(read_end)
-        answer = {"pid": pid} if pid else {"error": "the system refuses another process"}
-        own.send(json.dumps(answer).encode())
-
-
-def _preload(modules: Sequence[str], *, engine: str) -> dict[str, Any]:
-    """Imports the modules, in the environment of the engine; returns the message to the parent."""
+def _preload(modules: Sequence[str], engine: str) -> str:
+    """Imports the modules, in the environment of the engine. Returns why this process cannot fork."""
     try:
         if engine == "vllm":
             from asyncrl.generator.vllm_backend import setup as vllm_setup
@@ -262,26 +235,42 @@ def _preload(modules: Sequence[str], *, engine: str) -> dict[str, Any]:
         for module in modules:
             importlib.import_module(module)
     except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"}
+        return f"{type(error).__name__}: {error}"
     threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
     if len(threads) > 1:
-        return {"error": f"imports have started threads, which do not survive a fork: {', '.join(threads)}"}
+        return f"imports have started threads, which do not survive a fork: {', '.join(threads)}"
     gc.collect()
     gc.freeze()  # keeps the collector from writing to pages that are shared with the children
-    return {"ready": True}
+    return ""
 
 
-def _fork_again(pid_pipe: int, run: Callable[[], NoReturn]) -> NoReturn:
-    try:
-        pid = os.fork()
-        if not pid:
-            os.close(pid_pipe)
-            os.setpgid(0, 0)
-            run()
-        os.setpgid(pid, pid)
-        os.write(pid_pipe, pid.to_bytes(4))
-    finally:
-        os._exit(0)  # skips Python's exit handlers
+def serve(requests: socket.socket, parent: int, run: Callable[[list[str]], int]) -> int:
+    """Forks a child for every request, until the parent has closed its socket; returns 0."""
+    while True:
+        request, descriptors, _, _ = socket.recv_fds(requests, MESSAGE_BYTES, 2)
+        if not request:
+            return 0
+        read_end, write_end = os.pipe()
+        intermediate = os.fork()
+        if not intermediate:
+            try:
+                if pid := os.fork():
+                    os.setpgid(pid, pid)
+                    os.write(write_end, pid.to_bytes(4))
+                else:
+                    os.setpgid(0, 0)
+                    requests.close()
+                    os.close(read_end)
+                    os.close(write_end)
+                    _be_child(json.loads(request), descriptors, parent, run)
+            finally:
+                os._exit(0)  # skips Python's exit handlers
+        for descriptor in (*descriptors, write_end):
+            os.close(descriptor)
+        os.waitpid(intermediate, 0)  # afterwards the child is a child of the parent
+        pid = int.from_bytes(os.read(read_end, 4))
+        os.close(read_end)
+        requests.send(json.dumps({"pid": pid} if pid else {"error": "the system refuses another process"}).encode())
 
 
 def _be_child(
@@ -289,14 +278,19 @@ def _be_child(
 ) -> NoReturn:
     code = 1
     try:
-        _redirect(descriptors[0], 0)
-        os.dup2(descriptors[1], 1)
-        _redirect(descriptors[1], 2)
+        stdin, output = descriptors
+        for descriptor, target in ((stdin, 0), (output, 1), (output, 2)):
+            os.dup2(descriptor, target)
+        os.close(stdin)
+        os.close(output)
         os.environ.clear()
         os.environ.update(request["environment"])
         signal.signal(signal.SIGINT, signal.default_int_handler)
         setproctitle(" ".join([os.path.basename(sys.executable), *request["arguments"]]))
-        _settle(parent)
+        _set_threads_and_seeds()
+        intermediate = os.getppid()
+        while os.getppid() == intermediate != parent:  # until it has ended
+            time.sleep(0.0005)
         code = run(request["arguments"])
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
@@ -308,23 +302,14 @@ def _be_child(
         os._exit(code)
 
 
-def _settle(parent: int) -> None:
-    """Sets the number of threads and the seeds, as imports do in a new process. Waits until the intermediate process
-    has ended."""
+def _set_threads_and_seeds() -> None:
+    """Sets the number of threads and the seeds, as imports do in a new process."""
     import numpy as np
     import torch
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     np.random.seed()
     random.seed()
-    intermediate = os.getppid()
-    while os.getppid() == intermediate != parent:
-        time.sleep(0.0005)
-
-
-def _redirect(descriptor: int, to: int) -> None:
-    os.dup2(descriptor, to)
-    os.close(descriptor)
 
 
 if __name__ == "__main__":

@@ -13,33 +13,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
+import msgspec
 import structlog
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.fork_server import Forked, ForkServer, ForkServerError
-from asyncrl.launch.machine import listening_address
-from asyncrl.launch.placement import Host, RoleResources, this_machine
+from asyncrl.launch.machine import Host, listening_address, this_machine
+from asyncrl.launch.placement import RoleResources
 from asyncrl.launch.worker import EXIT_DISK_FULL, SHOW_STACKS, RoleSpec
 from asyncrl.observe.logs import last_error
 from asyncrl.util.processes import PYTHON
-from asyncrl.util.redaction import redact, redact_file
+from asyncrl.util.text import redact, redact_file
 from asyncrl.util.user_code import resolve_function
 from asyncrl.wire.endpoints import LOOPBACK
 
 log = structlog.get_logger()
 
 HOST_LOST = 120
-"""The exit code of a role whose host is gone: nobody knows how the process ended, or whether it did."""
+"""The exit code of a role whose host is gone: whether and how the process ended is unknown."""
 
 
 class RoleHandle(Protocol):
     """A role that was started on a host."""
 
     @property
-    def spec(self) -> RoleSpec:
-        """The spec that it was started with."""
-        ...
+    def spec(self) -> RoleSpec: ...
 
     @property
     def name(self) -> str:
@@ -47,14 +46,14 @@ class RoleHandle(Protocol):
         ...
 
     @property
-    def code(self) -> int | None:
-        """Its exit code, negative for a signal, or HOST_LOST; None while it runs, and while its host is only silent.
-        Never blocks."""
+    def place(self) -> str:
+        """The process or step that it runs as, for errors: `process 123`."""
         ...
 
     @property
-    def place(self) -> str:
-        """The process or step that it runs as, for errors: `process 123`."""
+    def code(self) -> int | None:
+        """Its exit code, negative for a signal, or HOST_LOST; None while it runs or its host is only silent. Never
+        blocks."""
         ...
 
     def cause(self) -> str:
@@ -63,10 +62,8 @@ class RoleHandle(Protocol):
 
 
 class Launcher(ABC):
-    """Starts roles on hosts. No method but `acquire`, `wait`, `kill` and `end` blocks.
-
-    A launcher of one's own is a subclass, or one of `LocalLauncher`, without parameters.
-    """
+    """Starts roles on hosts. No method but `acquire`, `wait`, `kill` and `end` blocks. Custom launchers subclass this
+    class or `LocalLauncher` and take no constructor arguments."""
 
     def acquire(self, config: Config) -> None:
         """Gets the hosts of the run. Raises ConfigError if they cannot be had: each pool that lacks some, what it asks
@@ -178,7 +175,7 @@ class RoleProcess:
         if not text:
             output = self.output_file.read_bytes()[self.output_start_bytes :].decode(errors="replace")
             lines = redact(output).strip().splitlines()
-            text = lines[-1] if lines else "it said nothing"
+            text = lines[-1] if lines else "no output"
         if code == EXIT_DISK_FULL:
             return (
                 f"{self.name} ended: no space is left on the disk of {self.spec.logs.parent}; free some and continue "
@@ -223,15 +220,13 @@ class LocalLauncher(Launcher):
         """Roles without GPUs are forked from it; if None, roles are started as subprocesses."""
 
     def acquire(self, config: Config) -> None:
-        """As `Launcher.acquire`. Raises ConfigError if `launch.address` names no address of this machine."""
+        """Raises ConfigError if `launch.address` names no address of this machine."""
         self.address = listening_address(config.launch.host)
 
     def hosts(self) -> list[Host]:
-        """As `Launcher.hosts`: this machine."""
         return [this_machine(self.address)]
 
     def start(self, spec: RoleSpec, resources: RoleResources) -> RoleProcess:
-        """As `Launcher.start`."""
         log_file, path = spec.logs / f"{spec.name}.jsonl", spec.logs / f"{spec.name}.out"
         path.parent.mkdir(parents=True, exist_ok=True)
         output = path.open("ab")
@@ -251,7 +246,7 @@ class LocalLauncher(Launcher):
             )
         assert process.stdin is not None
         with suppress(BrokenPipeError), process.stdin as pipe:  # the exit code shows that a role died already
-            pipe.write(self.input(spec).encode())
+            pipe.write(self.input(spec))
         log_bytes = log_file.stat().st_size if log_file.exists() else 0
         role = RoleProcess(spec, process, output, log_bytes, output.tell())
         self.roles.append(role)
@@ -282,15 +277,14 @@ class LocalLauncher(Launcher):
         """Returns the command of the role's process, which reads its spec from standard input."""
         return [*PYTHON, "-m", "asyncrl.launch.worker", spec.name, str(os.getpid())]
 
-    def input(self, spec: RoleSpec) -> str:
+    def input(self, spec: RoleSpec) -> bytes:
         """Returns what its process reads."""
-        return spec.to_json()
+        return msgspec.json.encode(spec)
 
     def of(self, role: str) -> list[RoleProcess]:
         return [process for process in self.roles if process.spec.role == role]
 
     def wait(self, roles: Sequence[RoleHandle], timeout_s: float) -> list[RoleHandle]:
-        """As `Launcher.wait`."""
         deadline_s = time.monotonic() + timeout_s
         while running := [role for role in roles if role.code is None]:
             if time.monotonic() >= deadline_s:
@@ -299,7 +293,7 @@ class LocalLauncher(Launcher):
         return []
 
     def kill(self, roles: Sequence[RoleHandle], *, show_stacks: bool = False) -> list[RoleHandle]:
-        """As `Launcher.kill`; removes them from `self.roles`. A process that does not end within KILL_S waits in a
+        """Also removes them from `self.roles`. A process that does not end within KILL_S waits in a
         driver or for a disk."""
         killed = [role for role in self.roles if role in roles]
         if show_stacks:
@@ -322,7 +316,6 @@ class LocalLauncher(Launcher):
         return immortal
 
     def end(self, *, grace_s: float) -> list[RoleHandle]:
-        """As `Launcher.end`."""
         self.signal(self.roles, signal.SIGTERM)
         late = self.wait(self.roles, grace_s)
         for role in late:
@@ -355,7 +348,7 @@ def find_launcher(config: Config) -> Callable[[], Launcher]:
     """Returns the class that `launch.cluster` names. Raises ConfigError if it cannot be resolved or is not a subclass
     of Launcher."""
     key, name = "launch.cluster", config.launch.cluster
-    found = resolve_function(key, name, LAUNCHERS)
-    if name not in LAUNCHERS and not (isinstance(found, type) and issubclass(found, Launcher)):
+    launcher = resolve_function(key, name, LAUNCHERS)
+    if name not in LAUNCHERS and not (isinstance(launcher, type) and issubclass(launcher, Launcher)):
         raise ConfigError(f"{key} = {name!r}: must be a subclass of asyncrl.launch.launcher.Launcher")
-    return found
+    return launcher

@@ -13,7 +13,8 @@ from typing import Any, get_args
 import yaml
 from rich.console import Console
 
-from asyncrl.config import Config, load_config, read_config
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config, read_config
 from asyncrl.config.sections import WeightsConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch.memory import (
@@ -31,9 +32,9 @@ from asyncrl.launch.memory import (
     longest_tokens,
     with_changes,
 )
-from asyncrl.replay.journal.records import FRAME_BYTES
-from asyncrl.util.hints import did_you_mean
-from asyncrl.util.routing import replayed_routers
+from asyncrl.replay.journal import FRAME_BYTES
+from asyncrl.util.model_files import replayed_routers
+from asyncrl.util.text import did_you_mean
 
 DEFAULT_TOKENS = 8192
 SHOWN = 6

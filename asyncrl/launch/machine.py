@@ -8,7 +8,6 @@ in the folder of the runs.
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import random
 import shutil
@@ -16,17 +15,17 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
-from typing import Any, Self
 
+import msgspec
 import psutil
 import structlog
 
 from asyncrl import __version__
-from asyncrl.config.addresses import parse_host
+from asyncrl.config.sections import parse_host
 from asyncrl.errors import ConfigError
 from asyncrl.wire.endpoints import LOOPBACK
 
@@ -99,19 +98,19 @@ def _named(variable: str, listed: list[_Listed] | None) -> list[Gpu]:
         if listed is None or name.startswith(MIG):
             gpus.append(Gpu(name))
             continue
-        found = [line for line in listed if (line.index == name or line.uuid.startswith(name))]
-        if not found:
+        line = next((line for line in listed if line.index == name or line.uuid.startswith(name)), None)
+        if line is None:
             break
-        gpus.append(Gpu(name, _memory_bytes(name, found[0], listed)))
+        gpus.append(Gpu(name, _memory_bytes(name, line, listed)))
     return gpus
 
 
-def _memory_bytes(name: str, found: _Listed, listed: list[_Listed]) -> int:
+def _memory_bytes(name: str, line: _Listed, listed: list[_Listed]) -> int:
     """Returns the GPU's memory, or the smallest of all if its number is ambiguous: by default CUDA numbers the fastest
     GPU first, while nvidia-smi numbers by PCI bus."""
     if name.isdecimal() and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
         return min(line.memory_bytes for line in listed)
-    return found.memory_bytes
+    return line.memory_bytes
 
 
 def _listed_gpus() -> list[_Listed] | None:
@@ -204,10 +203,10 @@ def address_beside(head: str, *, machine: str) -> str:
 
 def _own_addresses() -> dict[str, str]:
     return {
-        one.address: name
+        address.address: name
         for name, addresses in psutil.net_if_addrs().items()
-        for one in addresses
-        if one.family is socket.AF_INET
+        for address in addresses
+        if address.family is socket.AF_INET
     }
 
 
@@ -242,7 +241,8 @@ def check_interfaces(*, with_gpus: bool) -> None:
         is_prefix = variable.startswith("NCCL") and not value.startswith("=")
         if not value or (is_prefix and value.startswith("^")):  # NCCL: all but these
             continue
-        if not any(name.startswith(one) if is_prefix else name == one for name in names for one in wanted):
+        matches = str.startswith if is_prefix else str.__eq__
+        if not any(matches(name, part) for name in names for part in wanted):
             raise ConfigError(
                 f"{variable} = {value!r} in the environment: this machine has no such network interface; it has "
                 f"{_listed(_own_addresses())}; unset the variable, and launch.address chooses the interface"
@@ -305,10 +305,17 @@ MISSING = "missing"
 def package_versions() -> dict[str, str]:
     """Returns the versions that are compared, in this process: of Python without the patch, of packages without the
     part that names a build for a device, such as +cpu."""
-    found = {"python": f"{sys.version_info.major}.{sys.version_info.minor}", "asyncrl": __version__}
+    versions = {"python": f"{sys.version_info.major}.{sys.version_info.minor}", "asyncrl": __version__}
     for name, distributions in PACKAGES.items():
-        found[name] = next(filter(None, map(_version, distributions)), MISSING)
-    return found
+        versions[name] = next(filter(None, map(_version, distributions)), MISSING)
+    return versions
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution).partition("+")[0]
+    except PackageNotFoundError:
+        return ""
 
 
 def other_packages(by_host: Mapping[str, Mapping[str, str]]) -> str:
@@ -325,60 +332,59 @@ def other_packages(by_host: Mapping[str, Mapping[str, str]]) -> str:
     return "; ".join(f"{host}: {text}" for host, text in differs.items() if text)
 
 
-def _version(distribution: str) -> str:
-    try:
-        return version(distribution).partition("+")[0]
-    except PackageNotFoundError:
-        return ""
-
-
 LAUNCH_ADDRESS = "SLURM_LAUNCH_NODE_IPADDR"
 NODE_NAME = "SLURMD_NODENAME"
 
 
 @dataclass(frozen=True, slots=True)
-class HostFacts:
-    """The facts of a host, as it reports them."""
+class Host:
+    """A machine, or the part of one, on which roles run."""
 
     name: str
+    """Unique in the run; empty for the launcher's own."""
+    cpus: tuple[int, ...]
+    gpus: tuple[Gpu, ...] = ()
+    address: str = LOOPBACK
+    """IPv4 address at which the other hosts reach it."""
+    pool: str = ""
+    """The pool of `placement.pools` that it belongs to; empty without pools."""
+    shares_run_dir: bool = True
+    """True if the run folder is at the same path as for the launcher."""
+    replay_only: bool = False
+    """True if no role but the replay queue runs on it."""
+
+    def takes(self, pool: str) -> bool:
+        """True if roles of this pool may run on it; an empty pool is that of roles that may run on all hosts."""
+        return not self.replay_only and pool in ("", self.pool)
+
+
+def this_machine(address: str = LOOPBACK) -> Host:
+    """Returns the launcher's own host, with the cores and GPUs that this process may use."""
+    return Host("", tuple(sorted(os.sched_getaffinity(0))), tuple(visible_gpus()), address)
+
+
+@dataclass(frozen=True, slots=True)
+class HostFacts:
+    """What a host reports of itself to a launcher."""
+
+    host: Host
     head: str
     """HEAD, or the address of the launcher's host that SLURM names."""
-    address: str
-    """Its own address on the interface that leads to the launcher's host, or that `launch.address` names."""
-    cpus: tuple[int, ...]
-    gpus: tuple[Gpu, ...]
-    shares_run_dir: bool
     versions: dict[str, str]
     problem: str = ""
     """Why it has no address; empty if it has one."""
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
 
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        values: dict[str, Any] = json.loads(text)
-        lists = {"cpus": tuple(values["cpus"]), "gpus": tuple(Gpu(**gpu) for gpu in values["gpus"])}
-        return cls(**values | lists)
-
-
-def facts_of_this_host(head: str, token: Path) -> HostFacts:
-    """Returns the facts of the host that this process runs on."""
-    head, name, address, problem = head or os.environ[LAUNCH_ADDRESS], own_name(), "", ""
+def facts_of_this_host(head: str, token: Path, *, name: str) -> HostFacts:
+    """Returns the facts of the host that this process runs on, which errors call `name`. Its address is on the
+    interface that leads to the launcher's host, or that `launch.address` names."""
+    address = problem = ""
     try:
         address = address_beside(head, machine=name)
     except ConfigError as error:
         problem = str(error)
-    return HostFacts(
-        name,
-        head,
-        address,
-        tuple(sorted(os.sched_getaffinity(0))),
-        tuple(visible_gpus()),
-        token.is_file(),
-        package_versions(),
-        problem,
-    )
+    host = replace(this_machine(address), name=name, shares_run_dir=token.is_file())
+    return HostFacts(host, head, package_versions(), problem)
 
 
 def own_name() -> str:
@@ -387,4 +393,5 @@ def own_name() -> str:
 
 
 if __name__ == "__main__":
-    print(facts_of_this_host(sys.argv[1], Path(sys.argv[2])).to_json(), flush=True)
+    facts = facts_of_this_host(sys.argv[1] or os.environ[LAUNCH_ADDRESS], Path(sys.argv[2]), name=own_name())
+    print(msgspec.json.encode(facts).decode(), flush=True)

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import structlog
 from pydantic import ValidationError
 
-from asyncrl.config import Config, LearnerConfig
-from asyncrl.config.mappings import Lora
+from asyncrl.config.config import Config
+from asyncrl.config.training import LearnerConfig, Lora
 from asyncrl.errors import ConfigError
 from asyncrl.generator.engine import STEP_TOKENS
 from asyncrl.generator.vllm_backend.setup import LORA_RANKS, uses_adapter
@@ -32,13 +32,41 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
+GIB = 1 << 30
+PROCESS_BYTES = 2 * GIB
+"""CUDA context, workspaces of cuBLAS and cuDNN, NCCL's channels, and fragmentation of the allocator; what a process
+keeps while another one uses its GPU (`launch.colocate`)."""
+BUCKET_ELEMENTS = 50_000_000
+"""Gradients that the ranks exchange at a time from ZeRO stage 1 on (`learner.model.settings`)."""
+PLAIN_BUCKET_ELEMENTS = 500_000_000
+"""The same without ZeRO: DeepSpeed's default."""
+STEP_ELEMENTS = 1_000_000_000
+"""Weights that the optimizer updates at a time with ZeRO stage 3: DeepSpeed's default."""
+Parts = dict[str, int]
+"""Bytes by use of the memory."""
+ENGINE_STEP_TOKENS = 16384
+"""Tokens of one step of the engine: the largest default of vLLM's `LLM`, which `build_engine` takes."""
+CPU_STEP_TOKENS = 4096
+"""The same on a CPU."""
+GRAPH_BYTES = 2 * GIB
+"""CUDA graphs and workspaces of an engine."""
+STAGING_MARGIN_BYTES = GIB
+"""NCCL's channels between learner and generators, and the allocator's rounding."""
+STAGING_BUCKET_BYTES = 64 << 20
+"""Size of the buckets in which weights are sent (`weights.buckets.BUCKET_BYTES`); a larger matrix has one of its own,
+except for those of the vocabulary."""
+TRAINED_FRACTION = 0.95
+"""Usable fraction of a GPU without an engine; with an engine it is `generator.gpu_memory_utilization`."""
+REWARD_MODEL = {"dtype": "float32", "tokens_per_batch": 16384, "device": "auto"}
+"""Options of the reward model that determine its memory, with their defaults."""
+PIECE = "piece of the weights"
+"""The part of a learner rank that versions pass through, if they come from its GPU memory."""
 NAMES = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
     "hidden": ("hidden_size", "n_embd", "d_model"),
     "heads": ("num_attention_heads", "n_head"),
     "vocabulary": ("vocab_size",),
 }
-
 EXPERTS = ".experts."
 """In the names of parameters of which a token uses those of a few experts."""
 
@@ -85,35 +113,31 @@ class Shape:
         """Returns the shape of a model with this `config.json` and these numbers of elements by parameter; None if
         sizes are missing in the former."""
         settings = settings.get("text_config") or settings
-        found = {
+        sizes_by_name = {
             key: number
             for key, names in NAMES.items()
             if isinstance(number := next((settings[n] for n in names if n in settings), None), int)
         }
-        if found.keys() != NAMES.keys():
+        if sizes_by_name.keys() != NAMES.keys():
             return None
-        head = settings.get("head_dim") or found["hidden"] // found["heads"]
-        dense = settings.get("intermediate_size") or settings.get("ffn_dim") or settings.get("n_inner")
-        each = settings.get("moe_intermediate_size") or dense or 4 * found["hidden"]
-        experts = settings.get("num_experts_per_tok")
-        share = (
-            experts / (settings.get("num_experts") or settings.get("num_local_experts") or experts) if experts else 1
-        )
-        key_value_heads = settings.get("num_key_value_heads") or found["heads"]
+        hidden, heads = sizes_by_name["hidden"], sizes_by_name["heads"]
+        head = settings.get("head_dim") or hidden // heads
+        dense = settings.get("intermediate_size") or settings.get("ffn_dim") or settings.get("n_inner") or 4 * hidden
+        experts, share = settings.get("num_experts_per_tok"), 1.0
+        if experts:
+            share = experts / (settings.get("num_experts") or settings.get("num_local_experts") or experts)
+        key_value_heads = settings.get("num_key_value_heads") or heads
         return cls(
             folder=folder,
             parameters=sum(sizes.values()),
             active=round(sum(n * share if EXPERTS in name else n for name, n in sizes.items())),
             layer=layer,
-            layers=found["layers"],
-            hidden=found["hidden"],
-            intermediate=experts * each if experts else dense or 4 * found["hidden"],
-            query=found["heads"] * head,
+            intermediate=experts * (settings.get("moe_intermediate_size") or dense) if experts else dense,
+            query=heads * head,
             key_value=key_value_heads * head,
-            heads=found["heads"],
             key_value_heads=key_value_heads,
-            vocabulary=found["vocabulary"],
             window=settings.get("max_position_embeddings"),
+            **sizes_by_name,
         )
 
     @classmethod
@@ -124,14 +148,14 @@ class Shape:
         layers; with `lora`, of a policy with these adapters. Raises ConfigError if transformers cannot build the
         model."""
         settings = json.loads((Path(folder) / "config.json").read_text())
-        from asyncrl.learner.model.settings import largest_layer  # imports torch
+        from asyncrl.learner.model.loading import largest_layer
 
         model = empty_model_of(folder, trust_remote_code, values=values)
         sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
         shape = cls.of(settings, folder, sizes, largest_layer(model))
         if shape is None or lora is None or not lora.rank:
             return shape
-        from asyncrl.weights.adapters import adapter_shapes
+        from asyncrl.weights.model_tensors import adapter_shapes
 
         return replace(shape, adapters=sum(math.prod(sizes) for sizes in adapter_shapes(model, lora).values()))
 
@@ -142,20 +166,6 @@ def empty_model_of(folder: str, trust_remote_code: bool, *, values: bool, **opti
 
     model_config = read_model_config(folder, trust_remote_code=trust_remote_code)
     return empty_model(model_config, values=values, trust_remote_code=trust_remote_code, **options)
-
-
-GIB = 1 << 30
-PROCESS_BYTES = ASLEEP_BYTES = 2 * GIB
-"""CUDA context, workspaces of cuBLAS and cuDNN, NCCL's channels, and fragmentation of the allocator; what a process
-keeps while another one uses its GPU (`launch.colocate`)."""
-BUCKET_ELEMENTS = 50_000_000
-"""Gradients that the ranks exchange at a time from ZeRO stage 1 on (`learner.model.settings`)."""
-PLAIN_BUCKET_ELEMENTS = 500_000_000
-"""The same without ZeRO: DeepSpeed's default."""
-STEP_ELEMENTS = 1_000_000_000
-"""Weights that the optimizer updates at a time with ZeRO stage 3: DeepSpeed's default."""
-Parts = dict[str, int]
-"""Bytes by use of the memory."""
 
 
 def item_bytes(dtype: str) -> int:
@@ -193,6 +203,7 @@ def _states(config: Config, shape: Shape, ranks: int, *, in_host: bool) -> Parts
 
 
 def _bucket_bytes(parameters: int, *, on_gpu: bool) -> int:
+    """The memory of the buffer in which gradients are collected. On a CPU only the used pages count."""
     return 4 * (BUCKET_ELEMENTS if on_gpu else min(BUCKET_ELEMENTS, parameters))
 
 
@@ -217,16 +228,16 @@ def learner_parts(
     sends: bool,
     on_gpu: bool = True,
 ) -> Parts:
-    """Returns the memory of one learner rank. `critic` is the critic trained in this process, if any; `sends` is True
-    if the rank sends its share of the weights from the GPU: a copy of it, unless `weights.staging` is buckets. With
-    adapters the reference policy is the policy without them."""
+    """Returns the memory of one learner rank. `critic` is trained in this process; `sends` is True if the rank sends
+    its share of the weights from the GPU: a copy of it, unless `weights.staging` is buckets. With adapters the
+    reference policy is the policy without them."""
     ranks, size = config.launch.learners, item_bytes(config.model.dtype)
     parts = trained_parts(config, shape, ranks, on_gpu=on_gpu)
     passes = _passes(config, shape, ranks, on_gpu=on_gpu)
     if critic is not None:
         parts |= trained_parts(config, critic, ranks, of="critic: ", on_gpu=on_gpu)
         others = _passes(config, critic, ranks, values=True, on_gpu=on_gpu)
-        passes = max(passes, others, key=lambda one: sum(one.values()))
+        passes = max(passes, others, key=lambda parts: sum(parts.values()))
     if reference is not None and not shape.adapters:
         count = -(-reference.parameters // ranks) if config.learner.zero_stage == 3 else reference.parameters
         parts["reference"] = size * count
@@ -287,45 +298,24 @@ def _exchange_bytes(config: Config, trace: Trace, parameters: int, ranks: int, *
 
 def trace_micro_batch(config: Config, shape: Shape, tokens: int, *, values: bool, on_gpu: bool) -> Trace:
     """Returns the measured memory of a micro-batch (`learner.model.memory_trace`); for the critic with `values`."""
-    return _traced(
-        shape.folder,
-        config.model.trust_remote_code,
-        config.model.dtype,
-        config.learner.gradient_checkpointing,
-        config.algorithm.entropy_coef > 0,
-        (tokens, longest_tokens(config)),
-        values=values,
-        on_gpu=on_gpu,
-        exchanged=_stage(config) > 0,
-        sequence_parallel=config.learner.sequence_parallel,
-    )
+    model = {"values": values, "dtype": config.model.dtype, "checkpointing": config.learner.gradient_checkpointing}
+    options = {
+        "entropy_gradient": config.algorithm.entropy_coef > 0,
+        "on_gpu": on_gpu,
+        "exchanged": _stage(config) > 0,
+        "sequence_parallel": config.learner.sequence_parallel,
+    }
+    folder = shape.folder, config.model.trust_remote_code
+    return _traced(folder, (tokens, longest_tokens(config)), tuple(model.items()), tuple(options.items()))
 
 
 @functools.cache
 def _traced(
-    folder: str,
-    trust_remote_code: bool,
-    dtype: str,
-    checkpointing: bool,
-    entropy_gradient: bool,
-    tokens: tuple[int, int],
-    *,
-    values: bool,
-    on_gpu: bool,
-    exchanged: bool,
-    sequence_parallel: int,
+    folder: tuple[str, bool], tokens: tuple[int, int], model: tuple[tuple[str, Any], ...], options: tuple[Any, ...]
 ) -> Trace:
     from asyncrl.learner.model.memory_trace import trace, typical_micro_batch  # imports torch
 
-    model = empty_model_of(folder, trust_remote_code, values=values, dtype=dtype, checkpointing=checkpointing)
-    return trace(
-        model,
-        typical_micro_batch(*tokens),
-        entropy_gradient=entropy_gradient,
-        on_gpu=on_gpu,
-        exchanged=exchanged,
-        sequence_parallel=sequence_parallel,
-    )
+    return trace(empty_model_of(*folder, **dict(model)), typical_micro_batch(*tokens), **dict(options))
 
 
 def _stage(config: Config) -> int:
@@ -338,33 +328,16 @@ def longest_tokens(config: Config) -> int:
     return min(longest, config.generator.max_model_tokens or longest)
 
 
-ENGINE_STEP_TOKENS = 16384
-"""Tokens of one step of the engine: the largest default of vLLM's `LLM`, which `build_engine` takes."""
-CPU_STEP_TOKENS = 4096
-"""The same on a CPU."""
-GRAPH_BYTES = 2 * GIB
-"""CUDA graphs and workspaces of an engine."""
-STAGING_MARGIN_BYTES = GIB
-"""NCCL's channels between learner and generators, and the allocator's rounding."""
-
-
-STAGING_BUCKET_BYTES = 64 << 20
-"""Size of the buckets in which weights are sent (`weights.buckets.BUCKET_BYTES`); a larger matrix has one of its own,
-except for those of the vocabulary."""
-
-
 def engine_parts(config: Config, shape: Shape, *, on_gpu: bool = True) -> Parts:
     """Returns the memory of an engine on each of its devices, with the smallest key-value cache that it can start
     with. On a CPU vLLM has a second copy of all matrices, packed for its products."""
     size, parallel = item_bytes(config.model.dtype), config.generator.tensor_parallel
     window = config.generator.max_model_tokens or shape.window or longest_tokens(config)
-    options = config.generator.engine_options
-    given = options.get("max_num_batched_tokens")
-    default = ENGINE_STEP_TOKENS if on_gpu else CPU_STEP_TOKENS
     is_eager = config.generator.engine == "transformers"
-    if is_eager:
-        default = STEP_TOKENS["cuda" if on_gpu else "cpu"]
-    step_tokens = given if isinstance(given, int) else default
+    step_tokens = config.generator.engine_options.get("max_num_batched_tokens")
+    if not isinstance(step_tokens, int):
+        step_tokens = ENGINE_STEP_TOKENS if on_gpu else CPU_STEP_TOKENS
+        step_tokens = STEP_TOKENS["cuda" if on_gpu else "cpu"] if is_eager else step_tokens
     sequences = config.generator.max_running_groups * config.generator.group_size
     cache, of = cache_bytes(config, shape, window), f"keys and values of {window} tokens"
     if config.generator.kv_cache_bytes:
@@ -396,8 +369,7 @@ def staging_parts(config: Config, shape: Shape, *, on_gpu: bool) -> Parts:
     time from host memory. Adapters are staged alone."""
     size, weights, lora = item_bytes(config.model.dtype), config.weights, config.learner.lora
     if lora.rank:
-        one = size * shape.vocabulary * shape.hidden
-        staging = size * shape.adapters + (one if lora.load == "merged" else 0)
+        staging = size * (shape.adapters + (shape.vocabulary * shape.hidden if lora.load == "merged" else 0))
     elif not on_gpu:
         staging = size * shape.vocabulary * shape.hidden
     elif config.hands_over or weights.staging in ("host", "buckets") or config.generator.tensor_parallel > 1:
@@ -432,14 +404,6 @@ def reward_model_parts(shape: Shape, *, dtype: str, tokens: int) -> Parts:
         f"activations of {tokens} tokens": tokens * size * (3 * shape.intermediate + 8 * shape.hidden),
         "process": PROCESS_BYTES,
     }
-
-
-TRAINED_FRACTION = 0.95
-"""Usable fraction of a GPU without an engine; with an engine it is `generator.gpu_memory_utilization`."""
-REWARD_MODEL = {"dtype": "float32", "tokens_per_batch": 16384, "device": "auto"}
-"""Options of the reward model that determine its memory, with their defaults."""
-PIECE = "piece of the weights"
-"""The part of a learner rank that versions pass through, if they come from its card memory."""
 
 
 @dataclass(frozen=True)
@@ -500,7 +464,7 @@ class Need:
 
 
 @dataclass(frozen=True)
-class Card:
+class GpuNeeds:
     """A GPU and the needs of the roles placed on it."""
 
     name: str
@@ -536,7 +500,7 @@ class Card:
 
     def _beside(self, *sleeping: str) -> int:
         return sum(
-            min(ASLEEP_BYTES, need.num_bytes) if need.name.startswith(sleeping) else need.num_bytes
+            min(PROCESS_BYTES, need.num_bytes) if need.name.startswith(sleeping) else need.num_bytes
             for need in self.needs
         )
 
@@ -566,27 +530,26 @@ def fit_memory(config: Config, placement: Placement, *, reward_model: bool) -> P
     models = Models.read(config, reward_model=reward_model) if known else None
     if models is None:
         return _divided(config, placement)
-    cards = make_cards(config, placement, models)
-    if short := [card for card in cards if card.missing_bytes]:
+    gpus = needs_of_gpus(config, placement, models)
+    if short := [gpu for gpu in gpus if gpu.missing_bytes]:
         raise ConfigError(_refusal(config, placement, models, short))
-    for card in cards:
-        log.info("computed memory needs", gpu=str(card))
-    return _with_fractions(config, placement, models, cards)
+    for gpu in gpus:
+        log.info("computed memory needs", gpu=str(gpu))
+    return _with_fractions(config, placement, models, gpus)
 
 
-def make_cards(config: Config, placement: Placement, models: Models) -> list[Card]:
+def needs_of_gpus(config: Config, placement: Placement, models: Models) -> list[GpuNeeds]:
     """Returns every GPU of the placement that has roles, with their needs."""
-    by_gpu: dict[str, list[Need]] = {gpu.name: [] for gpu in placement.gpus}
-    for gpu, need in _needs(config, placement, models):
-        by_gpu[gpu].append(need)
+    needs = list(_needs(config, placement, models))
     engines = {gpu for resources in placement.generators for gpu in resources.gpus}
-    cards: list[Card] = []
+    used: list[GpuNeeds] = []
     for gpu in placement.gpus:
-        memory_bytes = gpu.memory_bytes or 0
+        roles, memory_bytes = [need for name, need in needs if name == gpu.name], gpu.memory_bytes or 0
         fraction = config.generator.gpu_memory_utilization if gpu.name in engines else TRAINED_FRACTION
-        limit_bytes, in_turn = round(fraction * memory_bytes), config.launch.colocated and gpu.name in engines
-        cards.append(Card(gpu.name, memory_bytes, by_gpu[gpu.name], limit_bytes, in_turn, config.hands_over))
-    return [card for card in cards if card.needs]
+        in_turn, limit_bytes = config.launch.colocated and gpu.name in engines, round(fraction * memory_bytes)
+        if roles:
+            used.append(GpuNeeds(gpu.name, memory_bytes, roles, limit_bytes, in_turn, config.hands_over))
+    return used
 
 
 def _needs(config: Config, placement: Placement, models: Models) -> Iterator[tuple[str, Need]]:
@@ -629,19 +592,19 @@ def sends_by_nccl(config: Config, placement: Placement) -> bool:
     return placement.sends_between_gpus and config.weights.transport not in ("gloo", "files")
 
 
-def _with_fractions(config: Config, placement: Placement, models: Models, cards: list[Card]) -> Placement:
+def _with_fractions(config: Config, placement: Placement, models: Models, gpus: list[GpuNeeds]) -> Placement:
     staged = sum(staging_parts(config, models.policy, on_gpu=sends_by_nccl(config, placement)).values())
     least = sum(engine_parts(config, models.policy).values())
     fractions: dict[str, float] = {}
-    for card in cards:
-        engines = [need for need in card.needs if need.name.startswith("generator-")]
+    for gpu in gpus:
+        engines = [need for need in gpu.needs if need.name.startswith("generator-")]
         if not engines:
             continue
-        others = card.generating_bytes - sum(need.num_bytes for need in engines)
-        engine_bytes = (card.limit_bytes - others) // len(engines) - staged
+        others = gpu.generating_bytes - sum(need.num_bytes for need in engines)
+        engine_bytes = (gpu.limit_bytes - others) // len(engines) - staged
         if config.generator.kv_cache_bytes is not None:
             engine_bytes = min(engine_bytes, least)  # the engine uses no more, and requires that this much is free
-        fractions[card.name] = engine_bytes / card.memory_bytes
+        fractions[gpu.name] = engine_bytes / gpu.memory_bytes
     return _set_fractions(placement, lambda resources: min(fractions[gpu] for gpu in resources.gpus))
 
 
@@ -658,15 +621,12 @@ def _set_fractions(placement: Placement, fraction: Callable[[RoleResources], flo
     return replace(placement, generators=generators)
 
 
-def _refusal(config: Config, placement: Placement, models: Models, short: list[Card]) -> str:
+def _refusal(config: Config, placement: Placement, models: Models, short: list[GpuNeeds]) -> str:
     lines = "\n  ".join(map(str, short))
-    changes = find_changes(config, placement, models)
-    advice = (
-        f"with {' '.join(changes)} it would fit"
-        if changes
-        else "no setting of these keys is enough: use more ranks (launch.learners, critic.ranks) or a smaller model"
-    )
-    return f"by arithmetic the run does not fit its GPUs:\n  {lines}\n{advice}"
+    advice = "no setting of these keys is enough: use more ranks (launch.learners, critic.ranks) or a smaller model"
+    if changes := find_changes(config, placement, models):
+        advice = f"with {' '.join(changes)} it would fit"
+    return f"this run is estimated not to fit its GPUs:\n  {lines}\n{advice}"
 
 
 def find_changes(config: Config, placement: Placement, models: Models) -> list[str]:
@@ -682,8 +642,7 @@ def find_changes(config: Config, placement: Placement, models: Models) -> list[s
         fewer = [other for other in tried if other is not change]
         if _fits(config, placement, models, fewer):
             tried = fewer
-    last = dict(tried)
-    return [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in last.items()]
+    return [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in dict(tried).items()]
 
 
 def _candidates(config: Config, placement: Placement) -> Iterator[tuple[str, Any]]:
@@ -716,7 +675,7 @@ def _fits(config: Config, placement: Placement, models: Models, changes: list[tu
         LearnerConfig.model_validate(config.learner.model_dump())
     except ValidationError:
         return False
-    return not any(card.missing_bytes for card in make_cards(config, placement, models))
+    return not any(gpu.missing_bytes for gpu in needs_of_gpus(config, placement, models))
 
 
 def with_changes(config: Config, changes: Mapping[str, Any]) -> Config:
@@ -727,9 +686,6 @@ def with_changes(config: Config, changes: Mapping[str, Any]) -> Config:
         value = {**getattr(settings, name), option[0]: value} if option else value
         config = config.model_copy(update={section: settings.model_copy(update={name: value})})
     return config
-
-
-KEY = "weights.staging"
 
 
 def choose_staging(config: Config, placement: Placement, *, reward_model: bool) -> tuple[Config, str]:
@@ -743,8 +699,8 @@ def choose_staging(config: Config, placement: Placement, *, reward_model: bool) 
     if config.weights.staging != "auto":
         return config, ""
     if config.hands_over:
-        return with_changes(config, {KEY: "buckets"}), ""
-    whole = with_changes(config, {KEY: "whole"})
+        return with_changes(config, {"weights.staging": "buckets"}), ""
+    whole = with_changes(config, {"weights.staging": "whole"})
     known = all(gpu.memory_bytes is not None for gpu in placement.gpus)
     models = Models.read(config, reward_model=reward_model) if placement.gpus and known else None
     if models is None:
@@ -753,10 +709,10 @@ def choose_staging(config: Config, placement: Placement, *, reward_model: bool) 
     name = "whole"
     if not by_nccl:
         name = "host"
-    elif any(card.missing_bytes for card in make_cards(whole, placement, models)):
+    elif any(gpu.missing_bytes for gpu in needs_of_gpus(whole, placement, models)):
         is_reloaded = config.generator.engine == "vllm" and models.policy.active != models.policy.parameters
         needs_all = is_reloaded or config.learner.lora.rank or config.launch.colocated
         name = "host" if needs_all else "buckets"
-    chosen = with_changes(config, {KEY: name})
+    chosen = with_changes(config, {"weights.staging": name})
     needed = staging_parts(chosen, models.policy, on_gpu=by_nccl)["staged weights"]
     return chosen, f"weights    staging {name}: {needed / GIB:.1f} GiB on the first GPU of each generator"

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.generator.engine import GPU_FRACTION
-from asyncrl.launch.machine import Gpu, visible_gpus
-from asyncrl.wire.endpoints import LOOPBACK
+from asyncrl.launch.machine import Gpu, Host, this_machine
 
 PROVEN_ENGINES = ("transformers",)
 """Engines that `make gpu-check` has shown to share a GPU."""
@@ -22,33 +20,6 @@ Member = tuple[str, int]
 def num_devices(config: Config, role: str) -> int:
     """Returns how many GPUs, or on a CPU cores, one process of the role needs."""
     return config.generator.tensor_parallel if role == "generator" else 1
-
-
-@dataclass(frozen=True, slots=True)
-class Host:
-    """A machine, or the part of one, on which roles run."""
-
-    name: str
-    """Unique in the run; empty for the launcher's own."""
-    cpus: tuple[int, ...]
-    gpus: tuple[Gpu, ...] = ()
-    address: str = LOOPBACK
-    """IPv4 address at which the other hosts reach it."""
-    pool: str = ""
-    """The pool of `placement.pools` that it belongs to; empty without pools."""
-    shares_run_dir: bool = True
-    """True if the run folder is at the same path as for the launcher."""
-    replay_only: bool = False
-    """True if no role but the replay queue runs on it."""
-
-    def takes(self, pool: str) -> bool:
-        """True if roles of this pool may run on it; an empty pool is that of roles that may run on all hosts."""
-        return not self.replay_only and pool in ("", self.pool)
-
-
-def this_machine(address: str = LOOPBACK) -> Host:
-    """Returns the launcher's own host, with the cores and GPUs that this process may use."""
-    return Host("", tuple(sorted(os.sched_getaffinity(0))), tuple(visible_gpus()), address)
 
 
 def deal_roles(config: Config, hosts: Sequence[Host], *, reward_model: bool) -> list[list[Member]]:
@@ -68,14 +39,14 @@ def deal_roles(config: Config, hosts: Sequence[Host], *, reward_model: bool) -> 
     dealt: list[list[Member]] = [[] for _ in hosts]
     for pool in dict.fromkeys(config.placement.pool_of(role) for role, _ in order):
         members = [member for member in order if config.placement.pool_of(member[0]) == pool]
-        own = [place for place, host in enumerate(hosts) if host.takes(pool)]
-        if not own:
+        numbers = [number for number, host in enumerate(hosts) if host.takes(pool)]
+        if not numbers:
             raise ConfigError(
                 f"placement.roles: pool {pool!r} of {', '.join(dict.fromkeys(role for role, _ in members))} has no host"
             )
-        sizes = _sizes([hosts[place] for place in own], [num_devices(config, role) for role, _ in members])
-        for place, first, end in zip(own, [0, *accumulate(sizes)], accumulate(sizes), strict=False):
-            dealt[place] += members[first:end]
+        sizes = _sizes([hosts[number] for number in numbers], [num_devices(config, role) for role, _ in members])
+        for number, first, end in zip(numbers, [0, *accumulate(sizes)], accumulate(sizes), strict=False):
+            dealt[number] += members[first:end]
     return dealt
 
 
@@ -126,13 +97,13 @@ class RoleResources:
 
     def environment(self) -> dict[str, str]:
         """Returns the variables that must be set before the process imports numpy or torch."""
-        threads = str(self.threads)
         names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-        environment: dict[str, str] = dict.fromkeys(names, threads)
-        environment["ASYNCRL_HELPER_CPUS"] = ",".join(map(str, self.helper_cpus or self.cpus))
         visible = self.visible_gpus or self.gpus
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
-        environment["LOCAL_RANK"] = str(visible.index(self.gpus[0])) if self.gpus else "0"
+        environment = dict.fromkeys(names, str(self.threads)) | {
+            "ASYNCRL_HELPER_CPUS": ",".join(map(str, self.helper_cpus or self.cpus)),
+            "CUDA_VISIBLE_DEVICES": ",".join(visible),
+            "LOCAL_RANK": str(visible.index(self.gpus[0])) if self.gpus else "0",
+        }
         if self.gpu_memory_utilization is not None:
             environment[GPU_FRACTION] = f"{self.gpu_memory_utilization:.4f}"
         if self.gpus:
@@ -159,7 +130,7 @@ class Placement:
     def sends_between_gpus(self) -> bool:
         """True if learner rank 0 and every generator each have GPUs that none of the others uses, as NCCL requires."""
         devices = [resources.devices for resources in (self.learners[0], *self.generators)]
-        return all(devices) and len({gpu for own in devices for gpu in own}) == sum(map(len, devices))
+        return all(devices) and len({gpu for gpus in devices for gpu in gpus}) == sum(map(len, devices))
 
     def of(self, role: str) -> tuple[RoleResources, ...]:
         """Returns the resources of each process of the role."""
@@ -197,13 +168,13 @@ def place_roles(config: Config, *, reward_model: bool = False, hosts: Sequence[H
         if _split(members)[0]:
             _check_parallel(host, parallel)
         if config.launch.colocated:
-            own = _on_shared(config, host, members)
+            by_member = _on_shared(config, host, members)
         else:
-            own = _on_gpus(host, members, parallel) if host.gpus else _on_cores(host, members, parallel)
-        placed |= {member: replace(resources, host=host.name) for member, resources in own.items()}
+            by_member = (_on_gpus if host.gpus else _on_cores)(host, members, parallel)
+        placed |= {member: replace(resources, host=host.name) for member, resources in by_member.items()}
 
     def of(role: str) -> tuple[RoleResources, ...]:
-        return tuple(placed[role, index] for index in range(sum(member[0] == role for member in placed)))
+        return tuple(resources for member, resources in sorted(placed.items()) if member[0] == role)
 
     head = hosts[0]
     # The replay queue uses the cores of the learners: nothing else runs on an engine's core.
@@ -295,8 +266,9 @@ def _cut(host: Host, members: Sequence[Member], parallel: int) -> int:
 def _on_cores(host: Host, members: Sequence[Member], parallel: int) -> dict[Member, RoleResources]:
     generators, trained = _split(members)
     if cut := _cut(host, members, parallel):
-        engines = _deal(host.cpus[:cut], len(generators), parallel)
-        dealt = [replace(own, helper_cpus=host.cpus[cut:]) for own in engines]
+        dealt = [
+            replace(engine, helper_cpus=host.cpus[cut:]) for engine in _deal(host.cpus[:cut], len(generators), parallel)
+        ]
         dealt += _deal(host.cpus[cut:], len(trained))
     elif not generators or not trained:
         dealt = _deal(host.cpus, len(members), parallel if generators else 1)
@@ -315,23 +287,23 @@ def _on_gpus(host: Host, members: Sequence[Member], parallel: int) -> dict[Membe
     # The reward model gets a separate GPU if one is left.
     alone = scored and len(left) > parallel * len(generators)
     places = _places(left[:-1] if alone else left, parallel) or _least_taken(taken, num_gpus, parallel)
-    cards = {member: [card] for member, card in zip(trained, taken, strict=True)}
-    cards |= {member: places[index % len(places)] for index, member in enumerate(generators)}
-    cards |= {("reward_model", 0): [left[-1] if left else _least_taken(taken, num_gpus, 1)[-1][0]]} if scored else {}
+    devices = {member: [number] for member, number in zip(trained, taken, strict=True)}
+    devices |= {member: places[index % len(places)] for index, member in enumerate(generators)}
+    devices |= {("reward_model", 0): [left[-1] if left else _least_taken(taken, num_gpus, 1)[-1][0]]} if scored else {}
     threads = max(1, len(host.cpus) // max(1, len(members)))
     return {
-        member: RoleResources(host.cpus, threads, tuple(host.gpus[card].name for card in own))
-        for member, own in cards.items()
+        member: RoleResources(host.cpus, threads, tuple(host.gpus[number].name for number in numbers))
+        for member, numbers in devices.items()
     }
 
 
-def _places(cards: Sequence[int], parallel: int) -> list[list[int]]:
-    return [list(cards[start : start + parallel]) for start in range(0, len(cards) - parallel + 1, parallel)]
+def _places(gpus: Sequence[int], parallel: int) -> list[list[int]]:
+    return [list(gpus[start : start + parallel]) for start in range(0, len(gpus) - parallel + 1, parallel)]
 
 
 def _least_taken(taken: Sequence[int], num_gpus: int, parallel: int) -> list[list[int]]:
     groups = _places(range(num_gpus), parallel)
-    loads = [sum(taken.count(card) for card in group) for group in groups]
+    loads = [sum(taken.count(gpu) for gpu in group) for group in groups]
     return [group for group, load in zip(reversed(groups), reversed(loads), strict=True) if load == min(loads)]
 
 
@@ -358,19 +330,16 @@ def _least_loaded(
     pool, count = config.placement.pool_of(role), num_devices(config, role)
     rooms: list[tuple[float, RoleResources]] = []
     for host in hosts:
-        own = [resources for resources in taken if resources.host == host.name]
-        used = {gpu for resources in own for gpu in resources.gpus}
-        free = next((cards for cards in _adjacent(host, count) if not used & set(cards)), ())
+        names = [gpu.name for gpu in host.gpus]
+        adjacent = [tuple(names[start : start + count]) for start in range(len(names) - count + 1)]
+        others = [resources for resources in taken if resources.host == host.name]
+        used = {gpu for resources in others for gpu in resources.gpus}
+        free = next((gpus for gpus in adjacent if not used & set(gpus)), ())
         if not host.takes(pool) or (host.gpus and not free) or len(host.cpus) < count:
             continue
-        threads = max(1, len(host.cpus) // (len(own) + 1))
-        rooms.append((len(own) / len(host.cpus), RoleResources(host.cpus, threads, free, host=host.name)))
+        threads = max(1, len(host.cpus) // (len(others) + 1))
+        rooms.append((len(others) / len(host.cpus), RoleResources(host.cpus, threads, free, host=host.name)))
     return min(rooms, key=lambda room: room[0])[1] if rooms else None
-
-
-def _adjacent(host: Host, count: int) -> list[tuple[str, ...]]:
-    names = [gpu.name for gpu in host.gpus]
-    return [tuple(names[start : start + count]) for start in range(len(names) - count + 1)]
 
 
 def refuse_joiner(config: Config, running: Placement, wanted: Placement, index: int) -> str:

@@ -6,54 +6,30 @@ import asyncio
 import os
 import platform
 import signal
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
-from asyncrl.errors import ConfigError
 from asyncrl.launch.launcher import POLL_S, LocalLauncher, RoleProcess
-from asyncrl.launch.machine import Gpu, package_versions, resolve_host, visible_gpus
+from asyncrl.launch.machine import HostFacts, facts_of_this_host
 from asyncrl.launch.placement import RoleResources
 from asyncrl.launch.worker import RoleSpec
 
 PASSED = ("ASYNCRL_", "GLOO_", "HF_", "NCCL_", "PYTHONPATH", "VLLM_", "WANDB_")
-"""Beginnings of the names of the launcher's variables that roles on other hosts get."""
-RoleFile = Literal["jsonl", "out"]
-
-
-def passed_environment() -> dict[str, str]:
-    """Returns the variables of this process that roles on other hosts get."""
-    return {name: value for name, value in os.environ.items() if name.startswith(PASSED)}
-
-
-@dataclass(frozen=True, slots=True)
-class NodeFacts:
-    """The facts of a node, as its actor reports them."""
-
-    node_id: str
-    hostname: str
-    address: str
-    cpus: tuple[int, ...]
-    """The cores that its process may use, whatever Ray reserved."""
-    gpus: tuple[Gpu, ...]
-    versions: dict[str, str]
-    shares_run_dir: bool
-    problem: str = ""
-    """Why it has no address; empty if it has one."""
+"""Prefixes of the launcher's variables that roles on other hosts get."""
+MAX_BYTES = 1 << 20
+"""Maximum size of one read of a log file."""
 
 
 class NodeLauncher(LocalLauncher):
-    """Starts roles as children of an actor. They get nothing that says they belong to Ray."""
+    """Starts roles as children of an actor. Their environment does not show that they belong to Ray."""
 
     def __init__(self, passed: dict[str, str]) -> None:
         super().__init__()
         self._passed = passed
 
     def environment(self) -> dict[str, str]:
-        """As `LocalLauncher.environment`."""
-        own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        return own | self._passed
+        return {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | self._passed
 
 
 class PoolActor:
@@ -67,32 +43,17 @@ class PoolActor:
         self._launcher = NodeLauncher(environment)
         self._roles: dict[int, RoleProcess] = {}
         self._killed: set[int] = set()
+        self._files: dict[Path, int] = {}
+        """Log and output files of the roles, with their sizes before the first start."""
 
-    async def describe(self, token_file: str, token: str, network: str) -> NodeFacts:
-        """Returns the facts of its node. The run folder is shared if `token_file`, which is next to it, has the token.
-        The address is that on `network`, an interface or a network; without one it is that in the cluster."""
+    async def describe(self, head: str, token: str) -> HostFacts:
+        """Returns the facts of its node; `head` and `token` are those of `asyncrl.launch.machine`."""
         import ray
 
-        context, address, problem = ray.get_runtime_context(), "", ""
-        try:
-            address = resolve_host(network or ray.util.get_node_ip_address(), machine=platform.node())
-        except ConfigError as error:
-            problem = str(error)
-        try:
-            shares = Path(token_file).read_text() == token
-        except OSError:
-            shares = False
-        gpus = tuple(visible_gpus()) if context.get_accelerator_ids().get("GPU") else ()
-        return NodeFacts(
-            context.get_node_id(),
-            platform.node(),
-            address,
-            tuple(sorted(os.sched_getaffinity(0))),
-            gpus,
-            package_versions(),
-            shares,
-            problem,
-        )
+        facts = facts_of_this_host(head, Path(token), name=platform.node())
+        if not ray.get_runtime_context().get_accelerator_ids().get("GPU"):
+            facts = replace(facts, host=replace(facts.host, gpus=()))
+        return facts
 
     async def run(self, key: int, spec: RoleSpec, resources: RoleResources) -> tuple[int, str]:
         """Starts a role unless one of this key was started; returns its exit code and cause when it has ended."""
@@ -100,6 +61,8 @@ class PoolActor:
             return -signal.SIGKILL, f"{spec.label} was killed before it started"
         role = self._roles.get(key)
         if role is None:
+            for file in (spec.logs / f"{spec.name}.jsonl", spec.logs / f"{spec.name}.out"):
+                self._files.setdefault(file, file.stat().st_size if file.is_file() else 0)
             role = self._roles[key] = self._launcher.start(spec, resources)
         while (code := role.code) is None:
             await asyncio.sleep(POLL_S)
@@ -109,33 +72,24 @@ class PoolActor:
         """Asks roles to stop."""
         for key in keys:
             if (role := self._roles.get(key)) is not None and role.code is None:
-                role.process.terminate()
+                role.process.send_signal(signal.SIGTERM)
 
     async def kill(self, keys: Sequence[int], *, show_stacks: bool) -> list[int]:
-        """Kills roles with their children; a role that is not started yet will not be. Returns those that do not
-        die."""
+        """Kills roles with their children; a role that is not started yet will not be. Returns those that could not be
+        killed."""
         roles = {key: self._roles[key] for key in keys if key in self._roles and key not in self._killed}
         self._killed.update(keys)
         immortal = self._launcher.kill(list(roles.values()), show_stacks=show_stacks)
         return [key for key, role in roles.items() if role in immortal]
 
-    async def size(self, logs: str, name: str, file: RoleFile) -> int:
-        """Returns the size of a role's log or output in bytes."""
-        path = _path(logs, name, file)
-        return path.stat().st_size if path.is_file() else 0
-
-    async def read(self, logs: str, name: str, file: RoleFile, offset: int, max_bytes: int) -> bytes:
-        """Returns bytes of a role's log or output; empty if there are none from `offset` on."""
-        path = _path(logs, name, file)
-        if not path.is_file():
-            return b""
-        with path.open("rb") as stream:
-            stream.seek(offset)
-            return stream.read(max_bytes)
-
-    async def ping(self) -> None:
-        """Answers."""
-
-
-def _path(logs: str, name: str, file: RoleFile) -> Path:
-    return Path(logs).expanduser() / f"{name}.{file}"
+    async def ping(self, offsets: Mapping[str, int] | None) -> dict[str, tuple[int, bytes]]:
+        """Returns an offset and the bytes from there for each file that roles have written to: the caller's offset, or
+        the size before their first start. Nothing if `offsets` is None."""
+        written: dict[str, tuple[int, bytes]] = {}
+        for file, start in self._files.items() if offsets is not None else ():
+            offset = offsets.get(file.name, start) if offsets else start
+            if file.is_file() and file.stat().st_size > offset:
+                with file.open("rb") as stream:
+                    stream.seek(offset)
+                    written[file.name] = offset, stream.read(MAX_BYTES)
+        return written

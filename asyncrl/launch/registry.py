@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
+from asyncrl.observe.console import say
 from asyncrl.util.user_code import resolve
 
 OF_THE_RUN = ("seed", "sent")
@@ -29,7 +30,7 @@ def tables() -> dict[str, Mapping[str, Any]]:
     from asyncrl.generator.engine import KEY as ENGINE
     from asyncrl.launch.launcher import LAUNCHERS
     from asyncrl.observe.trackers import TRACKERS
-    from asyncrl.rewards.load import REWARDS, load_reward
+    from asyncrl.rewards.table import REWARDS, load_reward
     from asyncrl.weights.transports import TRANSPORTS, find_transport
 
     return {
@@ -53,8 +54,8 @@ def check_parts(config: Config) -> None:
     from asyncrl.generator.engine import KEY as ENGINE
     from asyncrl.launch.launcher import find_launcher
     from asyncrl.observe.trackers import find_tracker
-    from asyncrl.weights.files.folder import Folder
     from asyncrl.weights.transports import goes_by_files
+    from asyncrl.weights.version_store import Folder
 
     find_launcher(config)
     resolve(ENGINE, config.generator.engine, ENGINES)
@@ -73,7 +74,7 @@ def print_parts(console: Console) -> None:
         for name, part in parts.items():
             table.add_row(name, Text(_options(part)), Text(_what(part)))  # texts, as a string's [...] is markup
         console.print(table, "", sep="\n")
-    console.print(OWN_PARTS, markup=False, highlight=False, soft_wrap=True)
+    say(console, OWN_PARTS)
 
 
 def _what(part: Any) -> str:

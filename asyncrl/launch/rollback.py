@@ -15,14 +15,16 @@ from typing import Any
 
 from rich.console import Console
 
-from asyncrl.config import Config, load_config
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.memory import with_changes
 from asyncrl.launch.run_dir import read_summary
+from asyncrl.observe.collapse import ROLLBACKS, read_rollbacks
+from asyncrl.observe.console import say
 from asyncrl.observe.curves import step_of
-from asyncrl.observe.rollbacks import ROLLBACKS, read_rollbacks
-from asyncrl.samples.book import EVALUATED, TRAINED, evaluated_versions
-from asyncrl.samples.book import FOLDER as SAMPLES
+from asyncrl.observe.samples import EVALUATED, TRAINED, evaluated_versions
+from asyncrl.observe.samples import FOLDER as SAMPLES
 from asyncrl.util.files import next_free_path, read_lines, replace_file
 
 MAX_ROLLBACKS = 2
@@ -53,7 +55,7 @@ def collapse_error(config: Config, summary: dict[str, Any]) -> str:
     """Returns why the run stopped and what to do, if it stopped because it collapsed; "" otherwise."""
     if not (onset := collapse_onset(summary)):
         return ""
-    from asyncrl.learner.checkpoint.files import CHECKPOINTS, finished_steps, folder_name
+    from asyncrl.learner.checkpoint import CHECKPOINTS, finished_steps, folder_name
 
     folder, place = config.run_dir / CHECKPOINTS, "the initial model, since no checkpoint is from before"
     if step := max((step for step in finished_steps(folder) if step < onset), default=0):
@@ -96,24 +98,25 @@ def resume_point(run_dir: Path, config: Config, console: Console, *, without_jou
         record["lr_after"] = rate
     replace_file(run_dir / ROLLBACKS, json.dumps(records, indent=2) + "\n")
     put_aside(run_dir, record["to_step"], run_dir / record["aside"])
-    console.print(
+    say(
+        console,
         f"the training {record['sentence']}. It continues from step {record['to_step']} with learner.lr = "
         f"{record['lr_before']:g} -> {record['lr_after']:g} ({done + 1} of {MAX_ROLLBACKS}); what came after is in "
         f"{run_dir / record['aside']}",
-        style="yellow", highlight=False, markup=False, soft_wrap=True,
-    )  # fmt: skip
+        "yellow",
+    )
     return with_changes(config, {"learner.lr": record["lr_after"]}), str(state) if state.is_file() else ""
 
 
 def _new_record(run_dir: Path, saved: Config, summary: dict[str, Any], aside: str) -> dict[str, Any]:
     """Decides on a rollback."""
-    from asyncrl.learner.checkpoint.files import CHECKPOINTS, newest_checkpoint
-    from asyncrl.replay.snapshot import Snapshot
+    from asyncrl.learner.checkpoint import CHECKPOINTS, newest_checkpoint
+    from asyncrl.replay.state import Snapshot
 
     onset, collapse = collapse_onset(summary), summary["collapse"]
     target, to_step, kept_tokens = newest_checkpoint(run_dir / CHECKPOINTS, before=onset), 0, 0
     if target is not None:
-        ledger = Snapshot.of_bytes((target / QUEUE_STATE).read_bytes()).queue.ledger
+        ledger = Snapshot.of_checkpoint((target / QUEUE_STATE).read_bytes()).queue.ledger
         to_step, kept_tokens = ledger.steps, ledger.trained.tokens
     return {
         "collapsed_at_step": onset,
@@ -131,7 +134,7 @@ def _new_record(run_dir: Path, saved: Config, summary: dict[str, Any], aside: st
 def discard_journal(run_dir: Path) -> None:
     """Puts aside everything later than the newest complete checkpoint, or than the newest from before the collapse that
     stopped the run. Raises ConfigError without one."""
-    from asyncrl.learner.checkpoint.files import CHECKPOINTS, newest_checkpoint, read_manifest
+    from asyncrl.learner.checkpoint import CHECKPOINTS, newest_checkpoint, read_manifest
 
     onset = collapse_onset(read_summary(run_dir))
     newest = newest_checkpoint(run_dir / CHECKPOINTS, before=onset or math.inf)
@@ -148,7 +151,7 @@ def put_aside(run_dir: Path, step: int, aside: Path) -> None:
     """Moves to `aside` everything after the run's checkpoint of the step, or all of it for step 0: the journal, metrics
     and samples, and newer checkpoints; the trace is copied, since the replay queue cuts it. The queue state of
     the run is the checkpoint's then. When it was interrupted, another call completes it."""
-    from asyncrl.learner.checkpoint.files import CHECKPOINTS, finished_steps, folder_name
+    from asyncrl.learner.checkpoint import CHECKPOINTS, finished_steps, folder_name
 
     aside.mkdir(exist_ok=True)
     (run_dir / QUEUE_STATE).unlink(missing_ok=True)

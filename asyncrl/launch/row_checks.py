@@ -18,19 +18,20 @@ from typing import Any, Self
 import structlog
 from rich.console import Console
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.data.prompts import LeftOut, TrainingRows
-from asyncrl.environments.dialogue import Dialogue, DialogueError
 from asyncrl.environments.dialogue.checks import call_turn, check_stops
+from asyncrl.environments.dialogue.dialogue import Dialogue
+from asyncrl.environments.dialogue.rendering import DialogueError
 from asyncrl.environments.environment import Schema
 from asyncrl.environments.table import environment_for
 from asyncrl.errors import ConfigError, DataError
+from asyncrl.observe.console import say
 from asyncrl.rewards.dry_call import dry_call, own_functions
 from asyncrl.rewards.table import evaluation_config, reward_names, truth_reader
 from asyncrl.types import Prompt
-from asyncrl.util.redaction import describe
-from asyncrl.util.text import printable, shortened
-from asyncrl.util.tokenizer import end_tokens, load_tokenizer, num_embeddings
+from asyncrl.util.model_files import end_tokens, load_tokenizer, num_embeddings
+from asyncrl.util.text import describe, printable, shortened
 
 log = structlog.get_logger()
 
@@ -55,7 +56,7 @@ class FirstRow:
         """Prints the lines and the warnings."""
         texts = [f"{name:10} {text}" for name, text in self.lines.items()]
         for text in [*texts, *(f"warning: {warning}" for warning in self.warnings)]:
-            console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
+            say(console, printable(text))
 
 
 def check_first_row(config: Config, *, prompt_tokens: int, tools: Mapping[str, Sequence[Schema]]) -> FirstRow:
@@ -63,26 +64,21 @@ def check_first_row(config: Config, *, prompt_tokens: int, tools: Mapping[str, S
 
     Raises ConfigError if no token ends a completion, and ConfigError or DataError if the row cannot be used.
     """
-    lines: dict[str, str] = {}
     rows = TrainingRows(config, limit_tokens=prompt_tokens)
     prompts = _first_prompts(config, rows)
-    prompt = prompts[0] if prompts else None
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
-    given, warnings = dry_call(config, prompts, tokenizer)
-    for texts, more in zip((given, warnings), _call_evaluations(config, prompt_tokens, tokenizer), strict=True):
-        texts += more
-    if given:
-        lines["reward"] = "; ".join(given)
+    rewards, warnings = dry_call(config, prompts, tokenizer)
+    eval_rewards, eval_warnings = _call_evaluations(config, prompt_tokens, tokenizer)
+    lines = {"reward": "; ".join(rewards + eval_rewards)}
+    warnings += eval_warnings
     dialogue = Dialogue.of(config)
-    if prompt is not None:
-        schemas = _tools_of(config, prompt, tools)
-        lines |= {"prompt": _prompt(tokenizer, dialogue, prompt, schemas), "truth": _truth(config, prompt)}
-        if call := _call(config, dialogue, prompt, schemas):
-            lines["tool call"] = call
+    if prompts:
+        schemas = _tools_of(config, prompts[0], tools)
+        lines |= {"prompt": _prompt(tokenizer, dialogue, prompts[0], schemas), "truth": _truth(config, prompts[0])}
+        lines["tool call"] = _call(config, dialogue, prompts[0], schemas)
+        warnings += _warnings(config, tokenizer, dialogue, prompts[0], rows)
     lines |= {"ends with": _ends(config, tokenizer), "tokens": _tokens(config, tokenizer)}
-    if prompt is not None:
-        warnings += _warnings(config, tokenizer, dialogue, prompt, rows)
-    return FirstRow(lines, warnings)
+    return FirstRow({name: text for name, text in lines.items() if text}, warnings)
 
 
 def _first_prompts(config: Config, rows: TrainingRows) -> list[Prompt]:

@@ -24,21 +24,20 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import structlog
 from rich.console import Console
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.data.hub import fetch
 from asyncrl.errors import ConfigError, PeerTimeoutError, RunError, observing
 from asyncrl.generator.vllm_backend.setup import check_cpu
 from asyncrl.launch.bottleneck import BottleneckMonitor
 from asyncrl.launch.checks import check_inputs, check_machine, length_of, run_recipes, with_start_deadline
-from asyncrl.launch.console import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, Interrupts, ignore_broken_pipe
-from asyncrl.launch.documents import report_end
 from asyncrl.launch.fork_server import ForkServer
 from asyncrl.launch.launcher import Launcher, LocalLauncher, find_launcher
 from asyncrl.launch.memory import choose_staging, fit_memory
@@ -46,16 +45,37 @@ from asyncrl.launch.placement import Placement, check_run_dir, check_transport, 
 from asyncrl.launch.rollback import collapse_error, config_to_resume, is_due, resume_point
 from asyncrl.launch.row_checks import PromptScan
 from asyncrl.launch.run_dir import RunFolder, check_resume, nothing_to_resume, run_endpoints
-from asyncrl.launch.shown_samples import Onlooker
 from asyncrl.launch.supervisor import Progress, Supervisor
 from asyncrl.launch.worker import RoleSpec
+from asyncrl.observe.console import (
+    EXIT_CONFIG,
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    Interrupts,
+    ignore_broken_pipe,
+    say,
+)
+from asyncrl.observe.first_look import Onlooker
 from asyncrl.observe.live import LiveView
 from asyncrl.observe.logs import configure_logs
+from asyncrl.observe.report import report_end
+from asyncrl.observe.trace import trace_bytes
 from asyncrl.replay.client import LauncherClient
-from asyncrl.replay.metrics.trace import trace_bytes
 from asyncrl.rewards.reward_model import uses_reward_model
 
 log = structlog.get_logger()
+
+TICK_S = 0.1
+STATUS_EVERY_S = 0.5
+FAILURE_GRACE_S = 2.0
+"""Time that the other roles have to stop after one role failed."""
+TRACE_S = 120.0
+"""Time that the replay process has to complete the trace, in addition to the time for its bytes."""
+TRACE_BYTES_PER_S = 250_000
+"""Rate at which its parts are joined, at least: a tenth of that of one core."""
+
+STATUS_OF_EXIT = {EXIT_DONE: "finished", EXIT_FAILED: "failed", EXIT_CONFIG: "failed", EXIT_INTERRUPTED: "stopped"}
 
 
 def launch(config: Config, console: Console, *, without_journal: bool = False) -> int:
@@ -77,17 +97,16 @@ def launch(config: Config, console: Console, *, without_journal: bool = False) -
     with closing(launcher):
         launcher.acquire(config)
         while True:
-            code, goes_on = _launch(
-                config, console, launcher, reward_model=reward_model, without_journal=without_journal
-            )
+            code, goes_on = _launch(config, console, launcher, reward_model, without_journal)
             if not goes_on:
                 return code
             config, without_journal = config_to_resume(config), False
 
 
 def _launch(
-    config: Config, console: Console, launcher: Launcher, *, reward_model: bool, without_journal: bool
+    config: Config, console: Console, launcher: Launcher, reward_model: bool, without_journal: bool
 ) -> tuple[int, bool]:
+    """Returns the exit code, and whether a rollback follows."""
     hosts = launcher.hosts()
     placement = place_roles(config, reward_model=reward_model, hosts=hosts)
     check_run_dir(config, placement, hosts)
@@ -103,12 +122,10 @@ def _launch(
         config, staging = choose_staging(config, placement, reward_model=reward_model)
         placement = fit_memory(config, placement, reward_model=reward_model)
         if staging:
-            console.print(staging, highlight=False, soft_wrap=True)
+            say(console, staging)
         if placement.gpus and config.model.dtype == "float32":
-            console.print(
-                "model.dtype = float32 on GPUs is slower and takes twice the memory; model.dtype=bfloat16 is usual",
-                highlight=False,
-            )
+            text = "model.dtype = float32 on GPUs is slower and takes twice the memory; model.dtype=bfloat16 is usual"
+            say(console, text)
         interrupts = Interrupts(preemptible=launcher.preemptible)
         with (
             interrupts.caught(),
@@ -120,30 +137,20 @@ def _launch(
             folder.begin(config, endpoints, hosts)
             configure_logs(folder.path, "launcher")
             for file in folder.changed:
-                console.print(
-                    f"warning: {file} has changed since the run was last started", markup=False, soft_wrap=True
-                )
+                say(console, f"warning: {file} has changed since the run was last started")
             if folder.moved_to is not None:
-                console.print(f"the earlier run of this name is now {folder.moved_to}", highlight=False)
-            spec = RoleSpec(
-                "",
-                0,
-                str(folder.path),
-                endpoints,
-                (),
-                inputs.prompt_tokens,
-                group_relative=inputs.group_relative,
-                greedy_baseline=inputs.greedy_baseline,
-                checkpoint=checkpoint,
-            )
+                say(console, f"the earlier run of this name is now {folder.moved_to}")
+            relative, greedy = inputs.group_relative, inputs.greedy_baseline
+            spec = RoleSpec("", 0, str(folder.path), endpoints, (), inputs.prompt_tokens, relative, greedy)
+            spec = replace(spec, checkpoint=checkpoint)
             inputs.first_row.show(console)
             for name, text in launcher.describe().items():
-                console.print(f"{name:10} {text}", highlight=False, soft_wrap=True)
+                say(console, f"{name:10} {text}")
             run = Run(config, placement, spec, console, interrupts, launcher, scan)
             code = run.run()
             goes_on = code == EXIT_FAILED and not interrupts.count and is_due(config, folder.summary(run.summary))
             start = {"start": asdict(inputs.first_row), "rows": scan.summary}
-            report_end(run, folder, Console(quiet=True) if goes_on else console, start)
+            report_end(run.summary, start, run.bottleneck, folder, Console(quiet=True) if goes_on else console)
     if interrupts.go_on_later and code in (EXIT_INTERRUPTED, EXIT_FAILED):
         launcher.requeue()
     # Without a summary, on a full disk, the run would stop in the same step again.
@@ -163,23 +170,6 @@ def preloaded(config: Config, placement: Placement, launcher: Launcher) -> Itera
         fork_server.close()
 
 
-TICK_S = 0.1
-STATUS_EVERY_S = 0.5
-FAILURE_GRACE_S = 2.0
-"""Time that the other roles have to stop after one role failed."""
-TRACE_S = 120.0
-"""Time that the replay process has to complete the trace, in addition to the time for its bytes."""
-TRACE_BYTES_PER_S = 250_000
-"""Rate at which its parts are joined, at least: a tenth of that of one core."""
-
-STATUS_OF_EXIT = {
-    EXIT_DONE: "finished",
-    EXIT_FAILED: "failed",
-    EXIT_CONFIG: "failed",
-    EXIT_INTERRUPTED: "stopped",
-}
-
-
 class Run:
     """A run in progress: its roles, the launcher's client of the replay queue, and how the run ended."""
 
@@ -197,6 +187,7 @@ class Run:
         self.console = console
         self.interrupts = interrupts
         self.processes = launcher
+        self._say = partial(say, console)
         self.client = LauncherClient(spec.endpoints)
         self.supervisor = Supervisor(config, placement, spec, self.processes, self.client, say=self._say)
         self.summary: dict[str, Any] = {}
@@ -224,15 +215,12 @@ class Run:
             self.summary = self._summarize(code, error)
             lacking = self._shut_replay()
             for role in self.processes.end(grace_s=FAILURE_GRACE_S):
-                self._say(f"{role.name} ({role.place}) does not die of SIGKILL and is left running")
+                self._say(f"{role.name} ({role.place}) could not be killed (SIGKILL) and was left running")
             self.client.close()
         if code == EXIT_DONE and (error := collapse_error(self.config, self.summary) or lacking):
             code = EXIT_FAILED
             self.summary |= {"status": STATUS_OF_EXIT[code], "error": error}
         return code
-
-    def _say(self, text: str) -> None:
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def _watch(self) -> None:
         """Returns when all learners have exited with code 0. Raises RunError otherwise."""
@@ -340,15 +328,13 @@ class Run:
         )
 
     def _summarize(self, code: int, error: str) -> dict[str, Any]:
-        own: dict[str, Any] = {"status": STATUS_OF_EXIT[code], "wall_s": time.monotonic() - self.started_s}
+        summary: dict[str, Any] = {"status": STATUS_OF_EXIT[code], "wall_s": time.monotonic() - self.started_s}
         if error:
-            own["error"] = error
-        own["restarts"] = self.supervisor.restarts
+            summary["error"] = error
         if not self.supervisor.replay.running:
-            return own
+            return summary | {"restarts": self.supervisor.restarts}
         try:
-            told = self.client.summary()
+            summary |= self.client.summary()
         except (PeerTimeoutError, RunError) as failure:
             log.warning("no summary from the replay queue", error=str(failure))
-            return own
-        return own | told | {"restarts": own["restarts"]}
+        return summary | {"restarts": self.supervisor.restarts}

@@ -14,69 +14,31 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import TypeAdapter
+import msgspec
 from rich.console import Console
 
-from asyncrl.config import Config, MappingValue, config_keys, load_config
+from asyncrl.config.config import Config
+from asyncrl.config.load import config_keys, load_config
+from asyncrl.config.sections import MappingValue
 from asyncrl.errors import ConfigError
-from asyncrl.launch.machine import find_port, listening_address
-from asyncrl.launch.placement import Host
-from asyncrl.launch.worker import endpoints_of
-from asyncrl.observe.rollbacks import read_rollbacks
+from asyncrl.launch.machine import Host, find_port, listening_address
+from asyncrl.observe.collapse import read_rollbacks
+from asyncrl.observe.console import say
 from asyncrl.util.files import next_free_path, read_json, replace_file
 from asyncrl.util.locks import is_locked, try_lock
-from asyncrl.util.redaction import redact, redact_named
-from asyncrl.wire.curve_keys import is_loopback, new_keys
+from asyncrl.util.text import redact, redact_named
 from asyncrl.wire.endpoints import NAMED, Endpoints
-from asyncrl.wire.socket_folder import socket_folder
-from asyncrl.wire.sockets import IPC
+from asyncrl.wire.sockets import IPC, is_loopback, new_keys, socket_folder
 
 RUN_ID_BYTES = 16
 """Random bytes: knowledge of the run id authenticates a process as part of the run."""
-
-
-@contextmanager
-def run_endpoints(config: Config, *, host: str = "", reward_model: bool = False) -> Iterator[Endpoints]:
-    """Yields addresses for all roles of a run, with a new run id; valid inside the block. `host` is the address of the
-    launcher's own host, by default that of `launch.address`.
-
-    On a loopback address, ZeroMQ uses unix sockets in a folder that only this user can enter; on any other one it uses
-    ports, encrypted with new keys. The port of the replay queue is chosen here, those of the other roles by the roles
-    (`wire/directory.py`). Raises ConfigError when the host cannot be bound, when a port is taken or has no effect, and
-    when the socket folder cannot be created.
-    """
-    host, port = listening_address(host or config.launch.host), config.launch.port
-    critics = [f"critic-{rank}" for rank in range(config.critic.ranks)]
-    names = ["replay", "weights", "learners", *critics]
-    names += ["critic-ranks"] if critics else []
-    names += ["reward-model"] if reward_model else []
-    with ExitStack() as stack:
-        if is_loopback(host):
-            if port:
-                raise ConfigError(
-                    f"launch.address = {config.launch.address!r}: a port has no effect on a loopback address, where "
-                    "the roles listen on unix sockets; leave it out, or use an address that other machines reach"
-                )
-            folder, keys = str(stack.enter_context(socket_folder())), ""
-            addresses = {name: f"{IPC}{folder}/{name}" for name in names}
-        else:
-            port = find_port(port, host=host)
-            folder, keys = "", new_keys()
-            addresses = {name: f"{NAMED}{name}" for name in names} | {"replay": f"tcp://{host}:{port}"}
-        yield Endpoints(
-            f"{config.run}-{secrets.token_hex(RUN_ID_BYTES)}",
-            replay=addresses["replay"],
-            weights=addresses["weights"],
-            learners=addresses["learners"],
-            host=host,
-            reward_model=addresses.get("reward-model", ""),
-            critics=tuple(addresses[name] for name in critics),
-            critic_ranks=addresses.get("critic-ranks", ""),
-            folder=folder,
-            keys=keys,
-        )
-
-
+ENDPOINTS = "endpoints.json"
+JOB = "job.yaml"
+"""The config of a run's batch job, next to its script."""
+HOSTS = "hosts.json"
+"""File with the hosts that the latest launch started with."""
+ATTEMPTS = "attempts.json"
+"""File with the wall time in seconds of each earlier launch of a resumed run."""
 FILE = "fingerprints.json"
 """File of the run folder with the fingerprints of its latest launch."""
 ROWS = "data.train"
@@ -91,99 +53,25 @@ CODE = re.compile(r"(.+):[A-Za-z_]\w*")
 
 Fingerprints = dict[str, list[list[str]]]
 """By config key, the name and the fingerprint of each file."""
-
-
-def fingerprints(config: Config) -> Fingerprints:
-    """Returns those of data, models and the user's own code. Names are without their folders, so that a copied folder
-    has the same ones; files that do not exist are left out."""
-    paths: dict[str, Sequence[Path]] = {
-        ROWS: [Path(file) for file in config.data.train_files],
-        "data.eval": [Path(file) for file in config.data.eval_files],
-    }
-    models = {
-        "model.path": config.model.path, "algorithm.reference": config.algorithm.reference,
-        "critic.path": config.critic.path,
-        "reward_options.reward_model.path": config.reward_options.get("reward_model", {}).get("path"),
-    }  # fmt: skip
-    for key, folder in models.items():
-        files = sorted(Path(folder).iterdir()) if folder and Path(folder).is_dir() else []
-        paths[key] = [path for path in files if not path.name.startswith(".") and path.suffix != ".md"]
-    for key, path in _code(config.model_dump(mode="json"), ""):
-        paths[key] = [*paths.get(key, ()), path]
-    found = {key: [path for path in files if path.is_file()] for key, files in paths.items()}
-    return {key: [[path.name, fingerprint(path)] for path in files] for key, files in found.items() if files}
-
-
-def fingerprint(path: Path) -> str:
-    """Returns the size of a file, and a hash of its content or, if it is large, of parts of it."""
-    size, digest = path.stat().st_size, hashlib.sha256()
-    with path.open("rb") as file:
-        if size <= COMPLETE_BYTES:
-            digest.update(file.read())
-        else:
-            for number in range(BLOCKS):
-                file.seek((size - BLOCK_BYTES) * number // (BLOCKS - 1))
-                digest.update(file.read(BLOCK_BYTES))
-    return f"{size}-{digest.hexdigest()[:32]}"
-
-
-def save_fingerprints(run_dir: Path, config: Config) -> None:
-    """Writes the fingerprints of a launch."""
-    replace_file(run_dir / FILE, json.dumps(fingerprints(config), indent=2) + "\n")
-
-
-def changed_files(run_dir: Path, config: Config) -> list[str]:
-    """Returns `key: name` of each file that has changed, is new or is missing since the run's latest launch."""
-    if not (run_dir / FILE).is_file():
-        return []
-    before, now = read_json(run_dir / FILE), fingerprints(config)
-    changed: list[str] = []
-    for key in [key for key in now if key in before]:
-        differing = {tuple(entry) for entry in now[key]} ^ {tuple(entry) for entry in before[key]}
-        changed += [f"{key}: {name}" for name in sorted({name for name, _ in differing})]
-    return changed
-
-
-def refuse_other_rows(run_dir: Path, config: Config) -> None:
-    """Raises ConfigError if training rows have changed since the run's latest launch and are not accepted."""
-    changed = [text for text in changed_files(run_dir, config) if text.startswith(f"{ROWS}: ")]
-    if changed and not read_json(run_dir / FILE).get(ACCEPTED):
-        raise ConfigError(
-            f"{'; '.join(changed)} has other content than when the run was last started, and the run refers to its "
-            "rows by number; restore it, continue with the new rows (--accept-data), or start another run without "
-            "--resume"
-        )
-
-
-def accept_rows(run_dir: Path) -> None:
-    """Has the next launch continue with other training rows."""
-    if (run_dir / FILE).is_file():
-        replace_file(run_dir / FILE, json.dumps(read_json(run_dir / FILE) | {ACCEPTED: True}, indent=2) + "\n")
-
-
-def _code(value: Any, key: str) -> Iterator[tuple[str, Path]]:
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            yield from _code(name, key)
-            yield from _code(inner, f"{key}.{name}" if key else name)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _code(inner, key)
-    elif isinstance(value, str) and (match := CODE.fullmatch(value)):
-        where = match.group(1)
-        module = sys.modules.get(where)
-        file = where if where.endswith(".py") else getattr(module, "__file__", None)
-        if file:
-            yield key, Path(file)
-
-
-ENDPOINTS = "endpoints.json"
-JOB = "job.yaml"
-"""The config of a run's batch job, next to its script."""
-HOSTS = "hosts.json"
-"""File with the hosts that the latest launch started with."""
-ATTEMPTS = "attempts.json"
-"""File with the wall time in seconds of each earlier launch of a resumed run."""
+FREE_SECTIONS = ("launch", "placement", "observe", "weights", "checkpoint", "journal")
+FREE_KEYS = {
+    "steps", "resume", "run", "runs_dir", "eval.every_steps", "data.workers",
+    "generator.max_running_groups", "generator.reward_workers", "generator.reward_timeout_s",
+    "generator.kv_cache_bytes", "generator.gpu_memory_utilization", "generator.tensor_parallel",
+    "generator.engine_options",
+    "replay.max_bytes",
+    "learner.tokens_per_microbatch", "learner.gradient_checkpointing", "learner.deepspeed_options",
+    "learner.offload", "learner.sequence_parallel", "learner.lora.load",
+    "learner.lr", "critic.lr", "learner.max_grad_norm",
+    "learner.on_collapse",
+}  # fmt: skip
+"""Settings that may change when a run is resumed. The objective and the data must stay. The size of an update may
+change, since that is the remedy for updates that are not finite. Then the steps since the newest checkpoint, which are
+trained again, have other results than before. That is sound: tokens sampled meanwhile keep the log-probs of the policy
+that sampled them, and generators of a resumed run start with the new weights."""
+ENGINE_OPTIONS = "generator.engine_options"
+FIXED_KEYS = {f"{ENGINE_OPTIONS}.max_model_len"}
+"""Settings of free sections and keys that may not change: the window decides which prompts are skipped."""
 
 
 class RunFolder:
@@ -246,25 +134,19 @@ class RunFolder:
         a rollback that it asks for is done."""
         if self.earlier_s:
             replace_file(self.path / ATTEMPTS, json.dumps(self.earlier_s) + "\n")
-        save_fingerprints(self.path, config)
+        replace_file(self.path / FILE, json.dumps(fingerprints(config), indent=2) + "\n")
         # A config that is used again starts a new run, whatever started this one.
-        kept = config.model_copy(update={"resume": "never"}) if config.resume == "must" else config
-        replace_file(self.path / "config.yaml", kept.to_yaml())
+        saved = config.model_copy(update={"resume": "never"}) if config.resume == "must" else config
+        replace_file(self.path / "config.yaml", saved.to_yaml())
         (self.path / "summary.json").unlink(missing_ok=True)
         replace_file(self.path / HOSTS, json.dumps([asdict(host) for host in hosts], indent=2) + "\n")
         replace_file(self.path / ENDPOINTS, json.dumps(asdict(endpoints), indent=2) + "\n", mode=0o600)
 
     def summary(self, summary: dict[str, Any]) -> dict[str, Any]:
         """The summary with the wall time of all launches of this run; secrets are shown as ***."""
-        return (
-            redact(summary)
-            | {
-                "wall_s": summary["wall_s"] + sum(self.earlier_s),
-                "attempts": len(self.earlier_s) + 1,
-            }
-            | ({"changed_files": self.changed} if self.changed else {})
-            | ({"rollbacks": rollbacks} if (rollbacks := read_rollbacks(self.path)) else {})
-        )
+        wall_s, attempts = summary["wall_s"] + sum(self.earlier_s), len(self.earlier_s) + 1
+        more = {"changed_files": self.changed, "rollbacks": read_rollbacks(self.path)}
+        return redact(summary) | {"wall_s": wall_s, "attempts": attempts} | {k: v for k, v in more.items() if v}
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Replaces `summary.json` atomically."""
@@ -297,15 +179,12 @@ def read_endpoints(run_dir: Path) -> Endpoints:
     file = run_dir / ENDPOINTS
     if not is_running(run_dir) or not file.exists():
         raise ConfigError(f"{run_dir}: this run is not running; start it with asyncrl launch, or resume it (--resume)")
-    return endpoints_of(read_json(file))
+    return msgspec.convert(read_json(file), Endpoints)
 
 
 def read_hosts(run_dir: Path) -> list[Host]:
     """The hosts that the run's latest launch started with."""
-    return _HOSTS.validate_python(read_json(run_dir / HOSTS, kind=list))
-
-
-_HOSTS = TypeAdapter(list[Host])
+    return msgspec.convert(read_json(run_dir / HOSTS, kind=list), list[Host])
 
 
 def _attempts_s(run_dir: Path) -> list[float]:
@@ -320,33 +199,11 @@ def _attempts_s(run_dir: Path) -> list[float]:
     return [*earlier_s, max(0.0, last_s - began_s)]
 
 
-FREE_SECTIONS = ("launch", "placement", "observe", "weights", "checkpoint", "journal")
-FREE_KEYS = {
-    "steps", "resume", "run", "runs_dir", "eval.every_steps", "data.workers",
-    "generator.max_running_groups", "generator.reward_workers", "generator.reward_timeout_s",
-    "generator.kv_cache_bytes", "generator.gpu_memory_utilization", "generator.tensor_parallel",
-    "generator.engine_options",
-    "replay.max_bytes",
-    "learner.tokens_per_microbatch", "learner.gradient_checkpointing", "learner.deepspeed_options",
-    "learner.offload", "learner.sequence_parallel", "learner.lora.load",
-    "learner.lr", "critic.lr", "learner.max_grad_norm",
-    "learner.on_collapse",
-}  # fmt: skip
-"""Settings that may change when a run is resumed. The objective and the data must stay. The size of an update may
-change, since that is the remedy for updates that are not finite. Then the steps since the newest checkpoint, which are
-trained again, have other results than before. That is sound: tokens sampled meanwhile keep the log-probs of the policy
-that sampled them, and generators of a resumed run start with the new weights."""
-ENGINE_OPTIONS = "generator.engine_options"
-FIXED_KEYS = {f"{ENGINE_OPTIONS}.max_model_len"}
-"""Settings of free sections and keys that may not change: the window decides which prompts are skipped."""
-
-
 def free_in_resume(key: str) -> bool:
     """True if the setting may change when a run is resumed."""
-    if key in FIXED_KEYS:
-        return False
     section, name, *_ = (*key.split("."), "")
-    return section in FREE_SECTIONS or key in FREE_KEYS or f"{section}.{name}" in FREE_KEYS
+    is_free = section in FREE_SECTIONS or bool({key, f"{section}.{name}"} & FREE_KEYS)
+    return is_free and key not in FIXED_KEYS
 
 
 def changes(saved: Config, config: Config) -> dict[str, tuple[Any, Any]]:
@@ -356,13 +213,13 @@ def changes(saved: Config, config: Config) -> dict[str, tuple[Any, Any]]:
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def refuse_changes(saved: Config, config: Config, allowed: Callable[[str], bool], *, what: str, way_out: str) -> None:
+def refuse_changes(saved: Config, config: Config, allowed: Callable[[str], bool], *, what: str, hint: str) -> None:
     """Raises ConfigError that lists every setting that differs and may not."""
     wrong = {key: pair for key, pair in changes(saved, config).items() if not allowed(key)}
     if wrong:
         pairs = {key: [redact_named(key, value) for value in pair] for key, pair in wrong.items()}
         lines = [f"{key}: it was {before!r}, now {now!r}" for key, (before, now) in pairs.items()]
-        raise ConfigError(f"{what}:\n  " + "\n  ".join(lines) + f"\n{way_out}")
+        raise ConfigError(f"{what}:\n  " + "\n  ".join(lines) + f"\n{hint}")
 
 
 def check_resume(config: Config) -> bool:
@@ -371,15 +228,10 @@ def check_resume(config: Config) -> bool:
     Raises ConfigError when `resume` is "must" and no run can be resumed, or when a setting or training rows differ that
     may not.
     """
-    if config.resume == "never":
-        return False
-    must = config.resume == "must"
     file = config.run_dir / "config.yaml"
-    if not file.is_file():
-        if must:
-            raise no_run(config.run, config.runs_dir)
+    if config.resume == "never" or (config.resume != "must" and not file.is_file()):
         return False
-    saved = load_config(file)
+    saved = load_config(config_of_run(config.run, config.runs_dir))
     config = config.with_choices_of(saved)
     if steps := finished_steps(config):
         raise ConfigError(
@@ -391,9 +243,15 @@ def check_resume(config: Config) -> bool:
         config,
         free_in_resume,
         what=f"run = {config.run!r} cannot be resumed with other settings than it was started with",
-        way_out="restore them, or start another run with --run NAME and without --resume",
+        hint="restore them, or start another run with --run NAME and without --resume",
     )
-    refuse_other_rows(config.run_dir, config)
+    changed = [text for text in changed_files(config.run_dir, config) if text.startswith(f"{ROWS}: ")]
+    if changed and not read_json(config.run_dir / FILE).get(ACCEPTED):
+        raise ConfigError(
+            f"{'; '.join(changed)} has other content than when the run was last started, and the run refers to its "
+            "rows by number; restore it, continue with the new rows (--accept-data), or start another run without "
+            "--resume"
+        )
     return True
 
 
@@ -408,7 +266,7 @@ def nothing_to_resume(config: Config, console: Console) -> bool:
     """True, and printed, if the run has finished and `resume` is "auto": a scheduler repeats the command."""
     if config.resume != "auto" or not (steps := finished_steps(config)):
         return False
-    console.print(f"{config.run_dir} has finished its {steps} steps; raise --steps to train on", highlight=False)
+    say(console, f"{config.run_dir} has finished its {steps} steps; raise --steps to train on")
     return True
 
 
@@ -416,17 +274,12 @@ def config_of_run(name: str, runs_dir: str) -> Path:
     """The config file that a run was started with. Raises ConfigError when there is no such run."""
     file = Path(runs_dir) / name / "config.yaml"
     if not file.is_file():
-        raise no_run(name, runs_dir)
+        known = sorted(other.parent.name for other in Path(runs_dir).glob("*/config.yaml"))
+        raise ConfigError(
+            f"run = {name!r}: there is no such run to resume in {Path(runs_dir)}/ (of {', '.join(known) or 'none'}); "
+            "name one with --run, or launch without --resume"
+        )
     return file
-
-
-def no_run(name: str, runs_dir: str) -> ConfigError:
-    """The error for a run that does not exist."""
-    known = sorted(file.parent.name for file in Path(runs_dir).glob("*/config.yaml"))
-    return ConfigError(
-        f"run = {name!r}: there is no such run to resume in {Path(runs_dir)}/ (of {', '.join(known) or 'none'}); "
-        "name one with --run, or launch without --resume"
-    )
 
 
 def read_summary(run_dir: Path) -> dict[str, Any]:
@@ -443,5 +296,114 @@ def _values(config: Config) -> dict[str, Any]:
             value = getattr(value, part)
         inner = config.generator.engine_settings if key == ENGINE_OPTIONS else {}
         inner = dict(value) if isinstance(value, MappingValue) else inner
-        values |= {f"{key}.{name}": one for name, one in inner.items()} or {key: value}
+        values |= {f"{key}.{name}": option for name, option in inner.items()} or {key: value}
     return values
+
+
+def fingerprints(config: Config) -> Fingerprints:
+    """Returns those of data, models and the user's own code. Names are without their folders, so that a copied folder
+    has the same ones; files that do not exist are left out."""
+    paths: dict[str, Sequence[Path]] = {
+        ROWS: [Path(file) for file in config.data.train_files],
+        "data.eval": [Path(file) for file in config.data.eval_files],
+    }
+    models = {
+        "model.path": config.model.path, "algorithm.reference": config.algorithm.reference,
+        "critic.path": config.critic.path,
+        "reward_options.reward_model.path": config.reward_options.get("reward_model", {}).get("path"),
+    }  # fmt: skip
+    for key, folder in models.items():
+        files = sorted(Path(folder).iterdir()) if folder and Path(folder).is_dir() else []
+        paths[key] = [path for path in files if not path.name.startswith(".") and path.suffix != ".md"]
+    for key, path in _code(config.model_dump(mode="json"), ""):
+        paths[key] = [*paths.get(key, ()), path]
+    found = {key: [path for path in files if path.is_file()] for key, files in paths.items()}
+    return {key: [[path.name, fingerprint(path)] for path in files] for key, files in found.items() if files}
+
+
+def fingerprint(path: Path) -> str:
+    """Returns the size of a file, and a hash of its content or, if it is large, of parts of it."""
+    size, digest = path.stat().st_size, hashlib.sha256()
+    with path.open("rb") as file:
+        if size <= COMPLETE_BYTES:
+            digest.update(file.read())
+        else:
+            for number in range(BLOCKS):
+                file.seek((size - BLOCK_BYTES) * number // (BLOCKS - 1))
+                digest.update(file.read(BLOCK_BYTES))
+    return f"{size}-{digest.hexdigest()[:32]}"
+
+
+def changed_files(run_dir: Path, config: Config) -> list[str]:
+    """Returns `key: name` of each file that has changed, is new or is missing since the run's latest launch."""
+    if not (run_dir / FILE).is_file():
+        return []
+    before, now = read_json(run_dir / FILE), fingerprints(config)
+    changed: list[str] = []
+    for key in [key for key in now if key in before]:
+        differing = {tuple(entry) for entry in now[key]} ^ {tuple(entry) for entry in before[key]}
+        changed += [f"{key}: {name}" for name in sorted({name for name, _ in differing})]
+    return changed
+
+
+def accept_rows(run_dir: Path) -> None:
+    """Has the next launch continue with other training rows."""
+    if (run_dir / FILE).is_file():
+        replace_file(run_dir / FILE, json.dumps(read_json(run_dir / FILE) | {ACCEPTED: True}, indent=2) + "\n")
+
+
+def _code(value: Any, key: str) -> Iterator[tuple[str, Path]]:
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _code(name, key)
+            yield from _code(inner, f"{key}.{name}" if key else name)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _code(inner, key)
+    elif isinstance(value, str) and (match := CODE.fullmatch(value)):
+        where = match.group(1)
+        file = where if where.endswith(".py") else getattr(sys.modules.get(where), "__file__", None)
+        if file:
+            yield key, Path(file)
+
+
+@contextmanager
+def run_endpoints(config: Config, *, host: str = "", reward_model: bool = False) -> Iterator[Endpoints]:
+    """Yields addresses for all roles of a run, with a new run id; valid inside the block. `host` is the address of the
+    launcher's own host, by default that of `launch.address`.
+
+    On a loopback address, ZeroMQ uses unix sockets in a folder that only this user can enter; on any other one it uses
+    ports, encrypted with new keys. The port of the replay queue is chosen here, those of the other roles by the roles
+    (`wire/rpc.py`). Raises ConfigError when the host cannot be bound, when a port is taken or has no effect, and
+    when the socket folder cannot be created.
+    """
+    host, port = listening_address(host or config.launch.host), config.launch.port
+    critics = [f"critic-{rank}" for rank in range(config.critic.ranks)]
+    names = ["replay", "weights", "learners", *critics]
+    names += ["critic-ranks"] if critics else []
+    names += ["reward-model"] if reward_model else []
+    with ExitStack() as stack:
+        if is_loopback(host):
+            if port:
+                raise ConfigError(
+                    f"launch.address = {config.launch.address!r}: a port has no effect on a loopback address, where "
+                    "the roles listen on unix sockets; leave it out, or use an address that other machines reach"
+                )
+            folder, keys = str(stack.enter_context(socket_folder())), ""
+            addresses = {name: f"{IPC}{folder}/{name}" for name in names}
+        else:
+            folder, keys = "", new_keys()
+            addresses = {name: f"{NAMED}{name}" for name in names}
+            addresses["replay"] = f"tcp://{host}:{find_port(port, host=host)}"
+        yield Endpoints(
+            f"{config.run}-{secrets.token_hex(RUN_ID_BYTES)}",
+            replay=addresses["replay"],
+            weights=addresses["weights"],
+            learners=addresses["learners"],
+            host=host,
+            reward_model=addresses.get("reward-model", ""),
+            critics=tuple(addresses[name] for name in critics),
+            critic_ranks=addresses.get("critic-ranks", ""),
+            folder=folder,
+            keys=keys,
+        )

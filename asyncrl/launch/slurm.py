@@ -15,25 +15,25 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import structlog
 from rich.console import Console
 
-from asyncrl.config import Config
-from asyncrl.config.base import Options
-from asyncrl.config.placement import Pool
+from asyncrl.config.config import Config
+from asyncrl.config.sections import Options, Pool
 from asyncrl.data.hub import fetch
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.launch.checks import check_inputs
-from asyncrl.launch.console import EXIT_DONE
 from asyncrl.launch.launcher import HOST_LOST, LocalLauncher, RoleHandle, RoleProcess
-from asyncrl.launch.machine import HostFacts, listening_address, other_packages, own_name
-from asyncrl.launch.placement import Host, RoleResources, this_machine
+from asyncrl.launch.machine import Host, HostFacts, listening_address, other_packages, own_name, this_machine
+from asyncrl.launch.placement import RoleResources
 from asyncrl.launch.run_dir import JOB, check_resume, is_prepared, is_running, nothing_to_resume
 from asyncrl.launch.supervisor import LOCAL_RUNS
 from asyncrl.launch.worker import EXIT_CRASHED, RoleSpec
+from asyncrl.observe.console import EXIT_DONE, say
 from asyncrl.util.files import next_free_path, replace_file
 from asyncrl.util.processes import PYTHON
-from asyncrl.wire.curve_keys import is_loopback
+from asyncrl.wire.sockets import is_loopback
 
 log = structlog.get_logger()
 
@@ -76,7 +76,7 @@ class SlurmLauncher(LocalLauncher):
         self._look: threading.Thread | None = None
 
     def acquire(self, config: Config) -> None:
-        """As `Launcher.acquire`: the nodes of the job, with the pools in their order."""
+        """the nodes of the job, with the pools in their order."""
         if not in_job():
             raise ConfigError(
                 "launch.cluster = 'slurm': this is not inside a SLURM job; `asyncrl launch` submits one, with "
@@ -93,59 +93,39 @@ class SlurmLauncher(LocalLauncher):
         facts = self._facts(config, names[1:]) if len(names) > 1 else []
         if facts and is_loopback(self.address):
             self.address = listening_address(facts[0].head)
-        others = [Host(one.name, one.cpus, one.gpus, one.address, "", one.shares_run_dir) for one in facts]
         self._run_dir = config.run_dir.absolute()
-        self._hosts = in_pools(config, [this_machine(self.address), *others])
+        self._hosts = in_pools(config, [this_machine(self.address), *(told.host for told in facts)])
 
     def _facts(self, config: Config, names: list[str]) -> list[HostFacts]:
-        """The facts of the other nodes. Raises ConfigError if one does not tell them, has no address or other
-        packages."""
         runs = config.run_dir.absolute().parent
         runs.mkdir(parents=True, exist_ok=True)
         token = runs / f".{config.run}-{secrets.token_hex(8)}"
         head = "" if is_loopback(self.address) else config.launch.host
-        count = str(len(names))
-        command = [
-            *STEP,
-            f"--nodes={count}",
-            f"--ntasks={count}",
-            "--ntasks-per-node=1",
-            f"--nodelist={','.join(names)}",
-        ]
-        command += [*PYTHON, "-m", "asyncrl.launch.machine", head, str(token)]
+        count = len(names)
+        place = [f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", f"--nodelist={','.join(names)}"]
+        command = [*STEP, *place, *PYTHON, "-m", "asyncrl.launch.machine", head, str(token)]
         token.touch(mode=0o600)
         try:
             output = _call(*command, timeout_s=config.launch.start_timeout_s, environment=self.environment())
         finally:
             token.unlink()
-        facts = {
-            one.name: one for line in output.splitlines() if line.startswith("{") for one in [HostFacts.from_json(line)]
-        }
+        lines = [line for line in output.splitlines() if line.startswith("{")]
+        facts = {told.host.name: told for told in (msgspec.json.decode(line, type=HostFacts) for line in lines)}
         if missing := [name for name in names if name not in facts]:
-            raise ConfigError(
-                f"launch.cluster = 'slurm': {', '.join(missing)} of job {self.job} said nothing of itself"
-            )
-        for one in facts.values():
-            if one.problem:
-                raise ConfigError(one.problem)
-        if others := other_packages({name: one.versions for name, one in facts.items()}):
+            raise ConfigError(f"launch.cluster = 'slurm': {', '.join(missing)} of job {self.job} did not report")
+        if problem := next((told.problem for told in facts.values() if told.problem), ""):
+            raise ConfigError(problem)
+        if others := other_packages({name: told.versions for name, told in facts.items()}):
             raise ConfigError(f"launch.cluster = 'slurm': other packages than the launcher has: {others}")
         return [facts[name] for name in names]
 
     def hosts(self) -> list[Host]:
-        """As `Launcher.hosts`. A node that does not respond is missing until it does, one that is down for good."""
-        if (
-            self._silent
-            and time.monotonic() - self._looked_s > LOOK_AGAIN_S
-            and not (self._look and self._look.is_alive())
-        ):
+        """A node that does not respond is missing until it does, one that is down for good."""
+        is_due = self._silent and time.monotonic() - self._looked_s > LOOK_AGAIN_S
+        if is_due and not (self._look and self._look.is_alive()):
             self._look = threading.Thread(target=self._look_at_nodes, name="nodes", daemon=True)
             self._look.start()
-        return [host for host in self._hosts if host.name not in self._gone] or super().hosts()
-
-    @property
-    def _gone(self) -> set[str]:
-        return self._silent | self._lost
+        return [host for host in self._hosts if host.name not in self._silent | self._lost] or super().hosts()
 
     def _look_at_nodes(self) -> None:
         self._looked_s = time.monotonic()
@@ -158,11 +138,11 @@ class SlurmLauncher(LocalLauncher):
         states = dict(line.split() for line in output.splitlines())
         self._lost |= {name for name, state in states.items() if state.startswith(LOST)}
         self._silent = {name for name, state in states.items() if state.endswith(SILENT)}
-        if self._gone:
-            log.warning("nodes are not there", nodes={name: states.get(name, "") for name in sorted(self._gone)})
+        if gone := self._silent | self._lost:
+            log.warning("nodes are not there", nodes={name: states.get(name, "") for name in sorted(gone)})
 
     def start(self, spec: RoleSpec, resources: RoleResources) -> RoleProcess:
-        """As `Launcher.start`: on another node as a step of the job. From one that does not share the run folder, srun
+        """on another node as a step of the job. From one that does not share the run folder, srun
         brings the role's log as standard output, and all other output as standard error."""
         self._gpus[spec.name] = resources.environment()["CUDA_VISIBLE_DEVICES"]
         if spec.host and spec.config:
@@ -177,25 +157,24 @@ class SlurmLauncher(LocalLauncher):
         return {name: value for name, value in os.environ.items() if name not in NOT_FOR_STEPS}
 
     def command(self, spec: RoleSpec) -> list[str]:
-        """As `LocalLauncher.command`. SLURM sets CUDA_VISIBLE_DEVICES of a step to all GPUs of the node, hence env."""
+        """SLURM sets CUDA_VISIBLE_DEVICES of a step to all GPUs of the node, hence env."""
         if not spec.host:
             return super().command(spec)
         place = [f"--nodelist={spec.host}", "--nodes=1", "--ntasks=1", f"--job-name={spec.name}"]
         role = ["env", f"CUDA_VISIBLE_DEVICES={self._gpus[spec.name]}", *PYTHON]
         return [*STEP, *place, *role, "-m", "asyncrl.launch.worker", spec.name, "0", str(BASE)]
 
-    def input(self, spec: RoleSpec) -> str:
-        """As `LocalLauncher.input`. On a node that does not share the run folder, the role has one of its own."""
-        there = replace(spec, run_dir=f"{LOCAL_RUNS}/{self._run_dir.name}") if spec.sends_log else spec
-        return there.to_json()
+    def input(self, spec: RoleSpec) -> bytes:
+        """On a node that does not share the run folder, the role has a separate one."""
+        return super().input(replace(spec, run_dir=f"{LOCAL_RUNS}/{self._run_dir.name}") if spec.sends_log else spec)
 
     def signal(self, roles: Sequence[RoleProcess], number: signal.Signals) -> None:
-        """As `LocalLauncher.signal`. A signal to srun would kill its role: roles elsewhere get it by scancel."""
+        """A signal to srun would kill its role: roles elsewhere get it by scancel."""
         super().signal([role for role in roles if not role.spec.host], number)
         elsewhere = [role for role in roles if role.spec.host and role.code is None]
         if elsewhere:
             self._look_at_nodes()  # scancel would wait for one that is not there
-        names = {role.spec.name for role in elsewhere if role.spec.host not in self._gone}
+        names = {role.spec.name for role in elsewhere if role.spec.host not in self._silent | self._lost}
         if not names:
             return
         try:
@@ -208,14 +187,13 @@ class SlurmLauncher(LocalLauncher):
             log.warning("roles were not signalled", signal=number.name, names=sorted(names), error=str(error))
 
     def kill(self, roles: Sequence[RoleHandle], *, show_stacks: bool = False) -> list[RoleHandle]:
-        """As `Launcher.kill`: the end of srun ends its role. Then it looks which nodes are there for the next start."""
+        """the end of srun ends its role. Then it looks which nodes are there for the next start."""
         left = super().kill(roles, show_stacks=show_stacks)
         if any(role.spec.host for role in roles):
             self._look_at_nodes()
         return left
 
     def requeue(self) -> None:
-        """As `Launcher.requeue`."""
         log.info("the job is put into the queue again", job=self.job)
         try:
             _call("scontrol", "requeue", self.job)
@@ -223,7 +201,6 @@ class SlurmLauncher(LocalLauncher):
             raise RunError(f"job {self.job} cannot go on later ({error}); submit its script again") from None
 
     def describe(self) -> dict[str, str]:
-        """As `Launcher.describe`."""
         restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
         nodes = ", ".join([own_name(), *(host.name for host in self._hosts if host.name)])
         log.info("SLURM job", job=self.job, nodes=nodes, restarts=int(restarts))
@@ -233,9 +210,8 @@ class SlurmLauncher(LocalLauncher):
 def in_pools(config: Config, hosts: Sequence[Host]) -> list[Host]:
     """Returns the hosts with their pools: each pool gets its nodes in the order of the config. Raises ConfigError if a
     pool lacks nodes or GPUs."""
-    pools = config.placement.pools
     left, placed = list(hosts), list[Host]()
-    for name, pool in pools.items():
+    for name, pool in config.placement.pools.items():
         count = pool.nodes or len(left)
         own, left = left[:count], left[count:]
         placed += [replace(host, pool=name) for host in own]
@@ -260,10 +236,7 @@ def code_of_step(code: int) -> int:
 
 
 def _call(
-    *command: str,
-    timeout_s: float = CALL_S,
-    environment: dict[str, str] | None = None,
-    may_fail: bool = False,
+    *command: str, timeout_s: float = CALL_S, environment: dict[str, str] | None = None, may_fail: bool = False
 ) -> str:
     """Returns the output of a command of SLURM. Raises ConfigError if it fails or does not answer."""
     try:
@@ -399,14 +372,14 @@ def submit(config: Config, console: Console, *, dry_run: bool = False) -> int:
     if folder.exists() and not resumed and not is_prepared(folder):
         moved_to = next_free_path(folder.parent, f"{folder.name}.")
         folder.rename(moved_to)
-        console.print(f"the earlier run of this name is now {moved_to}", highlight=False)
+        say(console, f"the earlier run of this name is now {moved_to}")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     (folder / "logs").mkdir(exist_ok=True)  # SLURM does not make it
     replace_file(folder / JOB, config.to_yaml())
     replace_file(folder / SCRIPT, script, mode=0o700)
     if dry_run:
-        console.print(script, highlight=False, markup=False, soft_wrap=True)
-        console.print(f"not submitted; later: sbatch {shlex.quote(str(folder / SCRIPT))}", highlight=False)
+        say(console, script)
+        say(console, f"not submitted; later: sbatch {shlex.quote(str(folder / SCRIPT))}")
         return 0
     job = _sbatch(folder / SCRIPT)
     for name, text in {
@@ -414,7 +387,7 @@ def submit(config: Config, console: Console, *, dry_run: bool = False) -> int:
         "output": f"tail -F {shlex.quote(str(folder / 'logs' / f'slurm-{job}.out'))}",
         "stop": f"scancel --batch --signal=INT {job} (after the step); scancel {job} (at once)",
     }.items():
-        console.print(f"{name:10} {text}", highlight=False, markup=False, soft_wrap=True)
+        say(console, f"{name:10} {text}")
     return 0
 
 

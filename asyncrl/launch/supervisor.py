@@ -10,12 +10,12 @@ from typing import Any
 
 import structlog
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
 from asyncrl.launch.launcher import HOST_LOST, Launcher, RoleHandle
-from asyncrl.launch.machine import MIG
-from asyncrl.launch.memory import fit_memory
-from asyncrl.launch.placement import Host, Placement, RoleResources, find_room, place_roles, refuse_joiner, why_no_room
+from asyncrl.launch.machine import MIG, Host
+from asyncrl.launch.memory import fit_memory, with_changes
+from asyncrl.launch.placement import Placement, RoleResources, find_room, place_roles, refuse_joiner, why_no_room
 from asyncrl.launch.worker import EXIT_CONFIG, EXIT_SILENT_PEER, EXIT_TERMINATED, FINAL_CODES, ROLES, RoleSpec
 from asyncrl.observe.logs import last_phase
 from asyncrl.replay.client import LauncherClient
@@ -26,22 +26,43 @@ BACK_OFF_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 """Pause before each consecutive restart; the last value holds for all later ones."""
 RESTART_WINDOW_S = 600.0
 """Time that a restart counts against `launch.max_restarts`."""
+SETTLED_S = 30.0
+"""A role that worked for this long after its start is considered to have failed for a new reason."""
+MAX_ALIKE = 5
+"""Failures for one reason and at one optimizer step after which a role is not started again."""
+GRACE_S = 1.0
+"""Time that the other ranks have, after a learner rank died, to report the cause."""
+NOT_UP_EVERY_S = 60.0
+"""Pause between two lines about a role that is alive but not up yet."""
+NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
+"""Process ids, ports, addresses and sizes in a reason, which may differ the next time."""
+UNHEARD = ("reward_model",)
+"""Roles without heartbeats; a live process counts as healthy."""
+TOGETHER = ("learner", "critic")
+"""Roles whose ranks are restarted together: each rank waits for the others in every step."""
+NOT_MISSED = ("generator", "reward_model")
+"""Roles that are not restarted when nothing is left to generate."""
+EVICTED = (EXIT_TERMINATED, HOST_LOST, -signal.SIGTERM)
+"""Exit codes of roles whose machine is wanted for something else: they never count as failures of the role."""
+BY_CHANCE = (EXIT_SILENT_PEER, -signal.SIGKILL, *EVICTED)
+"""Exit codes of roles that another process ended or did not answer: two in a row need not have the same cause."""
+LOCAL_RUNS = "~/.asyncrl/runs"
+"""Folder for the logs of roles on hosts that do not share the run folder."""
 
 
 class RestartHistory:
     """The restarts of one role group, and the back-off before the next."""
 
     def __init__(self, *, max_restarts: int, window_s: float = RESTART_WINDOW_S) -> None:
-        self.total = 0
+        self.total = self._in_a_row = 0
         self._max_restarts = max_restarts
         self._window_s = window_s
         self._times_s: list[float] = []
-        self._in_a_row = 0
 
     def next(self, now_s: float, *, settled: bool) -> float | None:
         """Counts a restart and returns the seconds to wait before it; None when no more are allowed.
 
-        `settled` says that the role worked well since its last start, which resets the back-off. Restarts without
+        `settled` is True if the role worked well since its last start, which resets the back-off. Restarts without
         success in between count however long ago they were: a role that never comes up ends the run.
         """
         if settled:
@@ -77,19 +98,17 @@ class Progress:
 
     def check(self, status: dict[str, Any], *, learners_started_s: float, missing: Sequence[str], now_s: float) -> str:
         """Returns why the learners must be restarted, or "". Raises RunError when a restart would not help."""
+        launch = self._config.launch
         # With a complete batch in the queue the learners are the ones to act.
         training = status["taken"] or status["finished"] >= self._batch_groups
-        # A learner that shares its card waits for it with a batch in hand.
-        waits = not training or self._config.launch.colocated
         generated = None
-        if waits:
+        if not training or launch.colocated:  # a learner that shares its GPU waits for it with a batch in hand
             tokens = sum(generator["tokens"] for generator in status["generators"].values())
             generated = tokens, sum(status["refunded"].values())
-        again = (status["catching_up"] or {}).get("step")
-        seen = status["step"], status["eval"]["prompts_done"], again, training, generated
+        repeated = (status["catching_up"] or {}).get("step")
+        seen = status["step"], status["eval"]["prompts_done"], repeated, training, generated
         if seen != self._seen:
             self._seen, self._since_s = seen, now_s
-        launch = self._config.launch
         limit_s, since_s = launch.progress_timeout_s, max(self._since_s, learners_started_s)
         if missing:
             limit_s, self._missing_s = max(limit_s, launch.start_timeout_s), now_s
@@ -109,8 +128,8 @@ class Progress:
 
 def _describe(status: dict[str, Any]) -> str:
     running = (
-        f", evaluation of version {one['version']} at {one['done']} of {one['prompts']} prompts"
-        for one in status["eval"]["running"]
+        f", evaluation of version {running['version']} at {running['done']} of {running['prompts']} prompts"
+        for running in status["eval"]["running"]
     )
     return (
         f"step {status['step']}, {status['leased']} groups leased, {status['finished']} waiting for the learner"
@@ -118,31 +137,22 @@ def _describe(status: dict[str, Any]) -> str:
     )
 
 
-SETTLED_S = 30.0
-"""A role that worked for this long after its start is taken to have failed for a new reason."""
-MAX_ALIKE = 5
-"""Failures for one reason and at one optimizer step after which a role is not started again."""
-NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
-"""Process ids, ports, addresses and sizes in a reason, which may differ the next time."""
-UNHEARD = ("reward_model",)
-"""Roles without heartbeats; a live process counts as healthy."""
-
-
 def with_peer_gpus(members: Sequence[tuple[RoleSpec, RoleResources]]) -> list[tuple[RoleSpec, RoleResources]]:
     """Returns the members with the GPUs of all ranks of their role on their machine visible to each, so that NCCL can
-    copy directly from one to another; LOCAL_RANK says which is a rank's own. The ranks of one machine may be on several
-    hosts of a launcher. A process sees one MIG instance only."""
-    seen: dict[tuple[str, str], dict[str, None]] = {}
+    copy directly from one to another; LOCAL_RANK tells which is a rank's own. The ranks of one machine may be on
+    several hosts of a launcher. A process sees one MIG instance only."""
+    gpus: dict[tuple[str, str], tuple[str, ...]] = {}
     for spec, resources in members:
-        seen.setdefault((spec.role, spec.endpoints.host), {}).update(dict.fromkeys(resources.gpus))
-    found = [(spec, resources, tuple(seen[spec.role, spec.endpoints.host])) for spec, resources in members]
+        key = spec.role, spec.endpoints.host
+        gpus[key] = tuple(dict.fromkeys((*gpus.get(key, ()), *resources.gpus)))
     return [
-        (spec, resources if any(gpu.startswith(MIG) for gpu in gpus) else replace(resources, visible_gpus=gpus))
-        for spec, resources, gpus in found
+        (spec, resources if any(gpu.startswith(MIG) for gpu in seen) else replace(resources, visible_gpus=seen))
+        for spec, resources in members
+        for seen in [gpus[spec.role, spec.endpoints.host]]
     ]
 
 
-@dataclass(slots=True)
+@dataclass
 class RoleGroup:
     """A generator, the replay queue, the reward model, or all learner and critic ranks."""
 
@@ -168,7 +178,7 @@ class RoleGroup:
     proven: bool = False
     """True once any of its starts has worked."""
     former_reason: str = ""
-    """The reason of its last failure, with the numbers replaced."""
+    """The reason for its last failure, with the numbers replaced."""
     former_step: int | None = None
     """The optimizer step of the run at its last failure."""
     alike: int = 0
@@ -180,13 +190,8 @@ class RoleGroup:
     homeless_since_s: float | None = None
     """Time since which no host has room for a member whose host is gone."""
 
-    @property
-    def role(self) -> str:
-        return self.members[0][0].role
-
-    @property
-    def index(self) -> int:
-        return self.members[0][0].index
+    def __post_init__(self) -> None:
+        self.role, self.index = self.members[0][0].role, self.members[0][0].index
 
     @property
     def running(self) -> bool:
@@ -200,29 +205,20 @@ class RoleGroup:
     def start(self, launcher: Launcher, now_s: float) -> None:
         """Starts all processes of the group."""
         members = with_peer_gpus(self.members)
-        self.processes = [launcher.start(self._spec(spec), resources) for spec, resources in members]
+        epoch = self.starts if self.role == "learner" else 0
+        self.processes = [
+            launcher.start(replace(spec, start=self.starts, endpoints=replace(spec.endpoints, epoch=epoch)), resources)
+            for spec, resources in members
+        ]
         self.starts += 1
         self.started_s = self.reported_s = now_s
         self.restart_at_s = self.died_s = None
         self.healthy = self.made_progress = False
         self.former_session = self.session
 
-    def _spec(self, spec: RoleSpec) -> RoleSpec:
-        epoch = self.starts if self.role == "learner" else 0
-        return replace(spec, start=self.starts, endpoints=replace(spec.endpoints, epoch=epoch))
-
     def ended(self, codes: tuple[int, ...] = ()) -> RoleHandle | None:
         """The first process that exited with a code that is not in `codes`; None if there is none."""
         return next((role for role in self.processes if role.code is not None and role.code not in codes), None)
-
-    def failed(self) -> RoleHandle | None:
-        """The first process that exited with an error that a restart would only repeat; None if there is none."""
-        return next((role for role in self.processes if role.code in FINAL_CODES), None)
-
-    def kill(self, launcher: Launcher, *, show_stacks: bool = False) -> list[RoleHandle]:
-        """Kills the processes of the group; returns those that do not die."""
-        processes, self.processes = self.processes, []
-        return launcher.kill(processes, show_stacks=show_stacks)
 
     def repeats(self, reason: str, step: int | None, now_s: float, *, by_chance: bool) -> str:
         """Counts a failure at this optimizer step of the run. Returns why another start would only repeat it, or "":
@@ -246,10 +242,6 @@ class RoleGroup:
 
     def _works(self, now_s: float) -> bool:
         return self.made_progress or (self.role in UNHEARD and now_s - self.started_s > SETTLED_S)
-
-
-LOCAL_RUNS = "~/.asyncrl/runs"
-"""Folder for the logs of roles on hosts that do not share the run folder."""
 
 
 class Placer:
@@ -294,17 +286,18 @@ class Placer:
             return True
         hosts = self._launcher.hosts()
         names = {host.name for host in hosts}
-        for place, (spec, resources) in enumerate(group.members):
+        for number, (spec, resources) in enumerate(group.members):
             room = resources if resources.host in names else None
             if room is None:
-                taken = [own for other in groups for _, own in other.members if own.host in names]
+                members = [resources for other in groups for _, resources in other.members]
+                taken = [resources for resources in members if resources.host in names]
                 room = find_room(self._config, spec.role, hosts, taken)
                 if room is None:
                     why = why_no_room(self._config, spec.role, hosts, taken)
                     self._wait_for_room(group, f"{spec.name}, whose host {resources.host} is lost", why, now_s)
                     return False
                 self._say(f"{spec.name} moves from {resources.host} to {room.host or 'the host of the launcher'}")
-            group.members[place] = self.spec(spec, room, hosts), room
+            group.members[number] = self.spec(spec, room, hosts), room
         group.homeless_since_s = None
         return True
 
@@ -315,31 +308,30 @@ class Placer:
         order of their indices, and why the next one cannot; empty if all can. The other roles keep theirs."""
         if len(hosts) > 1:
             return self._rooms(len(indices), groups, hosts)
-        launch = self._config.launch.model_copy(update={"generators": wanted})
-        config = self._config.model_copy(update={"launch": launch})
+        config = with_changes(self._config, {"launch.generators": wanted})
         reward_model = self.placement.reward_model is not None
         try:
             placement = place_roles(config, reward_model=reward_model, hosts=hosts)
             placement = fit_memory(config, placement, reward_model=reward_model)
         except ConfigError as error:
             return [], str(error)
-        found: list[RoleResources] = []
+        joining: list[RoleResources] = []
         for index in indices:
             if reason := refuse_joiner(self._config, self.placement, placement, index):
-                return found, reason
-            found.append(placement.generators[index])
-        return found, ""
+                return joining, reason
+            joining.append(placement.generators[index])
+        return joining, ""
 
     def _rooms(self, count: int, groups: Sequence[RoleGroup], hosts: Sequence[Host]) -> tuple[list[RoleResources], str]:
-        taken = [own for group in groups for _, own in group.members]
-        found: list[RoleResources] = []
+        taken = [resources for group in groups for _, resources in group.members]
+        rooms: list[RoleResources] = []
         for _ in range(count):
-            room = find_room(self._config, "generator", hosts, [*taken, *found])
+            room = find_room(self._config, "generator", hosts, [*taken, *rooms])
             if room is None:
-                why = why_no_room(self._config, "generator", hosts, [*taken, *found])
-                return found, why or "no host has a free GPU for a generator"
-            found.append(room)
-        return found, ""
+                why = why_no_room(self._config, "generator", hosts, [*taken, *rooms])
+                return rooms, why or "no host has a free GPU for a generator"
+            rooms.append(room)
+        return rooms, ""
 
     def _wait_for_room(self, group: RoleGroup, what: str, why: str, now_s: float) -> None:
         why = f" ({why})" if why else ""
@@ -349,21 +341,6 @@ class Placer:
         limit_s = self._config.launch.start_timeout_s
         if now_s - group.homeless_since_s > limit_s:
             raise RunError(f"no host had room for {what}, within launch.start_timeout_s = {limit_s:g} s{why}")
-
-
-GRACE_S = 1.0
-"""Time that the other ranks have, after a learner rank died, to report the cause."""
-TOGETHER = ("learner", "critic")
-"""Roles whose ranks are restarted together: each rank waits for the others in every step."""
-
-EVICTED = (EXIT_TERMINATED, HOST_LOST, -signal.SIGTERM)
-"""Exit codes of roles whose machine is wanted for something else: they never count as failures of the role."""
-BY_CHANCE = (EXIT_SILENT_PEER, -signal.SIGKILL, *EVICTED)
-"""Exit codes of roles that another process ended or did not answer: two in a row need not have the same cause."""
-NOT_UP_EVERY_S = 60.0
-"""Pause between two lines about a role that is alive but not up yet."""
-NOT_MISSED = ("generator", "reward_model")
-"""Roles that are not restarted when nothing is left to generate."""
 
 
 class Supervisor:
@@ -441,8 +418,8 @@ class Supervisor:
     def tick(self, now_s: float) -> None:
         """Starts the groups that are due and handles processes that ended. Raises RunError with the cause when the run
         cannot continue, and ConfigError when the cause is a setting."""
-        for group in list(self._groups.values()):
-            if role := group.failed():
+        for role in [role for group in self._groups.values() for role in group.processes]:
+            if role.code in FINAL_CODES:  # another start would only repeat it
                 raise (ConfigError if role.code == EXIT_CONFIG else RunError)(role.cause())
         for group in list(self._groups.values()):
             self._check_ended(group, now_s)
@@ -512,20 +489,15 @@ class Supervisor:
             raise RunError(f"{reason}; {repeated}: another start would only repeat it")
         delay_s = group.delay_s(now_s)
         if delay_s is None:
-            raise RunError(reason + self._too_often())
+            too_often = (
+                f"; it was restarted {self.config.launch.max_restarts} times within {RESTART_WINDOW_S:g} s, or without "
+                "having worked (launch.max_restarts)"
+            )
+            raise RunError(reason + (too_often if self.config.launch.max_restarts else ""))
         group.restart_at_s = now_s + delay_s
         self.restarts[group.role] += 1
         log.warning("role restarts", name=group.name, reason=reason, restart=group.history.total, delay_s=delay_s)
         self._say(f"{reason}; restart {group.history.total} in {delay_s:g} s")
-
-    def _too_often(self) -> str:
-        launch = self.config.launch
-        if not launch.max_restarts:
-            return ""
-        return (
-            f"; it was restarted {launch.max_restarts} times within {RESTART_WINDOW_S:g} s, "
-            "or without having worked (launch.max_restarts)"
-        )
 
     def _add(self, role: str, index: int, resources: RoleResources, hosts: Sequence[Host]) -> None:
         checkpoint = self._spec.checkpoint if role == "replay" else ""
@@ -534,8 +506,7 @@ class Supervisor:
         if name in self._groups:
             self._groups[name].members.append((spec, resources))
             return
-        launch = self.config.launch
-        history = RestartHistory(max_restarts=launch.max_restarts)
+        history = RestartHistory(max_restarts=self.config.launch.max_restarts)
         self._groups[name] = RoleGroup(name, [(spec, resources)], history)
 
     def _check_ended(self, group: RoleGroup, now_s: float) -> None:
@@ -573,8 +544,9 @@ class Supervisor:
         return group.role == "learner"
 
     def _kill(self, group: RoleGroup, *, show_stacks: bool = False) -> None:
-        for role in group.kill(self._launcher, show_stacks=show_stacks):
-            self._say(f"{role.name} ({role.place}) does not die of SIGKILL and is left running")
+        processes, group.processes = group.processes, []
+        for role in self._launcher.kill(processes, show_stacks=show_stacks):
+            self._say(f"{role.name} ({role.place}) could not be killed (SIGKILL) and was left running")
 
     def _forget(self, group: RoleGroup) -> None:
         self._kill(group)
@@ -620,12 +592,12 @@ class Supervisor:
 
     def _join(self, joiners: list[int], wanted: int) -> None:
         waits_for, hosts = self._launcher.resize(wanted), self._launcher.hosts()
-        found, reason = self._placer.joiners(joiners, wanted, list(self._groups.values()), hosts)
-        for index, resources in zip(joiners, found, strict=False):
+        placed, reason = self._placer.joiners(joiners, wanted, list(self._groups.values()), hosts)
+        for index, resources in zip(joiners, placed, strict=False):
             self._add("generator", index, resources, hosts)
         if reason and not waits_for:
             self._say(f"no more generators: {reason}")
-            self._client.scale(joiners[len(found)])
+            self._client.scale(joiners[len(placed)])
         elif reason and waits_for != self._waits_for:
             self._say(f"waiting for {waits_for}")
         self._waits_for = waits_for

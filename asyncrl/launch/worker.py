@@ -7,25 +7,25 @@ arguments of a process.
 from __future__ import annotations
 
 import faulthandler
-import json
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import TextIO
 
+import msgspec
 import structlog
-from pydantic import TypeAdapter
 
-from asyncrl.config import Config, load_config, read_config
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config, read_config
 from asyncrl.errors import AsyncrlError, ConfigError, DataError, PeerTimeoutError, is_disk_full
 from asyncrl.launch.machine import check_interfaces, network_environment
 from asyncrl.observe.logs import configure_logs
+from asyncrl.util.model_files import replayed_routers
 from asyncrl.util.processes import end_with_parent, raise_file_limit, tune_gc
-from asyncrl.util.routing import replayed_routers
 from asyncrl.wire.endpoints import Endpoints
 
 log = structlog.get_logger()
@@ -90,83 +90,57 @@ class RoleSpec:
         """The name for people: `generator-1`, on another host than the launcher's `generator-1@n2`."""
         return f"{self.name}@{self.host}" if self.host else self.name
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
 
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        values = json.loads(text)
-        return cls(**values | {"endpoints": endpoints_of(values["endpoints"])})
-
-
-_ENDPOINTS = TypeAdapter(Endpoints)
-
-
-def endpoints_of(values: dict[str, Any]) -> Endpoints:
-    """Returns the endpoints from their JSON object, whose tuples are lists."""
-    return _ENDPOINTS.validate_python(values)
-
-
-def run_replay_role(config: Config, spec: RoleSpec, should_stop: Callable[[], bool]) -> None:
-    """Runs the replay queue until the run ends or `should_stop` returns True."""
+def _run_replay(config: Config, spec: RoleSpec, should_stop: Callable[[], bool]) -> None:
     from asyncrl.data.cursor import PromptCursor
     from asyncrl.data.prompts import eval_prompts
+    from asyncrl.observe.trace import TraceWriter
     from asyncrl.replay.codec import MAX_INT32, GroupLimits, max_group_header_bytes
-    from asyncrl.replay.directory import Directory
-    from asyncrl.replay.evaluation.samples import EvalSamples
-    from asyncrl.replay.journal.writer import SEGMENT_BYTES, Journal
-    from asyncrl.replay.metrics.trace import TraceWriter
+    from asyncrl.replay.evaluation import EvalSamples
+    from asyncrl.replay.journal import SEGMENT_BYTES, Journal
     from asyncrl.replay.queue import ReplayQueue
-    from asyncrl.replay.server import run_replay
-    from asyncrl.util.tokenizer import num_embeddings
+    from asyncrl.replay.server import Directory, run_replay
+    from asyncrl.util.model_files import num_embeddings
 
-    run_dir, settings = Path(spec.run_dir), config.journal
+    run_dir, run_id, generator = Path(spec.run_dir), spec.endpoints.run_id, config.generator
     prompts = PromptCursor(config, limit_tokens=spec.prompt_tokens)
-    evaluated = eval_prompts(config, limit_tokens=spec.prompt_tokens)
     # A fraction of the limit, since only complete segments can be deleted.
-    segment_bytes = min(SEGMENT_BYTES, settings.max_bytes // MIN_SEGMENTS)
-    journal = Journal(run_dir / "journal", flush=settings.flush, segment_bytes=segment_bytes)
-    trace = TraceWriter(run_dir / "trace.parquet")
-    checkpoint = Path(spec.checkpoint).read_bytes() if spec.checkpoint else b""
-    run_id, grouped = spec.endpoints.run_id, spec.group_relative
-    window_tokens = spec.prompt_tokens + config.generator.max_new_tokens
-    played = config.environment.name is not None
-    # An episode may be longer: `data.max_prompt_tokens` limits its first prompt only.
-    longest_tokens = MAX_INT32 if played else window_tokens
-    longest_bytes = max_group_header_bytes(config.replay.groups_per_step)
-    turns = MAX_EPISODE_TURNS if played else 1
-    limits = GroupLimits(
-        num_embeddings(config.model.path) or MAX_INT32 + 1,
-        longest_tokens,
-        longest_bytes,
-        turns * config.generator.group_size * config.generator.max_new_tokens,
-    )
+    segment_bytes = min(SEGMENT_BYTES, config.journal.max_bytes // MIN_SEGMENTS)
+    # An episode may have several rows, and be longer: `data.max_prompt_tokens` limits its first prompt only.
+    played, window_tokens = config.environment.name is not None, spec.prompt_tokens + generator.max_new_tokens
     queue = ReplayQueue(
-        config, prompts, trace, evaluated, journal, run_id, checkpoint, group_relative=grouped, limits=limits
+        config,
+        prompts,
+        TraceWriter(run_dir / "trace.parquet"),
+        eval_prompts(config, limit_tokens=spec.prompt_tokens),
+        Journal(run_dir / "journal", flush=config.journal.flush, segment_bytes=segment_bytes),
+        run_id,
+        Path(spec.checkpoint).read_bytes() if spec.checkpoint else b"",
+        group_relative=spec.group_relative,
+        limits=GroupLimits(
+            num_embeddings(config.model.path) or MAX_INT32 + 1,
+            MAX_INT32 if played else window_tokens,
+            max_group_header_bytes(config.replay.groups_per_step),
+            (MAX_EPISODE_TURNS if played else 1) * generator.group_size * generator.max_new_tokens,
+        ),
     )
     prompts.start()  # while generators start
-    tokens = config.generator.group_size * window_tokens
-    if played:  # an episode may have several rows
-        tokens = None
     routers = replayed_routers(
         config.algorithm.routing_replay, config.model.path, trust_remote_code=config.model.trust_remote_code
     )
     tune_gc()
-    eval_samples = EvalSamples(run_dir) if config.observe.samples else None
-    directory = Directory(run_dir / "addresses.json", run_id)
     run_replay(
         queue,
         spec.endpoints,
         should_stop,
-        max_group_tokens=tokens,
+        max_group_tokens=None if played else generator.group_size * window_tokens,
         routing_bytes=0 if routers is None else routers.token_bytes,
-        eval_samples=eval_samples,
-        directory=directory,
+        eval_samples=EvalSamples(run_dir) if config.observe.samples else None,
+        directory=Directory(run_dir / "addresses.json", run_id),
     )
 
 
-def run_generator_role(config: Config, spec: RoleSpec, should_stop: Callable[[], bool]) -> None:
-    """Runs one generator until the run ends or `should_stop` returns True."""
+def _run_generator(config: Config, spec: RoleSpec, should_stop: Callable[[], bool]) -> None:
     from asyncrl.generator.role import run_generator
 
     run_generator(
@@ -180,29 +154,27 @@ def run_generator_role(config: Config, spec: RoleSpec, should_stop: Callable[[],
     )
 
 
-def run_learner_role(config: Config, spec: RoleSpec, should_stop: Callable[[], bool]) -> None:
-    """Runs one learner rank, of a run or of an offline training, until it ends or `should_stop` returns True."""
+def _run_learner(config: Config, spec: RoleSpec, should_stop: Callable[[], bool]) -> None:
     from asyncrl.learner.role import run_learner, run_offline
 
     run_dir = Path(spec.run_dir)
-    if spec.offline:
-        run_offline(
-            config,
-            rank=spec.index,
-            endpoints=spec.endpoints,
-            run_dir=run_dir,
-            out_dir=Path(spec.offline),
-            should_stop=should_stop,
-            start=spec.offline_step,
-            samples=Path(spec.offline_samples) if spec.offline_samples else None,
-        )
-    else:
+    if not spec.offline:
         run_learner(config, rank=spec.index, endpoints=spec.endpoints, run_dir=run_dir, should_stop=should_stop)
+        return
+    run_offline(
+        config,
+        rank=spec.index,
+        endpoints=spec.endpoints,
+        run_dir=run_dir,
+        out_dir=Path(spec.offline),
+        should_stop=should_stop,
+        start=spec.offline_step,
+        samples=Path(spec.offline_samples) if spec.offline_samples else None,
+    )
 
 
-def run_critic_role(config: Config, spec: RoleSpec, should_stop: Callable[[], bool]) -> None:
-    """Runs one critic rank until its learner ranks have left or `should_stop` returns True."""
-    from asyncrl.learner.critic.remote import run_critic
+def _run_critic(config: Config, spec: RoleSpec, should_stop: Callable[[], bool]) -> None:
+    from asyncrl.learner.critic import run_critic
 
     run_critic(
         config,
@@ -214,21 +186,20 @@ def run_critic_role(config: Config, spec: RoleSpec, should_stop: Callable[[], bo
     )
 
 
-def run_reward_model_role(config: Config, spec: RoleSpec, should_stop: Callable[[], bool]) -> None:
-    """Runs the reward model's server until `should_stop` returns True."""
+def _run_reward_model(config: Config, spec: RoleSpec, should_stop: Callable[[], bool]) -> None:
     from asyncrl.rewards.model_server import run_reward_model
 
     run_reward_model(config, endpoints=spec.endpoints, should_stop=should_stop)
 
 
 ROLES: dict[str, Callable[[Config, RoleSpec, Callable[[], bool]], None]] = {
-    "reward_model": run_reward_model_role,
-    "replay": run_replay_role,
-    "generator": run_generator_role,
-    "learner": run_learner_role,
-    "critic": run_critic_role,
+    "reward_model": _run_reward_model,
+    "replay": _run_replay,
+    "generator": _run_generator,
+    "learner": _run_learner,
+    "critic": _run_critic,
 }
-
+"""Each runs one process of the role until the run ends or the function returns True."""
 
 EXIT_FAILED, EXIT_CONFIG, EXIT_SILENT_PEER, EXIT_CRASHED, EXIT_DISK_FULL, EXIT_TERMINATED = 1, 2, 3, 4, 5, 6
 FINAL_CODES = (EXIT_FAILED, EXIT_CONFIG, EXIT_DISK_FULL)
@@ -252,8 +223,8 @@ def read_spec() -> RoleSpec:
     os.dup2(nothing, sys.stdin.fileno())
     os.close(nothing)
     try:
-        return RoleSpec.from_json(text.decode())
-    except (ValueError, TypeError, KeyError) as error:
+        return msgspec.json.decode(text, type=RoleSpec)
+    except msgspec.MsgspecError as error:
         raise ConfigError(f"no role spec on standard input ({error}); roles are started by asyncrl launch") from None
 
 
@@ -285,7 +256,7 @@ def run_role(spec: RoleSpec, parent: int) -> int:
         log.error("crashed", error=f"{type(error).__name__}: {error}", exc_info=True)
         return EXIT_DISK_FULL if is_disk_full(error) else EXIT_CRASHED
     if stop.is_set():
-        log.error("ended", error="it was told to stop by signal SIGTERM")
+        log.error("ended", error="stopped by SIGTERM")
         return EXIT_TERMINATED
     log.info("ended")
     return 0

@@ -15,9 +15,11 @@ from asyncrl.algorithms.advantages import ADVANTAGES
 from asyncrl.algorithms.corrections import Level, importance_weights
 from asyncrl.algorithms.kl import Estimator
 from asyncrl.algorithms.losses import BOUNDS, LOSSES, PolicyTerms, aggregate
-from asyncrl.config import Config, CriticConfig, Options, check_options
-from asyncrl.config.mappings import Correction
+from asyncrl.config.config import Config
+from asyncrl.config.sections import Options
+from asyncrl.config.training import Correction, CriticConfig
 from asyncrl.errors import ConfigError
+from asyncrl.util.text import check_options
 from asyncrl.util.user_code import resolve_function
 
 TERMS = [field.name for field in fields(PolicyTerms)] + ["old_logprobs"]
@@ -79,6 +81,8 @@ def make_algorithm(config: Config) -> Algorithm:
     asked, wanted = _positional(advantage), _positional(loss)
     correction = settings.correction.weight_options()
     solve = BOUNDS.get(settings.loss)
+    parameters = inspect.signature(solve or loss).parameters
+    bound_options = {name: value for name, value in settings.loss_options.items() if name in parameters}
     turns = 1 if config.environment.name is None else config.environment.max_turns
     return Algorithm(
         advantage=_called_by_name(advantage, asked, settings.advantage_options),
@@ -88,7 +92,7 @@ def make_algorithm(config: Config) -> Algorithm:
         loss=_called_with_terms(loss, wanted, settings.loss_options, correction),
         masks=partial(_masked, correction=correction if CORRECTION in inspect.signature(loss).parameters else {}),
         weights=partial(importance_weights, **correction),
-        bound=None if solve is None else partial(solve, **_accepted(solve, settings.loss_options)),
+        bound=None if solve is None else partial(solve, **bound_options),
         aggregate=partial(aggregate, mode=settings.aggregation, max_length=config.generator.max_new_tokens * turns),
         correction_level=settings.correction.level,
         correction_cap=settings.correction.high,
@@ -128,11 +132,6 @@ def _called_with_terms(
     return call
 
 
-def _accepted(function: Callable[..., Any], options: Options) -> Options:
-    parameters = inspect.signature(function).parameters
-    return {name: value for name, value in options.items() if name in parameters}
-
-
 def is_group_relative(advantage: Callable[..., Any]) -> bool:
     """True if the advantage depends only on rewards within the group, so that it is 0 if these rewards are equal. One
     by turn is not, since members with equal rewards may have got them in different turns."""
@@ -162,14 +161,8 @@ def check_algorithm(config: Config) -> tuple[Callable[..., Any], Callable[..., T
     the wrong type, for positional parameters that are not terms, and for unused settings of `critic` and `reference`.
     """
     settings = config.algorithm
-    advantage = resolve_function("algorithm.advantage", settings.advantage, ADVANTAGES)
-    check_options(
-        "algorithm.advantage_options", settings.advantage, advantage, settings.advantage_options, hidden=HIDDEN
-    )
-    loss = resolve_function("algorithm.loss", settings.loss, LOSSES)
-    check_options("algorithm.loss_options", settings.loss, loss, settings.loss_options, hidden=HIDDEN)
-    _check_terms("algorithm.advantage", settings.advantage, advantage, ADVANTAGE_TERMS)
-    _check_terms("algorithm.loss", settings.loss, loss, TERMS)
+    advantage = _resolve("advantage", settings.advantage, settings.advantage_options, ADVANTAGES, ADVANTAGE_TERMS)
+    loss = _resolve("loss", settings.loss, settings.loss_options, LOSSES, TERMS)
     _check_roles(config, _positional(advantage))
     _check_correction(config, loss)
     if config.replay.drops and not is_group_relative(advantage):
@@ -185,13 +178,18 @@ def check_algorithm(config: Config) -> tuple[Callable[..., Any], Callable[..., T
     return advantage, loss
 
 
-def _check_terms(key: str, name: str, function: Callable[..., Any], known: list[str]) -> None:
+def _resolve(
+    kind: str, name: str, options: Options, named: dict[str, Callable[..., Any]], terms: list[str]
+) -> Callable[..., Any]:
+    function = resolve_function(f"algorithm.{kind}", name, named)
+    check_options(f"algorithm.{kind}_options", name, function, options, hidden=HIDDEN)
     for term in _positional(function):
-        if term not in known:
+        if term not in terms:
             raise ConfigError(
-                f"{key} = {name!r}: its parameter {term} is not one of {', '.join(known)}; "
+                f"algorithm.{kind} = {name!r}: its parameter {term} is not one of {', '.join(terms)}; "
                 "rename it, or make it a keyword-only option"
             )
+    return function
 
 
 def _check_correction(config: Config, loss: Callable[..., Tensor]) -> None:

@@ -1,16 +1,25 @@
-"""The batch of a step: micro-batches, which are flat rows of complete sequences without padding."""
+"""The batch of a step: groups are checked, and their trajectories laid end to end in micro-batches.
+
+A micro-batch is a flat row of complete sequences without padding. Sequences with common tokens lie together, so that
+these are computed once.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.learner.model.packed_attention import Integers, Layout, make_layout
+from asyncrl.config.config import Config
+from asyncrl.errors import InvariantError
+from asyncrl.learner.model.attention import Integers, Layout, find_firsts, make_layout
+from asyncrl.types import Group, Trajectory
 
 Name = tuple[int, int]
 """Identifies a trajectory: ticket of its group, and index in the group."""
@@ -121,21 +130,20 @@ class Batch:
     def micro_batches(self) -> list[MicroBatch]:
         return [micro for minibatch in self.minibatches for micro in minibatch]
 
+    @property
+    def _starts(self) -> list[int]:
+        """Number of sequences before each micro-batch, and of all."""
+        return [0, *accumulate(len(micro.names) for micro in self.micro_batches)]
+
     @cached_property
     def seq(self) -> Tensor:
         """int64 [N], sequence of each action token, from 0 to S - 1."""
-        parts: list[Tensor] = []
-        sequences = 0
-        for micro in self.micro_batches:
-            parts.append(micro.seq + sequences)
-            sequences += len(micro.names)
-        return torch.cat([torch.empty(0, dtype=torch.int64), *parts])
+        return _cat([micro.seq + start for micro, start in zip(self.micro_batches, self._starts, strict=False)])
 
     @cached_property
     def member(self) -> Tensor:
         """int64 [S], the member that each sequence is a row of."""
-        parts = [torch.from_numpy(micro.members) for micro in self.micro_batches]
-        return torch.cat([torch.empty(0, dtype=torch.int64), *parts])
+        return _cat([torch.from_numpy(micro.members) for micro in self.micro_batches])
 
     @cached_property
     def member_of_token(self) -> Tensor:
@@ -161,9 +169,7 @@ class Batch:
     @property
     def ended(self) -> Tensor:
         """int64 [C], indices of the sequences for which the critic also values the state after the last token."""
-        starts = [0, *accumulate(len(micro.names) for micro in self.micro_batches)]
-        parts = [micro.ended + start for micro, start in zip(self.micro_batches, starts, strict=False)]
-        return torch.cat([torch.empty(0, dtype=torch.int64), *parts])
+        return _cat([micro.ended + start for micro, start in zip(self.micro_batches, self._starts, strict=False)])
 
     @cached_property
     def behavior_logprobs(self) -> Tensor:
@@ -180,9 +186,254 @@ class Batch:
         return sum(len(micro.names) for micro in self.micro_batches)
 
 
+def collate(groups: Sequence[Group], config: Config, *, version: int) -> Batch:
+    """The batch of a step that is trained at `version`, with the run's settings. Raises InvariantError as
+    `check_staleness` and `make_batch` do."""
+    check_staleness(groups, version=version, max_staleness=config.replay.max_staleness)
+    return make_batch(
+        groups,
+        tokens_per_microbatch=config.learner.tokens_per_microbatch,
+        minibatches=config.learner.minibatches,
+        skip_truncated=config.algorithm.truncated == "mask",
+        bootstrap_truncated=config.algorithm.truncated == "bootstrap",
+    )
+
+
+def check_staleness(groups: Sequence[Group], *, version: int, max_staleness: int) -> None:
+    """Raises InvariantError if a token was sampled by a version older than `version` - `max_staleness`, or newer than
+    `version`."""
+    for group in groups:
+        for trajectory in group.trajectories:
+            versions = trajectory.versions[trajectory.action_mask]
+            if not len(versions):
+                continue
+            oldest, newest = int(versions.min()), int(versions.max())
+            if version - oldest > max_staleness:
+                raise InvariantError(
+                    f"ticket {group.ticket}: a token of version {oldest} reached the learner at version {version}, "
+                    f"{version - oldest} steps later; replay.max_staleness = {max_staleness}"
+                )
+            if newest > version:
+                raise InvariantError(
+                    f"ticket {group.ticket}: a token of version {newest} reached the learner at version {version}, "
+                    "before its version existed"
+                )
+
+
+def make_batch(
+    groups: Sequence[Group],
+    *,
+    tokens_per_microbatch: int,
+    minibatches: int = 1,
+    skip_truncated: bool = False,
+    bootstrap_truncated: bool = False,
+) -> Batch:
+    """Returns the batch with all trajectories that have action tokens packed. Mini-batches consist of complete groups.
+
+    Members without a reward are left out: only `Batch.group_sizes` counts them. With `skip_truncated`, members cut at
+    the token limit are not packed, but keep their rewards. With `bootstrap_truncated`, the critic also values the state
+    after their last token. Raises InvariantError for a group without any reward, a trajectory whose first token is an
+    action, or an episode that has not one reward for each turn.
+    """
+    for group in groups:
+        _check(group)
+    scored = [
+        (at, member, (group.ticket, number), row)
+        for at, group in enumerate(groups)
+        for number, (member, row) in enumerate(zip(group.members, group.trajectories, strict=True))
+        if row.status != "failed"
+    ]
+    trajectories = [row for *_, row in scored]
+    keys = np.array([(at, member) for at, member, *_ in scored], dtype=np.int64).reshape(-1, 2)
+    owner, members = keys[:, 0], np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1)
+    lengths = np.array([row.num_tokens for row in trajectories], dtype=np.int64)
+    actions = np.array([row.num_action_tokens for row in trajectories], dtype=np.int64)
+    truncated = np.array([row.status == "truncated" for row in trajectories], dtype=np.bool_)
+    trained = (actions > 0) & ~(truncated & skip_truncated)
+    planned: list[list[Integers]] = []
+    for number in range(minibatches):
+        chosen = np.flatnonzero(trained & (owner % minibatches == number))
+        parts = pack_groups(lengths[chosen], owner[chosen], tokens_per_microbatch, members[chosen])
+        planned.append([chosen[part] for part in parts])
+    packed = np.concatenate([np.empty(0, np.int64), *(part for parts in planned for part in parts)])
+    members, heads = _renumber(members, np.concatenate([packed, np.flatnonzero(~trained)]))
+    last = {member: row for row, member in enumerate(members.tolist()) if actions[row]}
+    is_last = np.array([last.get(member) == row for row, member in enumerate(members.tolist())], dtype=np.bool_)
+    routings = [row.routing for row in trajectories if row.routing is not None]
+    rows = _Rows(
+        tokens=_join([row.tokens for row in trajectories], np.int32),
+        action_mask=_join([row.action_mask for row in trajectories], np.bool_),
+        behavior_logprobs=_join([row.behavior_logprobs for row in trajectories], np.float32),
+        versions=_join([row.versions for row in trajectories], np.int32),
+        lengths=lengths,
+        names=[name for *_, name, _ in scored],
+        ended=truncated & bootstrap_truncated & is_last,
+        members=members,
+        routing=np.concatenate(routings) if routings and len(routings) == len(trajectories) else None,
+    )
+    starts = accumulate((int(actions[part].sum()) for parts in planned for part in parts), initial=0)
+    firsts, group = [trajectories[row] for row in heads.tolist()], torch.from_numpy(owner[heads])
+    weights = torch.tensor([group.weight for group in groups])
+    known = [group.greedy_reward for group in groups if group.greedy_reward is not None]
+    turn, turn_rewards = _turns(trajectories, members, packed)
+    return Batch(
+        minibatches=[[rows.micro_batch(part, next(starts)) for part in parts] for parts in planned],
+        rewards=torch.tensor([first.reward for first in firsts], dtype=torch.float64),
+        group=group,
+        lengths=torch.from_numpy(np.bincount(members, weights=actions).astype(np.int64)),
+        prompt_tokens=torch.tensor([first.num_prompt_tokens for first in firsts], dtype=torch.int64),
+        weights=None if (weights == 1.0).all() else weights[group],
+        greedy_rewards=torch.tensor(known, dtype=torch.float64)[group] if len(known) == len(groups) else None,
+        turn=turn,
+        turn_rewards=turn_rewards,
+        group_sizes={group.ticket: len(set(group.members)) for group in groups},
+    )
+
+
+def _check(group: Group) -> None:
+    if all(row.status == "failed" for row in group.trajectories):
+        raise InvariantError(f"ticket {group.ticket}: no member has a reward ({group.trajectories[0].error})")
+    for number, row in enumerate(group.trajectories):
+        if len(row.tokens) and row.action_mask[0]:
+            where = f"ticket {group.ticket}, trajectory {number}"
+            raise InvariantError(f"{where}: its first token is an action, but no earlier token predicts it")
+
+
+def _renumber(members: Integers, order: Integers) -> tuple[Integers, Integers]:
+    """Returns the member of each row with the members numbered as they appear in this order of the rows, and the first
+    row of each member. `members` numbers them from 0 in the order of the rows."""
+    _, appears = np.unique(members[order], return_index=True)
+    by_number = np.argsort(appears)
+    numbers = np.empty_like(by_number)
+    numbers[by_number] = np.arange(len(by_number))
+    return numbers[members], np.flatnonzero(np.diff(members, prepend=-1))[by_number]
+
+
+def _turns(rows: Sequence[Trajectory], members: Integers, packed: Integers) -> tuple[Tensor | None, Tensor | None]:
+    """Returns `turn` [N] and `turn_rewards` [M, T] of a `Batch`; None and None without environments. A turn is a
+    maximal run of action tokens.
+
+    `members` [rows] numbers the member of each row; the rows of one are adjacent and in the order of its turns. The N
+    action tokens are those of the rows with the numbers `packed`, in this order.
+    """
+    if all(row.episode is None for row in rows):
+        return None, None
+    rewards: list[list[float]] = [[] for _ in range(int(members.max()) + 1)]
+    numbers: list[Integers] = []
+    for row, member in zip(rows, members.tolist(), strict=True):
+        begins = row.action_mask.copy()
+        begins[1:] &= ~row.action_mask[:-1]
+        given = [0.0] * int(begins.sum()) if row.episode is None else row.episode.turn_rewards
+        if len(given) != begins.sum():
+            raise InvariantError(f"an episode of {begins.sum()} turns has {len(given)} rewards of turns")
+        numbers.append(len(rewards[member]) - 1 + np.cumsum(begins)[row.action_mask])
+        rewards[member] += given
+    table = torch.full((len(rewards), max(map(len, rewards))), torch.nan, dtype=torch.float64)
+    for member, own in enumerate(rewards):
+        table[member, : len(own)] = torch.tensor(own, dtype=torch.float64)
+    turn = np.concatenate([np.empty(0, np.int64), *(numbers[row] for row in packed.tolist())])
+    return torch.from_numpy(turn), table
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Concatenated trajectories; the fields from `lengths` on are per trajectory."""
+
+    tokens: NDArray[np.int32]
+    action_mask: NDArray[np.bool_]
+    behavior_logprobs: NDArray[np.float32]
+    versions: NDArray[np.int32]
+    lengths: Integers
+    names: list[Name]
+    ended: NDArray[np.bool_]
+    """True for a trajectory for which the critic also values the state after the last token."""
+    members: Integers
+    """The member of each trajectory, by its number in the rank's batch."""
+    routing: NDArray[np.uint8] | None
+    """[tokens, layers, chosen]; None without `algorithm.routing_replay`."""
+
+    def micro_batch(self, chosen: Integers, start: int) -> MicroBatch:
+        """Returns the micro-batch of the `chosen` trajectories, in ascending order."""
+        lengths, members = self.lengths[chosen], self.members[chosen]
+        positions = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        source = positions + np.repeat((np.cumsum(self.lengths) - self.lengths)[chosen], lengths)
+        input_ids = self.tokens[source].astype(np.int64)
+        actions = np.flatnonzero(self.action_mask[source])
+        trained = source[actions]
+        names = [self.names[i] for i in chosen.tolist()]
+        tickets = np.array([ticket for ticket, _ in names])
+        layout = make_layout(lengths, find_firsts(input_ids, lengths, tickets, members))
+        return MicroBatch(
+            input_ids=torch.from_numpy(input_ids),
+            position_ids=torch.from_numpy(positions),
+            layout=layout,
+            logit_index=torch.from_numpy(actions - 1),
+            targets=torch.from_numpy(input_ids[actions]),
+            behavior_logprobs=torch.from_numpy(self.behavior_logprobs[trained]),
+            versions=torch.from_numpy(self.versions[trained].astype(np.int64)),
+            seq=torch.from_numpy(np.repeat(np.arange(len(chosen)), lengths)[actions]),
+            names=names,
+            start=start,
+            ends=torch.from_numpy((np.cumsum(lengths) - 1)[self.ended[chosen]]),
+            members=members,
+            routing=None if self.routing is None else _routing(self.routing[source], lengths, layout),
+        )
+
+
+def _routing(experts: NDArray[np.uint8], lengths: Integers, layout: Layout) -> Routing:
+    recorded = np.ones(len(experts), dtype=np.bool_)
+    recorded[np.cumsum(lengths) - 1] = False
+    places = np.flatnonzero(recorded)[::-1]  # the first of a token's places is written last
+    source = np.full(len(layout.computed), -1)
+    source[layout.twins.numpy()[places]] = places
+    return Routing(torch.from_numpy(experts), torch.from_numpy(source))
+
+
+def pack_groups(lengths: Integers, groups: Integers, capacity: int, members: Integers | None = None) -> list[Integers]:
+    """Returns the sequence numbers of each micro-batch of at most `capacity` tokens. Groups stay together if they fit,
+    else the sequences of each of their `members`, so that their common tokens are computed once."""
+
+    def join(parts: list[Integers]) -> list[Integers]:
+        sizes = np.array([lengths[part].sum() for part in parts], dtype=np.int64)
+        return [np.sort(np.concatenate([parts[i] for i in chosen])) for chosen in pack(sizes, capacity)]
+
+    def split(owners: Integers, among: Integers) -> list[Integers]:
+        return [among[owners[among] == owner] for owner in np.unique(owners[among])]
+
+    members = np.arange(len(lengths)) if members is None else members
+    chunks: list[Integers] = []
+    for of_group in split(groups, np.arange(len(lengths))):
+        of_members = split(members, of_group)
+        chunks += join([rows[chosen] for rows in of_members for chosen in pack(lengths[rows], capacity)])
+    return join(chunks)
+
+
+def pack(lengths: Integers, capacity: int) -> list[Integers]:
+    """Returns the item numbers of each bin by first-fit decreasing; an item longer than `capacity` gets its own bin."""
+    free: list[int] = []
+    bins: list[list[int]] = []
+    for number in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[number])
+        place = next((i for i, space in enumerate(free) if length <= space), len(free))
+        if place == len(free):
+            free.append(capacity)
+            bins.append([])
+        free[place] -= length
+        bins[place].append(number)
+    return [np.sort(np.array(chosen, dtype=np.int64)) for chosen in bins]
+
+
 def empty_micro_batch() -> MicroBatch:
     """A micro-batch of one token and no action. A rank without work runs it to take part in the other ranks'
     collectives."""
     none, zero = torch.empty(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     numbers = torch.empty(0, dtype=torch.float32)
     return MicroBatch(zero, zero, make_layout(np.ones(1, np.int64)), none, none, numbers, none, none, [])
+
+
+def _join(arrays: list[NDArray], dtype: type[np.generic]) -> NDArray:
+    return np.concatenate([np.empty(0, dtype), *arrays]).astype(dtype, copy=False)
+
+
+def _cat(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat([torch.empty(0, dtype=torch.int64), *parts])

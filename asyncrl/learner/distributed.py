@@ -1,9 +1,14 @@
-"""The process group of the learner ranks: rendezvous, collectives, and errors raised on all ranks."""
+"""The process group of the learner ranks: rendezvous, collectives, and errors raised on all ranks.
+
+The other modules import DeepSpeed from here, so that it is set up for the available accelerator before its import.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -15,17 +20,32 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncrl.errors import AsyncrlError, PeerTimeoutError, RunError
-from asyncrl.learner.model.deepspeed_import import deepspeed
-from asyncrl.learner.model.sequence_parallel import SequenceParallel
-from asyncrl.wire.directory import announce, located
+from asyncrl.learner.model.attention import SequenceParallel
 from asyncrl.wire.endpoints import Endpoints
+from asyncrl.wire.rpc import announce, located
 from asyncrl.wire.store import StoreClient, StoreServer
 from asyncrl.wire.torch_store import TorchStore
 
-ERROR_BYTES = 2048
-"""Maximum length of an error text that one rank sends to the others."""
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import deepspeed
+from deepspeed.runtime.base_optimizer import ZeROOptimizer as ZeROOptimizer
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer as BF16_Optimizer
+
+# cuDNN builds a plan for every new attention shape, which takes some 100 ms where the kernel takes less than one, and
+# almost every packed row has a new shape.
+torch.backends.cuda.enable_cudnn_sdp(False)
+deepspeed.utils.logger.setLevel(logging.WARNING)
+# This op serves tensor-parallel inference only; without this line the first start on a CPU would compile it.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+# DeepSpeed calls deprecated names of collectives several times per step.
+warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+
+TEXT_BYTES = 2048
+"""Maximum length of a text that one rank sends to the others."""
 SILENT, BROKEN = "t", "e"
-"""First letter of such a text: a peer did not answer, or any other error."""
+"""First letter of the text of an error: a peer did not answer, or any other error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +60,7 @@ class Ranks:
     group: dist.ProcessGroup | None = None
     """The members; None if they are all processes."""
     parallel: SequenceParallel | None = None
-    """The ranks that share this one's sequences; None if it has sequences of its own."""
+    """The ranks that share this one's sequences; None if no other rank has them."""
     members: Ranks | None = None
 
     @property
@@ -69,22 +89,23 @@ class Ranks:
         dist.all_gather(parts, values.to(self.device), group=self.group)
         return torch.stack(parts).cpu()
 
+    def gather_texts(self, text: str) -> list[str]:
+        """Returns the texts of all ranks, each cut at TEXT_BYTES."""
+        encoded = text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
+        table = self.gather(torch.frombuffer(bytearray(encoded), dtype=torch.uint8))
+        return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in table]
+
     def raise_on_all_ranks(self, error: AsyncrlError | None) -> None:
         """Raises on all ranks if any rank has an error. A rank with an error raises that one; any other rank raises the
         error of the lowest failed rank, as a PeerTimeoutError if it is one and otherwise as a RunError."""
-        first = self.count - int(self.max(torch.tensor([0 if error is None else self.count - self.rank])))
-        if first == self.count:
-            return
-        text = torch.zeros(ERROR_BYTES, dtype=torch.uint8)
-        if self.rank == first:
-            encoded = (_mark(error) + str(error)).encode()[:ERROR_BYTES]
-            text[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-        text = self.sum(text)
+        mark = SILENT if isinstance(error, PeerTimeoutError) else BROKEN
+        texts = self.gather_texts("" if error is None else f"{mark}{error}")
         if error is not None:
             raise error
-        message = bytes(text.tolist()).rstrip(b"\0").decode(errors="replace")
-        kind = PeerTimeoutError if message[:1] == SILENT else RunError
-        raise kind(f"{self.what} rank {first}: {message[1:]}")
+        for rank, text in enumerate(texts):
+            if text:
+                kind = PeerTimeoutError if text[0] == SILENT else RunError
+                raise kind(f"{self.what} rank {rank}: {text[1:]}")
 
     def _reduce(self, values: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
         if self.count == 1:
@@ -94,15 +115,19 @@ class Ranks:
         return values.cpu()
 
 
-def _mark(error: AsyncrlError | None) -> str:
-    return SILENT if isinstance(error, PeerTimeoutError) else BROKEN
-
-
 def own_device(rank: int) -> torch.device:
     """Returns the device of this process: of the GPUs that it sees, the one of LOCAL_RANK, which launchers set."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank % torch.cuda.device_count())))
+
+
+def enable_determinism() -> None:
+    """Makes this process compute identical results from identical inputs. Call it before the process uses a GPU."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    # Filling new tensors would only make memory deterministic that nothing reads.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @contextmanager

@@ -3,7 +3,7 @@
     step            what happens                                    waits for                    woken by
     ------------    --------------------------------------------    -------------------------    -----------------------
     _agree          the ranks agree to continue or to stop          all learner ranks            a collective
-    prefetch.get    gets this rank's part of the step, packed       groups_per_step groups       the prefetch thread
+    _prepared       gets this rank's part of the step, packed       groups_per_step groups       the prefetch thread
     raise_on_all..  an error of any rank is raised on all ranks     all learner ranks            a collective
     card.begin      with launch.colocate: takes the card            its generator                polling (`colocated`)
     trainer.train   version step - 1 becomes version step           all learner ranks, critic    collectives, its reply
@@ -14,7 +14,7 @@
          |
          +-- back to _agree, until the last step
 
-Meanwhile the prefetch thread takes and packs this rank's part of the next step: `batches.take`, `prepare`. It waits for
+While a step is trained, the prefetch thread takes and packs this rank's part of the next one (`_take`); it waits for
 the queue's reply. The sender's thread copies the weights; `trainer.train` waits for it before its first update.
 
 A step is committed before its weights are sent: the replay queue must know every version that a generator has.
@@ -26,6 +26,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -35,33 +36,29 @@ import structlog
 import torch
 
 from asyncrl.colocate import NoLock
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import InvariantError, PeerTimeoutError, RunError, observer_failures, observing
-from asyncrl.learner.batch import Batch
-from asyncrl.learner.checkpoint.files import Files, bytes_file
-from asyncrl.learner.checkpoint.hf_export import save_model
-from asyncrl.learner.checkpoint.manager import Checkpoints
-from asyncrl.learner.collate import collate
+from asyncrl.learner.batch import Batch, collate
+from asyncrl.learner.checkpoint import Checkpoints, Files, bytes_file
 from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.metrics.flops import device_peak, utilization
-from asyncrl.learner.metrics.profiler import StepProfiler
-from asyncrl.learner.prefetch import Prefetcher
-from asyncrl.learner.trainer import Trainer
+from asyncrl.learner.metrics import StepProfiler, device_peak, utilization
+from asyncrl.learner.model.saving import save_model
+from asyncrl.learner.step import Trainer
+from asyncrl.observe.metrics import LEARNER_TIMES
+from asyncrl.observe.samples import SampleBook
 from asyncrl.observe.trackers import Trackers
 from asyncrl.replay.client import LearnerClient
-from asyncrl.replay.journal.history import JournalBatches
-from asyncrl.replay.metrics.run import LEARNER_TIMES
-from asyncrl.replay.sample_batches import SampleBatches
-from asyncrl.samples.book import SampleBook
+from asyncrl.replay.history import JournalBatches, SampleBatches
 from asyncrl.types import Shard
 from asyncrl.util.processes import Stopwatch
-from asyncrl.weights.background import BackgroundSender
-from asyncrl.wire.learner_messages import Committed
+from asyncrl.weights.sender import BackgroundSender
+from asyncrl.wire.messages import Committed
 
 log = structlog.get_logger()
-
 REWARD_STEPS = 50
-"""Steps that the reward of a checkpoint is the mean of where `checkpoint.every_steps` is not set."""
+"""Window, in steps, of a checkpoint's mean reward where `checkpoint.every_steps` is not set."""
+POLL_S = 0.02
+"""Interval at which it looks for a generator without weights while it waits for a batch."""
 
 
 @dataclass(slots=True)
@@ -82,7 +79,7 @@ class Learner:
     """The record of samples; None on the other ranks, or when none are recorded."""
     card: NoLock = field(default_factory=NoLock)
     """True if this rank has its card; without `launch.colocate` it always has."""
-    watch: Stopwatch = field(default_factory=Stopwatch)
+    timer: Stopwatch = field(default_factory=Stopwatch)
     """A step's times run from commit to commit: its checkpoint and weight times are those of the step before."""
     committed: int = 0
     """Last step that was committed before this start. The steps up to it are trained again on the same batches."""
@@ -98,7 +95,10 @@ class Learner:
     """Step of the newest checkpoint that was started or loaded."""
     rewards: deque[float] = field(init=False)
     """Mean rewards of the latest steps."""
-    prefetch: Prefetcher = field(init=False)
+    prefetch: ThreadPoolExecutor = field(init=False)
+    """Takes and packs the batches of this rank, where it needs no other rank: the next one while one is trained."""
+    ahead: Future[tuple[Shard, Batch | InvariantError] | None] | None = None
+    """What it prepares, or has prepared; None before the first step."""
     profiler: StepProfiler = field(init=False)
     peak_flops: float | None = field(init=False)
     """Peak of each rank's device in FLOP/s; None if it is unknown."""
@@ -106,7 +106,7 @@ class Learner:
     def __post_init__(self) -> None:
         self.saved = self.start
         self.rewards = deque(maxlen=self.config.checkpoint.every_steps or REWARD_STEPS)
-        self.prefetch = Prefetcher(self.batches.take, self.prepare, last_step=self.config.steps)
+        self.prefetch = ThreadPoolExecutor(1, thread_name_prefix="take")
         self.trainer.before_update = self._await_copy
         observe = self.config.observe
         self.profiler = StepProfiler(observe.profile, self.run_dir / "profile", self.ranks.rank)
@@ -152,7 +152,7 @@ class Learner:
     def _agree(self, should_stop: Callable[[], bool]) -> bool:
         """Returns True, on all ranks, if any rank should stop before the next step. All ranks also learn here that a
         checkpoint is due or that the run is stopping, and raise RunError if a checkpoint failed on any rank."""
-        self.watch.switch("waiting")
+        self.timer.switch("waiting")
         error = self.checkpoints.failure() if self.checkpoints is not None else None
         flags = [should_stop(), self.checkpoint_due, self.stopping, self.collapsed, error is not None]
         stop, due, stopping, collapsed, failed = self.ranks.max(torch.tensor(flags, dtype=torch.int64)).tolist()
@@ -162,21 +162,21 @@ class Learner:
         return bool(stop)
 
     def _train(self, step: int) -> bool:
-        """Trains one step. Returns False if there is no batch for it."""
-        prepared = self.prefetch.get(step, self._hand_over_again if self.card.hands_over else None)
-        self.watch.switch("working")
+        prepared = self._prepared(step)
+        self.timer.switch("working")
         if prepared is None:
             return False
+        shard, batch = prepared
         # On all ranks, so that none waits for one that has ended.
-        self.ranks.raise_on_all_ranks(prepared.error)
-        assert prepared.batch is not None
-        self.watch.switch("waiting")
+        self.ranks.raise_on_all_ranks(batch if isinstance(batch, InvariantError) else None)
+        assert not isinstance(batch, InvariantError)
+        self.timer.switch("waiting")
         self.card.begin(meanwhile=self._hand_over_again)
-        self.watch.switch("working")
+        self.timer.switch("working")
         with self.profiler.step(step):
-            metrics = self.trainer.train(prepared.batch, step=step)
-        self.watch.switch("writing")
-        lap = self.watch.lap()
+            metrics = self.trainer.train(batch, step=step)
+        self.timer.switch("writing")
+        lap = self.timer.lap()
         metrics |= {metric: lap[activity] for activity, metric in LEARNER_TIMES.items()} | self.trainer.phases.metrics()
         metrics |= utilization(metrics, ranks=self.ranks.count, peak=self.peak_flops) | self.card.metrics()
         metrics["learner/observer_failures"] = float(observer_failures.total())
@@ -186,7 +186,7 @@ class Learner:
         passes_on = self.card.is_over(step, committed)
         if passes_on and not self.card.hands_over:
             self._send(step)
-        self.watch.switch("writing")
+        self.timer.switch("writing")
         if saving:
             metrics["checkpoint/save_s"] = self._save(step, committed.state)
         if passes_on and step < self.config.steps:
@@ -194,7 +194,7 @@ class Learner:
         self._log(step, metrics | committed.metrics)
         if self.book is not None:
             with observing("samples"):
-                self.book.record(step, prepared.shard.groups, is_last=step == self.config.steps)
+                self.book.record(step, shard.groups, is_last=step == self.config.steps)
         return True
 
     def _saves(self, step: int) -> bool:
@@ -238,10 +238,29 @@ class Learner:
             log.warning(f"no checkpoint of the last step: it takes longer than half of launch.{key}", step=step)
 
     def _save_models(self) -> None:
-        """Writes the policy, and the critic where there is one."""
         save_model(self.trainer.policy, self.run_dir / "model")
         if self.trainer.critic is not None:
             self.trainer.critic.save(self.run_dir / "critic")
+
+    def _prepared(self, step: int) -> tuple[Shard, Batch | InvariantError] | None:
+        """Waits for this rank's part of the step, and lets the thread prepare that of the next step. Returns None if
+        there is no batch. Raises what `batches.take` raises."""
+        ahead = self.ahead or self.prefetch.submit(self._take, step)
+        while self.card.hands_over and not wait([ahead], POLL_S).done:
+            self._hand_over_again()
+        prepared = ahead.result()
+        if prepared is not None and step < self.config.steps:
+            self.ahead = self.prefetch.submit(self._take, step + 1)
+        return prepared
+
+    def _take(self, step: int) -> tuple[Shard, Batch | InvariantError] | None:
+        shard = self.batches.take(step)
+        if shard is None:
+            return None
+        try:
+            return shard, self.prepare(shard, step)
+        except InvariantError as error:
+            return shard, error
 
     def prepare(self, shard: Shard, step: int) -> Batch:
         """The packed batch. Raises InvariantError if the shard cannot be trained in this step."""
@@ -258,13 +277,12 @@ class Learner:
         not sent again, and the last one is sent only to be evaluated."""
         if version < self.committed or not (version < self.config.steps or self.config.evaluates(version)):
             return
-        self.watch.switch("syncing")
+        self.timer.switch("syncing")
         self.sent = version
         if self.sender is not None:
             self.sender.send(version, self.card.make_room(self.trainer.policy.sent_slices()), copy_later=True)
 
     def _end_turn(self, version: int) -> None:
-        """Releases the card; if it hands over, when the generator has loaded this version."""
         if self.card.hands_over:
             self._send(version)
         self.card.end(self._await_copy)
@@ -276,11 +294,10 @@ class Learner:
             self._end_turn(self.sent)
 
     def _await_copy(self) -> None:
-        """Waits until the weights that were sent may change."""
         if self.sender is not None:
-            self.watch.switch("syncing")
+            self.timer.switch("syncing")
             self.sender.copied()
-            self.watch.switch("working")
+            self.timer.switch("working")
 
     def _commit(self, step: int, metrics: dict[str, float], *, saving: bool) -> Committed:
         if self.ranks.rank:
@@ -320,7 +337,6 @@ class Learner:
         )
 
     def _finish_sending(self) -> None:
-        """Waits for the last broadcast. Generators that already left at the end of the run are no failure."""
         if self.sender is None:
             return
         try:
@@ -329,8 +345,6 @@ class Learner:
             log.warning("the last weights did not reach all generators", error=str(error))
 
     def _finish_evaluating(self, should_stop: Callable[[], bool]) -> None:
-        """Records the evaluations that end after the last step."""
-
         def is_over() -> bool:
             self._hand_over_again()
             return should_stop()
@@ -341,6 +355,5 @@ class Learner:
                 self._rate(metrics)
 
     def _rate(self, metrics: dict[str, float]) -> None:
-        """Rates a checkpoint by the reward of its evaluation."""
         if self.checkpoints is not None and "eval/reward" in metrics:
             self.checkpoints.evaluated(int(metrics["eval/version"]), metrics["eval/reward"])

@@ -10,26 +10,23 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from asyncrl.colocate import DeviceLock, LearnerTurn, NoLock, device_path
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import RunError
 from asyncrl.learner.algorithm import make_algorithm
-from asyncrl.learner.checkpoint.files import CHECKPOINTS
-from asyncrl.learner.checkpoint.manager import Checkpoints
-from asyncrl.learner.critic.remote import RemoteCritic
-from asyncrl.learner.critic.value_function import Critic, ValueFunction
-from asyncrl.learner.distributed import Ranks, process_group
+from asyncrl.learner.checkpoint import CHECKPOINTS, Checkpoints
+from asyncrl.learner.critic import Critic, RemoteCritic
+from asyncrl.learner.distributed import Ranks, enable_determinism, process_group
 from asyncrl.learner.loop import Learner
-from asyncrl.learner.mismatch_check import MismatchCheck
-from asyncrl.learner.model.deepspeed_import import enable_determinism
-from asyncrl.learner.trainer import Trainer
-from asyncrl.samples.book import SampleBook
-from asyncrl.wire.directory import announce
+from asyncrl.learner.model.checks import MismatchCheck
+from asyncrl.learner.step import Trainer
+from asyncrl.observe.samples import SampleBook
 from asyncrl.wire.endpoints import Endpoints
+from asyncrl.wire.rpc import announce
 from asyncrl.wire.store import StoreServer
 
 if TYPE_CHECKING:
-    from asyncrl.weights.background import BackgroundSender
-    from asyncrl.weights.buckets import WeightManifest
+    from asyncrl.weights.layout import WeightManifest
+    from asyncrl.weights.sender import BackgroundSender
 
 log = structlog.get_logger()
 
@@ -70,9 +67,8 @@ def _make_sender(
     config: Config, trainer: Trainer, endpoints: Endpoints, run_dir: Path, parts: ExitStack
 ) -> BackgroundSender:
     """The sender of this rank's weights: to the generators, or to a store."""
-    from asyncrl.weights.buckets import WeightManifest
-    from asyncrl.weights.rank_share_sender import RankShareSender
-    from asyncrl.weights.sender import WeightSender
+    from asyncrl.weights.layout import WeightManifest
+    from asyncrl.weights.sender import RankShareSender, WeightSender
     from asyncrl.weights.transports import goes_by_files, transport_of
 
     policy = trainer.policy
@@ -106,11 +102,9 @@ def _make_file_sender(
     config: Config, ranks: Ranks, manifest: WeightManifest, endpoints: Endpoints, run_dir: Path, parts: ExitStack
 ) -> BackgroundSender:
     """The sender of this rank's slices; rank 0 publishes what all have written."""
-    from asyncrl.replay.announcer import Announcer
-    from asyncrl.weights.files.rank_sender import RankSender
-    from asyncrl.weights.files.sender import FileSender, StoreOptions
-    from asyncrl.weights.files.share_writer import Written
-    from asyncrl.weights.other_ranks import OtherRanks
+    from asyncrl.replay.client import Announcer
+    from asyncrl.weights.files import FileSender, RankSender, StoreOptions, Written
+    from asyncrl.weights.ranks import OtherRanks
 
     options, timeout_s, device = StoreOptions.of(config, run_dir), config.weights.timeout_s, str(ranks.device)
     if ranks.rank:
@@ -163,8 +157,7 @@ def run_offline(
     `out_dir`. Raises an AsyncrlError if training cannot continue.
     """
     from asyncrl.observe.trackers import make_trackers
-    from asyncrl.replay.journal.history import JournalBatches
-    from asyncrl.replay.sample_batches import SampleBatches
+    from asyncrl.replay.history import JournalBatches, SampleBatches
 
     with _training(config, rank, endpoints, run_dir) as (trainer, checkpoints, parts, _):
         if start:
@@ -209,7 +202,7 @@ def _training(
             lock = DeviceLock(device_path(run_dir, rank), f"learner-{rank}")
             parts.callback(lock.leave)
             card = LearnerTurn(config, ranks, lock)
-        critic: ValueFunction | None = None
+        critic: Critic | RemoteCritic | None = None
         others: tuple[str, ...] = ()
         if algorithm.needs_critic and config.critic.ranks:
             critic = RemoteCritic(config, rank, endpoints)

@@ -1,63 +1,52 @@
-"""The parts of an optimizer update that policy and critic share: mini-batches, learning rate, skipped updates.
-
-`Trainer.train` and `Critic.train` use them in loops of the same form:
-
-    for minibatch in plan_updates(...):
-        finite = []
-        for micro, last in minibatch.on(device):
-            outputs = ...  # forward
-            gradient = ...  # gradient of the loss with respect to the outputs
-            finite.append(outputs.detach().isfinite() & gradient.isfinite())
-            model.backward(outputs, gradient, last=last)
-        grad_norm = model.gradient_norm()
-        if skip_if_not_finite(model, minibatch, finite, grad_norm, ...):
-            continue
-        model.step(lr=..., max_grad_norm=..., grad_norm=grad_norm)
-"""
+"""The parts of an update of weights: mini-batch, losses of micro-batches, and the check that all is finite."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import structlog
 import torch
 from torch import Tensor
 
-from asyncrl.config import Config, LearnerConfig
+from asyncrl.config.config import Config
 from asyncrl.errors import RunError
 from asyncrl.learner.batch import MicroBatch, Name, empty_micro_batch
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.model.engine import TrainedModel
 
-SHAPES: dict[str, Callable[[float], float]] = {
-    "constant": lambda progress: 1.0,
-    "linear": lambda progress: 1.0 - progress,
-    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
-}
-"""Factor of the learning rate as a function of the completed fraction, from 0 to 1, of the steps after the warm-up."""
-
-
-def learning_rate(step: int, settings: LearnerConfig, *, steps: int) -> float:
-    """Returns the learning rate of step `step` (from 1) of `steps`.
-
-    The rate rises linearly over `warmup_steps`, the last of which has the full rate. It then follows the schedule,
-    which reaches 0 only after the last step: no step has rate 0.
-    """
-    warmup = settings.warmup_steps
-    if step <= warmup:
-        return settings.lr * step / warmup
-    progress = (step - 1 - warmup) / max(steps - warmup, 1)
-    return settings.lr * SHAPES[settings.lr_schedule](progress)
-
-
 log = structlog.get_logger()
-
 MAX_SKIPPED_UPDATES = 5
 """Consecutive updates that may be skipped because their loss or gradient is not finite."""
 MAX_NAMED = 4
 """Maximum number of trajectories that each rank names for a skipped update; the others are only counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLosses:
+    """A micro-batch's part of an update's loss; gradients are with respect to the current log-probs [N]."""
+
+    loss: Tensor
+    policy_loss: Tensor
+    """The part of `loss` that is the policy's."""
+    kl_loss: Tensor
+    """The divergence from the reference policy in `loss`, before its coefficient; 0 without one."""
+    gradient: Tensor
+    """[N], gradient of `loss`; NaN at tokens whose log-probs or advantage are not finite."""
+    policy_gradient: Tensor
+    """[N], gradient of the sum of the policy's token losses."""
+    masked: Tensor
+    """[N] bool, tokens that the importance weights or the off-policy sequence mask exclude."""
+    entropy_gradient: Tensor | None = None
+    """[N], gradient of `loss` with respect to the entropies; None without an entropy bonus."""
+
+    def pair(self, logprobs: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the outputs that the loss depends on, and its gradient with respect to them, as
+        `TrainedModel.backward` takes them: log-probs [N], or with an entropy bonus log-probs and entropies [2, N]."""
+        if self.entropy_gradient is None:
+            return logprobs, self.gradient
+        return torch.stack([logprobs, entropies]), torch.stack([self.gradient, self.entropy_gradient])
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +125,10 @@ def skip_if_not_finite(
         log.warning("update skipped", step=step, of=model.ranks.what, reason=reason, in_a_row=model.skipped)
     if model.skipped > MAX_SKIPPED_UPDATES:
         raise RunError(
-            f"step {step}: {model.skipped} updates in a row are not finite, more than {MAX_SKIPPED_UPDATES}; "
-            f"the last one: {reason}. The weights are those after the last finite "
-            f"update. Lower {lr_key} or learner.max_grad_norm, and continue with "
-            "`asyncrl launch --resume`, which trains the steps after the newest checkpoint again"
+            f"step {step}: {model.skipped} updates in a row are not finite, more than {MAX_SKIPPED_UPDATES}; the last "
+            f"one: {reason}. The weights are those after the last finite update. Lower {lr_key} or "
+            "learner.max_grad_norm, and continue with `asyncrl launch --resume`, which trains the steps after the "
+            "newest checkpoint again"
         )
     return True
 
@@ -151,30 +140,18 @@ def broken_names(micro: MicroBatch, finite: Tensor) -> list[Name]:
 
 def name_together(names: Sequence[Name], ranks: Ranks) -> str:
     """Returns a text with the trajectories named by any rank; empty if no rank names one. All ranks call it."""
-    return _exchange(names, False, ranks)[0]
+    texts = [f"ticket {ticket}, trajectory {number}" for ticket, number in names[:MAX_NAMED]]
+    texts += [f"{len(names) - MAX_NAMED} more"] * (len(names) > MAX_NAMED)
+    return "; ".join(text for text in ranks.gather_texts("; ".join(texts)) if text)
 
 
 def _find_reason(minibatch: Minibatch, finite: Sequence[Tensor], grad_norm: float, ranks: Ranks, culprits: str) -> str:
     """Returns the reason to skip the update, the same on all ranks; empty if the update is finite."""
     pairs = zip(minibatch.micro_batches, finite, strict=True)
-    names = [name for micro, own in pairs for name in broken_names(micro, own)]
-    losses, overflow = _exchange(names, not math.isfinite(grad_norm), ranks)
+    losses = name_together([name for micro, own in pairs for name in broken_names(micro, own)], ranks)
     if losses:
         return f"the loss of {culprits or losses} is not finite"
-    if not overflow:
+    if not ranks.any(not math.isfinite(grad_norm)):
         return ""
     names = [name for micro in minibatch.micro_batches for name in micro.names]
     return f"the gradient is not finite (norm {grad_norm}), of one of {name_together(names, ranks)}"
-
-
-def _exchange(names: Sequence[Name], flag: bool, ranks: Ranks) -> tuple[str, bool]:
-    """Returns a text with the trajectories named by any rank, and True if the flag is set on any rank."""
-    own = torch.full((2 + 2 * MAX_NAMED,), -1)
-    own[0], own[1] = flag, len(names)
-    for index, name in enumerate(names[:MAX_NAMED]):
-        own[2 + 2 * index : 4 + 2 * index] = torch.tensor(name)
-    table = ranks.gather(own)
-    found = [pair for row in table for pair in row[2:].view(-1, 2).tolist() if pair[0] >= 0]
-    texts = [f"ticket {ticket}, trajectory {number}" for ticket, number in found]
-    more = int(table[:, 1].sum()) - len(found)
-    return "; ".join(texts) + (f"; {more} more" if more else ""), bool(table[:, 0].any())

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from asyncrl.config import load_config
+from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
 from asyncrl.plan.measured import Measured, read_run
 from asyncrl.plan.simulation import Prediction, simulate
@@ -28,7 +28,7 @@ from asyncrl.plan.workload import (
     ZeroVariance,
 )
 from asyncrl.types import mean_staleness
-from asyncrl.util.routing import replayed_routers
+from asyncrl.util.model_files import replayed_routers
 
 QUEUE_GROUP_S, QUEUE_BYTE_S = 0.56e-3, 1.22e-9
 """Time of the replay queue's core for a group and for each of its bytes: 0.7 ms at 118 KB and 2.8 ms at 1.84 MB."""
@@ -290,7 +290,7 @@ def _print_comparison(console: Console, comparison: Comparison) -> None:
 FEW = 0.02
 """Fraction of groups without signal below which the choice makes no difference."""
 RECOMMENDED: ZeroVariance = "refund"
-"""The choice with the highest reward after equal time in the measured workloads (`python -m benchmarks.no_signal`)."""
+"""The choice with the highest reward after equal time in the measured workloads (docs/staleness.md)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError
-from asyncrl.replay.metrics.goodput import bare_tokens_per_s
+from asyncrl.observe.stats import bare_tokens_per_s
 
 SYNTHETIC_GROUPS = 4096
 """Number of groups in a synthetic workload. The simulator draws from them."""
@@ -136,7 +136,7 @@ class Workload:
     """Seconds from the last token of a group until it is in the replay queue."""
     turns: float = TURNS
     """Additional factor of an engine step's time while engines share a device, beyond their number, since they evict
-    one another's cache lines. It depends on the machine (`benchmarks/turns.py`)."""
+    one another's cache lines. It depends on the machine."""
 
     def __post_init__(self) -> None:
         if self.engine.step_s(1) <= 0 or self.learner.step_s(1, 1) <= 0:

@@ -1,4 +1,4 @@
-"""Exclusive locks on files and folders, on every file system that has a kind of lock.
+"""Exclusive locks of files and folders, on every file system that has a kind of lock.
 
 Files have open file description locks, which NFS passes on to its server, and which others can look at without taking
 one. Folders have flock, and so have files where the first kind is missing (gVisor). A lock belongs to the open file:

@@ -24,7 +24,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from asyncrl.errors import ProtocolError
-from asyncrl.weights.shares import RankSlices
+from asyncrl.weights.layout import RankSlices
 
 Words = NDArray[np.uint16]
 Buffer = bytes | bytearray | memoryview

@@ -27,9 +27,8 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import ConfigError
-from asyncrl.weights.process_groups import CONNECT_S, connect_deadline_s
-from asyncrl.weights.transports import Link, Member, Transport
-from asyncrl.weights.waits import Wait
+from asyncrl.weights.groups import CONNECT_S, connect_deadline_s
+from asyncrl.weights.transports import Link, Member, Transport, Wait
 
 PIECE_BYTES = 64 << 20
 """Size of the memory that is shared, and the most that is passed on at once."""

@@ -1,50 +1,720 @@
-"""The generator's side of weight synchronization: receives into staging while the engine decodes, or into the engine
-while it stands still (`bucket_round.py`).
-
-The engine's thread calls `staged`, `round`, `loaded` and `hold`, which never block. The thread "weight-receiver" does
-the rest; `close` ends each of its waits (`broadcast.py` draws a round):
-
-    waits for                                  woken by                       deadline
-    a sender at the address                    the connection                 none
-    `engine_is_up`                             polled                         none
-    an offer                                   messages of the sender         none
-    free staging: the engine has loaded or     polled                         none; the sender's own
-      not taken the version that is there, or                                   (`hold` extends it)
-      an engine that stands still for buckets
-    "go"                                       messages of the sender         2 * timeout_s, again after "patience"
-    the transport: connect, each bucket        the transport; messages are    timeout_s each
-                                                 heard meanwhile
-    "sent"                                     messages of the sender         timeout_s, again after "patience"
-
-A wait that ends at its deadline loses the session: the receiver joins again.
-"""
+"""Staging for one version of the weights: filled by the receiver's thread, taken by the engine's thread."""
 
 from __future__ import annotations
 
+import math
+import threading
 import time
-from collections.abc import Callable
+import uuid
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import structlog
 import torch
+from torch import Tensor
 
-from asyncrl.errors import AsyncrlError, ConfigError, RunError
+from asyncrl.errors import AsyncrlError, ConfigError, InvariantError, RunError
 from asyncrl.util.processes import normal_priority
 from asyncrl.weights import transports
-from asyncrl.weights.background import BackgroundReceiver
-from asyncrl.weights.bucket_round import BucketRound, TakesBuckets
-from asyncrl.weights.buckets import WeightManifest
-from asyncrl.weights.into_engine import IntoEngine
-from asyncrl.weights.into_staging import IntoHostMemory, IntoStaging
-from asyncrl.weights.rank_shares import link_of
-from asyncrl.weights.session import IDLE_S, PING_S, Session
-from asyncrl.weights.shares import RankShare, shares_of_ranks
-from asyncrl.weights.transports import Link, Member, Transport, find_transport, problem
-from asyncrl.weights.waits import RoundAborted, SenderClosed, SessionLost, Wait
-from asyncrl.wire.channel import BadServerError, ServerLostError
-from asyncrl.wire.weight_messages import Go, Holding, Left, Offer, Ready, Received, Sent, Up
+from asyncrl.weights.layout import (
+    ALIGN_BYTES,
+    PlannedBucket,
+    RankShare,
+    RunningChecksum,
+    WeightManifest,
+    WeightPart,
+    empty_buffer,
+    in_byte_order,
+    in_turn,
+    plan_buckets,
+    shares_of_ranks,
+)
+from asyncrl.weights.transports import (
+    POLL_S,
+    Interrupted,
+    Link,
+    Member,
+    RoundAborted,
+    SenderClosed,
+    SessionLost,
+    Transport,
+    Wait,
+    find_transport,
+    host_name,
+    link_of,
+    problem,
+    queued,
+)
+from asyncrl.wire import service_messages as messages
+from asyncrl.wire.frames import TO_RECEIVER
+from asyncrl.wire.messages import MAX_NUMBER, Announced, Body, Following
+from asyncrl.wire.rpc import BadServerError, ChannelClient, ServerLostError
+from asyncrl.wire.service_messages import Go, Holding, Left, Loaded, Offer, Ready, Received, Sent, StoreReply, Up
+from asyncrl.wire.store import RemoteStore
+
+
+@dataclass(frozen=True, slots=True)
+class StagedWeights:
+    """One complete version; `tensors` are views of staging, valid until `WeightReceiver.loaded`."""
+
+    version: int
+    checksum: int
+    tensors: list[tuple[str, Tensor]]
+    session: str = ""
+    """The receiver's session in which it arrived."""
+
+
+class Staging:
+    """The version that waits to be loaded, and whether the engine is reading one."""
+
+    def __init__(self, keeps: Callable[[int], bool]) -> None:
+        """A version for which `keeps` is true is not replaced by a newer one, unless nothing has been loaded yet."""
+        self._loaded: StagedWeights | None = None
+        self.held_s = 0.0
+        """When `hold` was last called."""
+        self.keeps = keeps
+        self._staged: StagedWeights | None = None
+        self._in_use = False
+        self._copies: torch.cuda.Event | None = None
+        """Behind the copies from staging that a GPU may still run."""
+        self._handover = threading.Lock()
+
+    @property
+    def free(self) -> bool:
+        """True if no version waits and none is being read."""
+        return self._staged is None and not self._is_read
+
+    @property
+    def has_version(self) -> bool:
+        """True if a version waits."""
+        return self._staged is not None
+
+    @property
+    def _is_read(self) -> bool:
+        return self._in_use or (self._copies is not None and not self._copies.query())
+
+    # --- the receiver's thread
+
+    def put(self, staged: StagedWeights) -> None:
+        """Makes a complete version available to the engine."""
+        self._staged = staged
+
+    def loaded_in(self, session: str) -> Loaded | None:
+        """The version that the engine runs on, if it arrived in this session."""
+        loaded = self._loaded
+        return Loaded(loaded.version, loaded.checksum) if loaded is not None and loaded.session == session else None
+
+    def reclaim(self) -> bool:
+        """Frees staging for the next version, dropping one that was not taken. False while one is in use or kept."""
+        with self._handover:
+            kept = self._staged is not None and self._loaded is not None and self.keeps(self._staged.version)
+            if self._is_read or kept:
+                return False
+            self._staged = None
+            return True
+
+    # --- the engine's thread
+
+    def take(self) -> StagedWeights | None:
+        """Returns the version that waits, once; None if there is none."""
+        with self._handover:
+            staged, self._staged = self._staged, None
+            self._in_use = self._in_use or staged is not None
+        return staged
+
+    def release(self, staged: StagedWeights, copies: torch.cuda.Event | None = None) -> None:
+        """The engine runs on this version now and no longer reads staging, once `copies` has happened."""
+        self._copies = copies
+        self._loaded = replace(staged, tensors=[])
+        self._in_use = False
+
+    def hold(self) -> None:
+        """The engine keeps its version for now."""
+        self.held_s = time.monotonic()
+
+
+_MEMORY_LOOK_S = 0.01
+"""Interval of calls of `check`."""
+
+
+class TakesBuckets(Protocol):
+    """The facts that a receiver needs about an engine that loads versions bucket by bucket."""
+
+    def takes_rows(self, name: str) -> bool:
+        """True if the engine loads some rows of this parameter at a time."""
+        ...
+
+    def bucket_memory(self, num_bytes: int) -> Tensor | None:
+        """Returns host memory (uint8) that all processes of the engine have; None if it has no other process."""
+        ...
+
+
+@dataclass
+class BucketMemory:
+    """Two buckets, used in turn by one round after another."""
+
+    both: tuple[Tensor, Tensor]
+    readers: list[torch.cuda.Event | None] = field(default_factory=lambda: [None, None])
+    """Behind the copies that a GPU may still make from each."""
+
+    @classmethod
+    def of(cls, memory: Tensor) -> BucketMemory:
+        """Divides the memory."""
+        first, second = memory.chunk(2)
+        return cls((first, second))
+
+    def is_read(self, slot: int) -> bool:
+        """True while a GPU copies from the bucket."""
+        reader = self.readers[slot]
+        return reader is not None and not reader.query()
+
+
+class BucketRound:
+    """The round of an offer. `changed` wakes the threads that wait for each other."""
+
+    def __init__(
+        self, version: int, shapes: dict[str, tuple[int, ...]], memory: BucketMemory, device: torch.device
+    ) -> None:
+        """The engine is on the device."""
+        self.version = version
+        self.shapes = shapes
+        """Shapes of all parameters, by name."""
+        self.accepted = False
+        """True once the engine stands still."""
+        self.committed: StagedWeights | None = None
+        """The version, once its bytes are proven; it has no tensors."""
+        self.is_over = False
+        self._memory, self._device = memory, device
+        self._changed = threading.Condition()
+        self._full: deque[tuple[int, list[WeightPart]]] = deque()
+        self._used = [False, False]
+        self._next = 0
+        """The bucket that is filled next."""
+
+    # --- the receiver's thread
+
+    def memory(self, check: Callable[[], None]) -> Tensor:
+        """Returns the next bucket's memory once the engine has loaded what was in it. `check` is called meanwhile, and
+        may raise."""
+        while True:
+            with self._changed:
+                if not self._used[self._next] and not self._memory.is_read(self._next):
+                    return self._memory.both[self._next]
+                self._changed.wait(_MEMORY_LOOK_S)
+            check()
+
+    def put(self, bucket: PlannedBucket) -> None:
+        """Passes the bucket that was filled on to the engine."""
+        slot, self._next = self._next, 1 - self._next
+        parts = bucket.parts(self._memory.both[slot])
+        with self._changed:
+            self._used[slot] = True
+            self._full.append((slot, parts))
+            self._changed.notify_all()
+
+    def commit(self, staged: StagedWeights) -> None:
+        """States that all buckets are those that were sent."""
+        with self._changed:
+            self.committed = staged
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """States that nothing more will come."""
+        with self._changed:
+            self.is_over = True
+            self._changed.notify_all()
+
+    # --- the engine's thread
+
+    def accept(self) -> None:
+        """States that the engine makes no step until the round is over."""
+        self.accepted = True
+
+    def take(self, seconds: float) -> list[WeightPart] | None:
+        """Returns the parameters of the next bucket, in memory that is valid until `give_back`; None if there is none
+        within this time, or none will follow."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._full or self.committed or self.is_over, seconds)
+            return self._full[0][1] if self._full else None
+
+    def give_back(self) -> None:
+        """States that the parameters of the last bucket are loaded. Call it in the thread that copied them: a GPU may
+        still run its copies."""
+        copies = queued(self._device)
+        with self._changed:
+            slot, _ = self._full.popleft()
+            self._memory.readers[slot] = copies
+            self._used[slot] = False
+            self._changed.notify_all()
+
 
 log = structlog.get_logger()
+
+
+class BackgroundReceiver(ABC):
+    """Receives versions of the policy in a thread; the other methods never block."""
+
+    def __init__(self, *, device: str, keeps: Callable[[int], bool]) -> None:
+        """A version for which `keeps` is true is not overwritten by a newer one before it is loaded, unless nothing has
+        been loaded yet."""
+        self._device = transports.with_index(device)
+        self._staging = Staging(keeps)
+        self._engine_up = threading.Event()
+        self._stop = threading.Event()
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="weight-receiver", daemon=True)
+
+    # --- of the subclass
+
+    @abstractmethod
+    def _work(self) -> None:
+        """Receives versions until `_raise_if_closed` raises; in the background thread."""
+
+    def _leave(self) -> None:
+        """Releases what is open; at the end of the background thread."""
+        return
+
+    # --- the engine's thread
+
+    def start(self) -> None:
+        """Starts the background thread, which receives as soon as the engine is up."""
+        self._thread.start()
+
+    def engine_is_up(self, loader: TakesBuckets | None = None) -> None:
+        """Starts receiving versions; with a `loader` in rounds that the engine loads bucket by bucket, if they come so.
+        Before that, neither a GPU nor memory for weights is used: a starting engine measures free memory, and captures
+        CUDA graphs, which calls from other threads would invalidate."""
+        self._engine_up.set()
+
+    def round(self) -> BucketRound | None:
+        """Returns the round that the engine takes part in now, or None. Raises the background thread's error."""
+        self._check()
+        return None
+
+    def locate(self, address: str) -> None:
+        """States the ZeroMQ address of the sender, if it is known; else it is empty."""
+        return
+
+    def announce(self, announced: Announced) -> None:
+        """States the newest version in a store."""
+        return
+
+    def following(self) -> Following | None:
+        """The versions in a store that this receiver has; None if it reads none."""
+        return None
+
+    @property
+    def has_version(self) -> bool:
+        """True if a version waits for `staged`; a newer one may replace it until then. Raises as `staged`."""
+        self._check()
+        return self._staging.has_version
+
+    def staged(self) -> StagedWeights | None:
+        """Returns a complete version that was not returned before, or None. Raises the background thread's error."""
+        self._check()
+        return self._staging.take()
+
+    def hold(self) -> None:
+        """States that the engine keeps its version. Call it often, instead of `staged`."""
+        self._check()
+        self._staging.hold()
+
+    def loaded(self, staged: StagedWeights) -> None:
+        """States that the engine runs on this version now, which frees staging for the next one. Call it in the thread
+        that copied the weights: a GPU may still run its copies, and staging is free when they are done."""
+        self._staging.release(staged, transports.queued(self._device))
+
+    def close(self) -> None:
+        """Leaves at once, in any state; idempotent."""
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout=1.5)
+
+    def _check(self) -> None:
+        """Raises the error that ended the background thread."""
+        if self._error is not None:
+            raise self._error
+
+    # --- the background thread
+
+    def _raise_if_closed(self) -> None:
+        """Raises Interrupted once this receiver is closed."""
+        if self._stop.is_set():
+            raise Interrupted
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except Interrupted:
+            pass  # closed
+        except AsyncrlError as error:
+            self._error = type(error)(str(error))  # without the traceback, which would keep a stuck group alive
+        except Exception as error:  # handed over to the thread that calls staged
+            log.exception("weight receiver failed")
+            self._error = error.with_traceback(None)
+        finally:
+            self._leave()
+
+
+IDLE_S = 0.2
+"""Longest wait for a message between two checks of a deadline."""
+PING_S = 3.0
+"""Longest time without a sign of life for the sender."""
+T = TypeVar("T", messages.Go, messages.Sent, messages.Abort, messages.Patience, messages.Offer)
+
+
+class Session:
+    """Joins the sender at the address. `check` is called during every wait and may raise to end it."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        run_id: str,
+        keys: str,
+        rank: int,
+        device: str,
+        timeout_s: float,
+        check: Callable[[], None],
+    ) -> None:
+        self.id = uuid.uuid4().hex
+        self.round = 0
+        """The current round, or the last one."""
+        self.phase = "let this generator join"
+        """The sender's next action, for error texts."""
+        self.manifest = ""
+        """Empty until the sender has admitted this receiver."""
+        self.senders = 1
+        """Number of learner ranks that send."""
+        self.by_parameter = False
+        """True if each bucket is a part of one parameter."""
+        self._timeout_s = timeout_s
+        self._told: dict[type, Any] = {}
+        """The last message of each kind."""
+        self._said: dict[type, int] = {}
+        """The last round for which `say_once` sent a message, by kind."""
+        self._pinged_s = 0.0
+        self.client = ChannelClient(address, TO_RECEIVER, self._handle, run_id=run_id, keys=keys, check=check)
+        self.store = RemoteStore(self.client)
+        """The store through which the members of a group find one another."""
+        self.say(messages.Join(rank, device, host_name()))
+
+    def silent_s(self) -> float:
+        """Time since the sender was last heard; 0 before it has admitted this receiver."""
+        return time.monotonic() - self.client.heard_s if self.manifest else 0.0
+
+    # --- messages to the sender
+
+    def say(self, message: Body) -> None:
+        """Sends a message."""
+        self.client.send(message)
+
+    def say_once(self, message: Any) -> None:
+        """Sends "ready" or "received", unless one was sent for that round before."""
+        if self._said.get(type(message), 0) < message.round:
+            self._said[type(message)] = message.round
+            self.say(message)
+
+    # --- messages of the sender
+
+    def listen(self, seconds: float) -> None:
+        """Handles the messages that wait, or the first ones that arrive within `seconds`. Now and then the sender is
+        asked whether it lives, which shows it that this receiver does."""
+        self.client.listen(seconds)
+        now_s = time.monotonic()
+        if self.manifest and now_s - self._pinged_s > min(PING_S, self._timeout_s / 4):
+            self._pinged_s = now_s
+            self.say(messages.Ping())
+
+    def next_offer(self) -> messages.Offer | None:
+        """The offer of a new round, if there is one. Its round becomes the current one."""
+        self.raise_if_ended()
+        offer: messages.Offer | None = self._told.get(messages.Offer)
+        if offer is None or offer.round <= self.round:
+            return None
+        self.round = offer.round
+        return offer
+
+    def wait_for(self, kind: type[T], phase: str, timeout_s: float) -> T:
+        """Returns the message of the current round, which tells that the sender did `phase`. Raises SessionLost at the
+        deadline, which "patience" of the sender extends, and as `check` does."""
+        self.phase = phase
+        wait = Wait()
+        while (message := self._of_round(kind)) is None:
+            self.raise_if_over()
+            if wait.look() > timeout_s:
+                if self._of_round(messages.Patience) is None:
+                    raise SessionLost(f"learner rank 0 did not {phase} within {timeout_s:g} s")
+                del self._told[messages.Patience]
+                wait = Wait()
+            self.listen(IDLE_S)
+        return message
+
+    def await_manifest(self) -> None:
+        """Returns when a sender listens and has admitted this receiver; there is no deadline."""
+        while not self.manifest:
+            self.listen(math.inf)
+
+    def check(self) -> None:
+        """Handles the messages that wait. Raises as `raise_if_over` does, and what ends the waits."""
+        self.listen(0.0)
+        self.raise_if_over()
+
+    def raise_if_over(self) -> None:
+        """Raises RoundAborted if the sender has aborted the round or made another offer, and as `raise_if_ended`."""
+        if (abort := self._of_round(messages.Abort)) is not None:
+            raise RoundAborted(abort.reason)
+        if (offer := self._told.get(messages.Offer)) is not None and offer.round > self.round:
+            raise RoundAborted("another offer came")
+        self.raise_if_ended()
+
+    def raise_if_ended(self) -> None:
+        """Raises SessionLost if the sender has dropped this receiver, and SenderClosed if it closes."""
+        if (dropped := self._told.get(messages.Dropped)) is not None:
+            raise SessionLost(f"dropped by learner rank 0: {dropped.reason}")
+        if messages.Closed in self._told:
+            raise SenderClosed
+
+    def _of_round(self, kind: type[T]) -> T | None:
+        message: T | None = self._told.get(kind)
+        return message if message is not None and message.round == self.round else None
+
+    def _handle(self, message: Any) -> None:
+        if isinstance(message, StoreReply):
+            self.store.handle(message)
+        elif isinstance(message, messages.Manifest):
+            self.senders, self.by_parameter = message.senders, message.by_parameter
+            self.manifest = message.text
+        else:
+            self._told[type(message)] = message
+
+
+class _Targets:
+    """The memory of the pieces that one link takes, each when it is wanted."""
+
+    def __init__(self) -> None:
+        self.wanted: deque[Tensor] = deque()
+        self.are_all = False
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while self.wanted or not self.are_all:
+            if not self.wanted:
+                raise InvariantError(
+                    "weights: the transport has taken a bucket before it yielded the one before, although its members "
+                    "reuse memory; use weights.staging=whole"
+                )
+            yield self.wanted.popleft()
+
+
+class PieceStreams:
+    """The pieces of a version, over links of members with `reuses_memory`."""
+
+    def __init__(self, links: Sequence[Link], version: int) -> None:
+        self._targets = [_Targets() for _ in links]
+        self._streams = [link.receive(version, iter(target)) for link, target in zip(links, self._targets, strict=True)]
+        self._total = RunningChecksum()
+
+    def take(self, sender: int, target: Tensor, start: int) -> None:
+        """Fills the target with the next piece of a sender, which begins at byte `start` of all weights."""
+        self._targets[sender].wanted.append(target)
+        if next(self._streams[sender], None) is None:
+            raise RunError("weights: the transport ended before all buckets had come")
+        self._total.add(target, start)
+
+    def finish(self, num_bytes: int) -> int:
+        """Returns the checksum of all pieces when all members have them. Raises RunError unless they have `num_bytes`
+        bytes."""
+        for target, stream in zip(self._targets, self._streams, strict=True):
+            target.are_all = True
+            for _ in stream:
+                raise RunError("weights: the transport yielded more buckets than were asked for")
+        return self._total.of(num_bytes) % MAX_NUMBER
+
+
+class IntoStaging:
+    """Receives each version into staging, while the engine decodes."""
+
+    reuses_memory = False
+    round: BucketRound | None = None
+    """Always: the engine takes no part."""
+
+    def __init__(self, staging: Staging) -> None:
+        self._staging = staging
+        self._manifest: WeightManifest | None = None
+        self._shares: Sequence[RankShare] = []
+        self._buffer = torch.empty(0)
+
+    def prepare(
+        self,
+        manifest: WeightManifest,
+        shares: Sequence[RankShare],
+        bucket_bytes: int,
+        device: torch.device,
+        *,
+        pinned: bool,
+    ) -> None:
+        """Makes the memory for a sender's versions. The transport receives on the device."""
+        self._manifest, self._shares = manifest, shares
+        if self._buffer.numel() != manifest.num_bytes or self._buffer.device.type != device.type:
+            self._buffer = empty_buffer(manifest.num_bytes, device, pinned=pinned)
+
+    @property
+    def is_free_early(self) -> bool:
+        """True if the next version may come before it is offered."""
+        return self._staging.free
+
+    def begin(self, version: int) -> None:
+        """Begins a round."""
+
+    def is_free(self) -> bool:
+        """True if the version of the round may come. Drops one that the engine has not taken."""
+        return self._staging.reclaim()
+
+    def fill(self, links: Sequence[Link], version: int, check: Callable[[], None], told: Callable[[], None]) -> int:
+        """Receives a version. Returns the checksum of its bytes. `check` is called in waits for the engine, `told`
+        after each piece."""
+        totals = [RunningChecksum() for _ in links]
+        streams: list[Iterator[Tensor]] = []
+        for link, share, total in zip(links, self._shares, totals, strict=True):
+            parts = [self._buffer[cut.start : cut.start + cut.num_bytes] for cut in share.cuts]
+            streams.append(total.over(link.receive(version, parts), [cut.start for cut in share.cuts]))
+        for _ in in_turn(streams):
+            told()
+        sums = [total.of(share.num_bytes) for total, share in zip(totals, self._shares, strict=True)]
+        return sum(sums) % MAX_NUMBER
+
+    def commit(self, version: int, checksum: int, session: str) -> None:
+        """States that the bytes are those that were sent."""
+        assert self._manifest is not None
+        self._staging.put(StagedWeights(version, checksum, self._manifest.views(self._buffer), session))
+
+    def end(self) -> None:
+        """Ends the round."""
+
+
+class IntoHostMemory(IntoStaging):
+    """Receives each version into host memory; from a transport that receives on a device through two buckets there."""
+
+    def __init__(self, staging: Staging) -> None:
+        super().__init__(staging)
+        self._memory: BucketMemory | None = None
+
+    @property
+    def reuses_memory(self) -> bool:  # type: ignore[override]
+        """True if the transport receives on a device."""
+        return self._memory is not None
+
+    def prepare(
+        self,
+        manifest: WeightManifest,
+        shares: Sequence[RankShare],
+        bucket_bytes: int,
+        device: torch.device,
+        *,
+        pinned: bool,
+    ) -> None:
+        """As `IntoStaging.prepare`."""
+        super().prepare(manifest, shares, bucket_bytes, torch.device("cpu"), pinned=pinned)
+        self._memory = None
+        if device.type != "cpu":
+            largest = max(cut.num_bytes for share in shares for cut in share.cuts)
+            self._memory = BucketMemory.of(torch.empty(2 * largest, dtype=torch.uint8, device=device))
+
+    def fill(self, links: Sequence[Link], version: int, check: Callable[[], None], told: Callable[[], None]) -> int:
+        """As `IntoStaging.fill`."""
+        memory = self._memory
+        if memory is None:
+            return super().fill(links, version, check, told)
+        streams = PieceStreams(links, version)
+        for number, (start, sender, num_bytes) in enumerate(in_byte_order(self._shares)):
+            slot = number % 2
+            while memory.is_read(slot):
+                check()
+                time.sleep(POLL_S)
+            piece = memory.both[slot][:num_bytes]
+            streams.take(sender, piece, start)
+            self._buffer[start : start + num_bytes].copy_(piece, non_blocking=True)
+            memory.readers[slot] = transports.queued(piece.device)
+            told()
+        while memory.is_read(0) or memory.is_read(1):
+            check()
+            time.sleep(POLL_S)
+        return streams.finish(sum(share.num_bytes for share in self._shares))
+
+
+class IntoEngine:
+    """Rounds of an engine that loads buckets. Used by the receiver's thread; the engine's thread reads `round`."""
+
+    reuses_memory = True
+    is_free_early = False
+    """Always: an engine stands still only for a version that is there."""
+
+    def __init__(self, loader: TakesBuckets, device: torch.device) -> None:
+        """The engine is on the device."""
+        self._loader, self._device = loader, device
+        self.round: BucketRound | None = None
+        """The current one."""
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._plan: list[PlannedBucket] = []
+        self._memory: BucketMemory | None = None
+        self._num_bytes = 0
+
+    def prepare(
+        self,
+        manifest: WeightManifest,
+        shares: Sequence[RankShare],
+        bucket_bytes: int,
+        device: torch.device,
+        *,
+        pinned: bool,
+    ) -> None:
+        """Makes the memory for the buckets of a sender's versions. The transport receives on the device."""
+        self._shapes = {entry.name: entry.shape for entry in manifest.entries}
+        self._plan = plan_buckets(manifest, shares, bucket_bytes, self._loader.takes_rows)
+        largest = max(bucket.num_bytes for bucket in self._plan)
+        num_bytes = 2 * (-(-largest // ALIGN_BYTES) * ALIGN_BYTES)
+        if self._memory is None or self._num_bytes != num_bytes:
+            shared = self._loader.bucket_memory(num_bytes) if device.type == "cpu" else None
+            memory = empty_buffer(num_bytes, device, pinned=pinned) if shared is None else shared
+            self._memory, self._num_bytes = BucketMemory.of(memory), num_bytes
+
+    def begin(self, version: int) -> None:
+        """Begins a round, which the engine's thread sees."""
+        assert self._memory is not None
+        self.round = BucketRound(version, self._shapes, self._memory, self._device)
+
+    def is_free(self) -> bool:
+        """True if the engine stands still for the round."""
+        return self.round is not None and self.round.accepted
+
+    def fill(self, links: Sequence[Link], version: int, check: Callable[[], None], told: Callable[[], None]) -> int:
+        """Receives all buckets, and passes each on to the engine. Returns the checksum of all bytes. `check` is called
+        in waits for the engine, `told` after each piece."""
+        assert self.round is not None
+        streams = PieceStreams(links, version)
+        for bucket in self._plan:
+            memory = self.round.memory(check)
+            for piece in bucket.pieces:
+                streams.take(piece.sender, memory[piece.at : piece.at + piece.num_bytes], piece.start)
+                told()
+            self.round.put(bucket)
+        return streams.finish(sum(piece.num_bytes for bucket in self._plan for piece in bucket.pieces))
+
+    def commit(self, version: int, checksum: int, session: str) -> None:
+        """States that the buckets of the round are those that were sent."""
+        assert self.round is not None
+        self.round.commit(StagedWeights(version, checksum, [], session))
+
+    def end(self) -> None:
+        """Ends the round, if there is one."""
+        if self.round is not None:
+            self.round.end()
+            self.round = None
+
 
 _LOCAL_POLL_S = 0.02
 """Interval of the checks while waiting for the engine of this process."""

@@ -9,17 +9,20 @@ from __future__ import annotations
 import math
 import os
 import socket
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.util.user_code import resolve
+from asyncrl.wire.store import RemoteStore, Store
+from asyncrl.wire.torch_store import group_store
 
 if TYPE_CHECKING:
     from asyncrl.wire.torch_store import TorchStore
@@ -114,7 +117,7 @@ class Transport:
 
     connect: Callable[[Member], Link] | None
     """Makes this process's link; may block until all members call it. Raises RuntimeError or OSError at the deadline
-    of the member. None for "files", which has no links (`weights/files/sender.py`)."""
+    of the member. None for "files", which has no links (`weights/files.py`)."""
     what: str
     """One sentence about the transport, for `asyncrl list`."""
     on_device: bool = False
@@ -130,9 +133,9 @@ class Transport:
 
 
 TRANSPORTS: dict[str, Transport | str] = {
-    "gloo": "asyncrl.weights.process_groups:GLOO",
-    "nccl": "asyncrl.weights.process_groups:NCCL",
-    "files": "asyncrl.weights.files.sender:FILES",
+    "gloo": "asyncrl.weights.groups:GLOO",
+    "nccl": "asyncrl.weights.groups:NCCL",
+    "files": "asyncrl.weights.files:FILES",
     "ipc": "asyncrl.weights.ipc:IPC",
 }
 AUTO_ON_GPUS = "nccl"
@@ -232,3 +235,54 @@ def choose_transport(name: str, devices: Sequence[str]) -> str:
             f"found {', '.join(devices)}; use weights.transport=gloo"
         )
     return name
+
+
+POLL_S = 0.0005
+"""First interval of the checks for an answer."""
+_LONGEST_LOOK_S = 0.5
+"""Maximum time that one check adds to a wait."""
+
+
+class Interrupted(Exception):
+    """A wait ended early because this side is being closed."""
+
+
+class RoundAborted(Exception):
+    """The round ended without a version; another offer may follow."""
+
+
+class SessionLost(Exception):
+    """The sender dropped this receiver or is silent: the receiver has to join again."""
+
+
+class SenderClosed(Exception):
+    """The sender has said that it closes."""
+
+
+class Wait:
+    """Measures waiting time for a deadline, but ignores gaps in which this process itself was suspended or blocked in a
+    call, so that a paused process does not blame its peers. Poll it continuously.
+    """
+
+    def __init__(self) -> None:
+        self._waited_s = 0.0
+        self._looked_s = time.monotonic()
+
+    def look(self) -> float:
+        """Returns the time waited so far, in seconds."""
+        now_s = time.monotonic()
+        self._waited_s += min(now_s - self._looked_s, _LONGEST_LOOK_S)
+        self._looked_s = now_s
+        return self._waited_s
+
+    @property
+    def pause_s(self) -> float:
+        """Time to sleep until the next check; short at first, so that quick answers are seen quickly."""
+        return min(POLL_S + self._waited_s / 10, 0.01)
+
+
+def link_of(store: Store | RemoteStore, way: Transport, group: int, member: Member) -> Link:
+    """Connects the member to the others of a link."""
+    assert way.connect is not None
+    part = group_store(store, group, member.timeout_s).part(f"{member.sender}") if way.needs_group else None
+    return way.connect(replace(member, store=part))

@@ -1,4 +1,4 @@
-"""Each loss against a plain loop written from its formula, value and gradient."""
+"""Losses and their aggregation against plain loops over the formulas."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from algorithm_batches import CLOSE, Batch, batches, call, double, gradient, on_ranks, terms, tokens
+from algorithm_batches import CLOSE, Batch, batches, call, double, gradient, on_ranks, reordered, terms, tokens
 from hypothesis import given
 from hypothesis import strategies as st
 from test_oracles_corrections import loop_weights
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from asyncrl.algorithms.losses import (
     LOSSES,
+    aggregate,
     decoupled_ppo,
     m2po,
     m2po_bound,
@@ -85,8 +86,6 @@ def test_reinforce_is(batch: dict[str, Any], cap: float | None) -> None:
     expected = [-weight * a for weight, (_, _, a) in zip(weights, rows, strict=True)]
     torch.testing.assert_close(gradient(result, logprobs), double(expected), **CLOSE)
 
-
-# --- every policy loss by its formula: one token's (value, derivative by its log-prob) ---
 
 Pair = tuple[float, float]
 
@@ -211,9 +210,6 @@ def test_loss_and_gradient(name: str, dtype: torch.dtype, batch: Batch) -> None:
         torch.testing.assert_close(slopes, double([slope for _, slope in pairs]), **CLOSE)
 
 
-# --- M2PO's bound ---
-
-
 @given(tokens, st.sampled_from([0.01, 0.04, 1.0]), st.integers(0, 5))
 def test_m2po_bound_and_its_parts(batch: Batch, budget: float, cut: int) -> None:
     log_ratios, advantages = double(batch["logprobs"]) - double(batch["behavior"]), double(batch["advantages"])
@@ -267,9 +263,6 @@ def test_m2po_with_the_bound_of_the_batch_does_not_depend_on_microbatches(batch:
     torch.testing.assert_close(whole, double(expected), **CLOSE)
 
 
-# --- the critic ---
-
-
 @given(batches({"values": (-2, 2), "old": (-2, 2), "returns": (-3, 3)}), st.none() | st.just(0.2))
 def test_value_loss(batch: Batch, clip: float | None) -> None:
     values = double(batch["values"]).requires_grad_()
@@ -287,3 +280,47 @@ def test_value_loss(batch: Batch, clip: float | None) -> None:
     torch.testing.assert_close(gradient(result, values), double([slope for _, slope in expected]), **CLOSE)
     still = value_loss(values, values.detach(), double(batch["returns"]), clip=clip)
     torch.testing.assert_close(gradient(still, values), values.detach() - double(batch["returns"]), **CLOSE)
+
+
+def loop_aggregate(values: list[float], seq: list[int], mode: str, max_length: int) -> float:
+    rows = [[v for v, s in zip(values, seq, strict=True) if s == number] for number in sorted(set(seq))]
+    match mode:
+        case "token-mean":
+            return sum(values) / len(values)
+        case "token-sum":
+            return sum(values)
+        case "seq-mean-token-sum":
+            return mean(sum(row) for row in rows)
+        case "seq-mean-token-mean":
+            return mean(mean(row) for row in rows)
+        case _:
+            return mean(sum(row) / max_length for row in rows)
+
+
+@pytest.mark.parametrize(
+    "mode",
+    ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"],
+)
+@given(batches({"loss": (-3, 3)}), st.integers(0, 5))
+def test_aggregate_and_its_parts(mode: Any, batch: dict[str, Any], cut: int) -> None:
+    loss, seq = double(batch["loss"]), torch.tensor(batch["seq"])
+    whole = aggregate(loss, seq, mode=mode, max_length=7)
+    expected = loop_aggregate(batch["loss"], batch["seq"], mode, 7)
+    assert float(whole) == pytest.approx(expected, abs=1e-9)
+    first = seq < cut
+    counts = {"num_tokens": len(seq), "num_sequences": len(set(batch["seq"]))}
+    parts = [aggregate(loss[part], seq[part], mode=mode, max_length=7, **counts) for part in (first, ~first)]
+    torch.testing.assert_close(parts[0] + parts[1], whole, **CLOSE)
+
+
+@given(batches({"loss": (-3, 3)}), st.randoms(use_true_random=False))
+def test_aggregation_does_not_depend_on_order(batch: Batch, random: Any) -> None:
+    order = sorted(set(batch["seq"]))
+    random.shuffle(order)
+    index = reordered(batch["seq"], order)
+    loss, seq = double(batch["loss"]), torch.tensor(batch["seq"])
+    rank = torch.tensor([order.index(number) for number in batch["seq"]])
+    modes: list[Any] = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"]
+    for mode in modes:
+        moved = aggregate(loss[index], 2 * rank[index], mode=mode)
+        torch.testing.assert_close(moved, aggregate(loss, seq, mode=mode), **CLOSE)

@@ -17,8 +17,7 @@ import pytest
 
 from benchmarks import overlap
 from benchmarks.goodput import with_signal
-from benchmarks.selection import around
-from benchmarks.snapshots import Point, Scorer, Snapshot, at, reach
+from benchmarks.snapshots import Point, Scorer, reach
 from benchmarks.synchronous import Measured
 from benchmarks.weights import figures
 
@@ -62,25 +61,10 @@ def test_policies_after_the_reward_are_not_scored() -> None:
     assert scored == [10.0, 20.0, 30.0]
 
 
-def test_reward_at_a_time_is_between_the_policies_around_it() -> None:
-    assert at(points(0.5, 0.7, 0.9), 15.0).reward == pytest.approx(0.6)
-    assert at(points(0.5, 0.7), 20.0).reward == 0.7
-    assert at(points(0.5, 0.7), 3.0).reward == 0.5
-    with pytest.raises(ValueError, match="no policy was saved after 21 s"):
-        at(points(0.5, 0.7), 21.0)
-
-
-def test_only_the_policies_around_a_time_are_scored() -> None:
-    saved = [Snapshot(n, 10.0 * n, 0.0, Path()) for n in range(1, 5)]
-    assert [one.step for one in around(saved, 25.0)] == [2, 3]
-    assert [one.step for one in around(saved, 5.0)] == [1]
-    assert [one.step for one in around(saved, 99.0)] == [4]
-
-
 def test_score_is_the_expected_reward_of_sampled_answers(tmp_path: Path) -> None:
     import torch
 
-    from asyncrl.data.arithmetic import make_arithmetic
+    from asyncrl.data.demo import make_arithmetic
     from asyncrl.data.tiny_model import make_model, make_tokenizer
 
     torch.manual_seed(1)

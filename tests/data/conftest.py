@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config import Config, load_config
-from asyncrl.data.parquet import write_rows
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config
+from asyncrl.data.files import write_rows
 from asyncrl.data.tiny_model import make_tokenizer
 
 CHAT = (

@@ -16,12 +16,12 @@ import pytest
 from typer.testing import CliRunner
 
 from asyncrl.cli import app
-from asyncrl.config import load_config
-from asyncrl.data.convert import CONVERTERS, hellaswag
+from asyncrl.config.load import load_config
+from asyncrl.data.convert import CONVERTERS, without_wikihow_marks
 from asyncrl.data.cursor import PromptCursor
-from asyncrl.data.parquet import PromptTable, check_dataset
+from asyncrl.data.rows import PromptTable, check_dataset
 from asyncrl.errors import AsyncrlError, ConfigError, DataError
-from asyncrl.util.answers import last_boxed
+from asyncrl.util.text import last_boxed
 
 Records = list[dict[str, Any]]
 
@@ -252,7 +252,7 @@ def test_hellaswag_asks_for_a_letter(tmp_path: Path) -> None:
     ],
 )
 def test_marks_of_wikihow_go(text: str, cleaned: str) -> None:
-    assert hellaswag.clean(text) == cleaned
+    assert without_wikihow_marks(text) == cleaned
 
 
 def test_hh_rlhf_keeps_both_replies(tmp_path: Path) -> None:

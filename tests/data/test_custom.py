@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from asyncrl.config import Config, load_config
-from asyncrl.data import parquet
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config
+from asyncrl.data import rows as parquet
 from asyncrl.data.cursor import PromptCursor
-from asyncrl.data.parquet import PromptTable, check_dataset, count_sources
 from asyncrl.data.prompts import eval_prompts
+from asyncrl.data.rows import PromptTable, check_dataset, count_sources
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.launch.checks import check_data_and_rewards
 from tests.data.conftest import row

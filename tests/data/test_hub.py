@@ -10,7 +10,8 @@ import pytest
 from huggingface_hub.utils import filter_repo_objects
 from rich.console import Console
 
-from asyncrl.config import Config, load_config
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config
 from asyncrl.data import hub
 from asyncrl.data.hub import fetch
 from asyncrl.errors import ConfigError

@@ -11,9 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from asyncrl.config import Config, load_config
-from asyncrl.data.arithmetic import make_arithmetic
-from asyncrl.data.parquet import PromptTable, check_dataset, count_sources, write_rows
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config
+from asyncrl.data.demo import make_arithmetic
+from asyncrl.data.files import write_rows
+from asyncrl.data.rows import PromptTable, check_dataset, count_sources
 from asyncrl.errors import ConfigError, DataError
 from tests.data.conftest import row
 

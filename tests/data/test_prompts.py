@@ -11,13 +11,14 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.data.cursor import PromptCursor
-from asyncrl.data.parquet import PromptTable, check_dataset, write_rows
+from asyncrl.data.files import write_rows
 from asyncrl.data.prompts import PromptBuilder, eval_prompts
+from asyncrl.data.rows import PromptTable, check_dataset
 from asyncrl.data.tiny_model import make_tokenizer
 from asyncrl.errors import ConfigError, DataError
-from asyncrl.util.tokenizer import load_tokenizer
+from asyncrl.util.model_files import load_tokenizer
 from tests.data.conftest import row
 
 Write = Callable[..., Config]
@@ -147,11 +148,14 @@ def test_options_of_the_template_are_a_key_that_a_column_overrides(
 
 def test_options_that_are_none_of_a_template_are_refused(dataset: Write, chat_folder: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"template_options.*tokenize = True: is no option of a chat template: the run"
+        ConfigError, match=r"template_options.*tokenize = True: is not an option of a chat template: the run"
     ):
         dataset([row(0)], data__template_options={"tokenize": True})
     for own, error in (
-        ({"add_generation_prompt": False}, "add_generation_prompt = False: is no option of a chat template: the last"),
+        (
+            {"add_generation_prompt": False},
+            "add_generation_prompt = False: is not an option of a chat template: the last",
+        ),
         ("yes", "'chat_template_kwargs': not JSON"),
         (3, "'chat_template_kwargs' is int; it must be a struct with options of the chat template"),
     ):

@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.data.files import JsonRows, first_missing, read_column, read_schema, read_table
-from asyncrl.data.parquet import PromptTable, check_dataset
+from asyncrl.data.rows import PromptTable, check_dataset
 from asyncrl.errors import ConfigError, DataError
 from tests.data.conftest import row
 

@@ -13,13 +13,13 @@ import numpy as np
 import psutil
 import pytest
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.environments import pool as pool_module
 from asyncrl.environments.pool import EnvironmentPool, NextTurn
 from asyncrl.errors import RunError
 from asyncrl.types import Prompt
 from asyncrl.wire.endpoints import Endpoints
-from asyncrl.wire.environment_messages import EpisodeEnded, GroupPlace
+from asyncrl.wire.service_messages import EpisodeEnded, GroupPlace
 from tests.helpers.reward_pool import save_tokenizer, tokens
 
 EXTRA = "?<>.[]*"

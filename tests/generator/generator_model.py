@@ -16,7 +16,8 @@ import torch
 from generator_fakes import FakeClient, FakeReceiver, FakeRewards
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from asyncrl.config import Config, load_config
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config
 from asyncrl.generator.engine import Completion, Engine
 from asyncrl.generator.loop import GeneratorLoop
 from asyncrl.generator.vllm_backend.engine import VllmEngine

@@ -18,11 +18,11 @@ from generator_model import deterministic_engine, make_loop, small_config
 from test_episodes import Recording, finish, hf_logprobs
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from asyncrl.environments.dialogue import ChatDialogue
+from asyncrl.environments.dialogue.dialogue import ChatDialogue
 from asyncrl.environments.pool import EnvironmentPool
 from asyncrl.generator.engine import Engine
 from asyncrl.types import Group, Lease, Prompt
-from asyncrl.util.tokenizer import load_tokenizer
+from asyncrl.util.model_files import load_tokenizer
 from asyncrl.wire.endpoints import Endpoints
 from tests.helpers.chat_models import THINKING, save_chat_model
 from tests.helpers.talking_models import save_talking_model

@@ -18,7 +18,7 @@ from asyncrl.generator.engine import Completion, Sampling
 from asyncrl.generator.vllm_backend import engine as requests_module
 from asyncrl.generator.vllm_backend import plugin
 from asyncrl.generator.vllm_backend.engine import VllmEngine
-from asyncrl.util.tokenizer import load_decoder
+from asyncrl.util.model_files import load_decoder
 
 TOLERANCE = 1e-4
 DIFFERENT = 1e-2

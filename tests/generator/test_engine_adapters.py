@@ -24,14 +24,14 @@ from torch import Tensor
 from transformers import Qwen2ForCausalLM
 from vllm.config.lora import MaxLoRARanks
 
-from asyncrl.config import Config
-from asyncrl.config.mappings import Lora
+from asyncrl.config.config import Config
+from asyncrl.config.training import Lora
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.generator import engine as engine_module
 from asyncrl.generator.engine import Completion, Engine, make_engine, make_own_engine
 from asyncrl.generator.vllm_backend import shared_weights
 from asyncrl.generator.vllm_backend.setup import LORA_RANKS, check_adapters, check_cpu
-from asyncrl.weights.adapters import adapter_shapes
+from asyncrl.weights.model_tensors import adapter_shapes
 from benchmarks.families import save_family
 
 LORA = Lora(rank=3, alpha=4.5)

@@ -16,12 +16,10 @@ from asyncrl.colocate import GeneratorTurn
 from asyncrl.errors import InvariantError, RunError
 from asyncrl.generator.engine import ENGINES, Completion, Engine, Sampling, WeightSwaps, make_engine
 from asyncrl.types import NO_VERSION
-from asyncrl.util.tokenizer import load_decoder
-from asyncrl.weights.bucket_plan import WeightPart, plan_buckets
-from asyncrl.weights.buckets import WeightManifest
+from asyncrl.util.model_files import load_decoder
+from asyncrl.weights.layout import WeightManifest, WeightPart, plan_buckets, shares_of_ranks
 from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.sender import WeightSender
-from asyncrl.weights.shares import shares_of_ranks
 from tests.helpers.colocated import FakeCard, FakeLock
 from tests.helpers.sockets import socket_address
 

@@ -25,20 +25,19 @@ from generator_model import (
 )
 from transformers import AutoModelForCausalLM
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError, InvariantError
 from asyncrl.generator.engine import Completion
 from asyncrl.generator.vllm_backend.engine import VllmEngine
 from asyncrl.generator.vllm_backend.scheduling import RoutingRecords
 from asyncrl.generator.vllm_backend.setup import _explaining_routing, _record_routing
-from asyncrl.learner.collate import make_batch
+from asyncrl.learner.batch import make_batch
 from asyncrl.learner.model.loading import load_policy_model
-from asyncrl.learner.model.policy import PolicyNetwork
-from asyncrl.learner.model.router_replay import RouterReplay
+from asyncrl.learner.model.policy import PolicyNetwork, RouterReplay
 from asyncrl.types import Group
-from asyncrl.util.routing import Routers, replayed_routers
-from benchmarks.agreement import trajectory
+from asyncrl.util.model_files import Routers, replayed_routers
 from benchmarks.families import FAMILIES, save_family
+from benchmarks.models import trajectory
 
 BLOCK_TOKENS = 32
 PROMPTS = {

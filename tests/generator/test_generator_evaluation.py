@@ -16,7 +16,7 @@ from transformers import Qwen2ForCausalLM
 from asyncrl.generator.engine import Completion, Engine
 from asyncrl.generator.groups import GroupInProgress, make_evaluated
 from asyncrl.replay.client import LeaseReply
-from asyncrl.rewards.workers import Scored
+from asyncrl.rewards.pool import Scored
 from asyncrl.types import NO_VERSION, Lease
 
 Policies = list[Qwen2ForCausalLM]

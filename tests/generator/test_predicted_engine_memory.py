@@ -19,7 +19,7 @@ import pytest
 from generator_model import save_tiny_model, small_config
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.generator.vllm_backend.engine import VllmEngine
 from asyncrl.launch.memory import Shape, engine_parts
 from tests.helpers.memory_peak import Peak, anonymous_bytes, keep_freed_memory_away

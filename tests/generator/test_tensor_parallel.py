@@ -30,9 +30,7 @@ from asyncrl.errors import InvariantError, PeerTimeoutError, RunError
 from asyncrl.generator.engine import Completion
 from asyncrl.generator.vllm_backend import shared_weights
 from asyncrl.generator.vllm_backend.engine import VllmEngine
-from asyncrl.weights.bucket_plan import WeightPart, plan_buckets
-from asyncrl.weights.buckets import WeightManifest
-from asyncrl.weights.shares import shares_of_ranks
+from asyncrl.weights.layout import WeightManifest, WeightPart, plan_buckets, shares_of_ranks
 
 TOLERANCE = 1e-4
 DIFFERENT = 1e-2

@@ -13,7 +13,7 @@ from generator_model import reference_logprobs, run_all, small_config, weights_o
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
-from asyncrl.config.mappings import Sampling
+from asyncrl.config.sections import Sampling
 from asyncrl.errors import ConfigError
 from asyncrl.generator.transformers_backend import attention as varlen
 from asyncrl.generator.transformers_backend import decoder as sizes

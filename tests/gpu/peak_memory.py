@@ -14,7 +14,7 @@ import torch
 from test_learner_memory import SIZES
 from worlds import endpoints, make_trainer, pack_groups, single_groups
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.learner.distributed import process_group
 
 

@@ -25,8 +25,8 @@ from worlds import VOCABULARY, make_config, make_trainer, train_steps
 from asyncrl.colocate import HostMemory
 from asyncrl.generator.engine import ENGINES, make_engine
 from asyncrl.launch.machine import find_port, visible_gpus
-from asyncrl.learner.checkpoint.zero_state import collect_state
 from asyncrl.learner.distributed import Ranks
+from asyncrl.learner.model.saving import collect_state
 from asyncrl.weights.sender import WeightSender
 from tests.helpers.demo import make_demo
 from tests.helpers.runs import Launched, check_ledger, start_launch

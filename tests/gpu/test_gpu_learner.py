@@ -23,9 +23,9 @@ from asyncrl.generator.transformers_backend.engine import TransformersEngine
 from asyncrl.launch.machine import find_port
 from asyncrl.launch.memory import PROCESS_BYTES, Shape, learner_parts
 from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.model import logprob_head, varlen
+from asyncrl.learner.model import attention, logprob_head
+from asyncrl.learner.model.attention import Layout, attend_in_buckets, find_firsts, make_layout
 from asyncrl.learner.model.logprob_head import LogprobHead
-from asyncrl.learner.model.packed_attention import Layout, attend_in_buckets, find_firsts, make_layout
 from asyncrl.learner.model.policy import Policy
 from benchmarks.families import save_family
 
@@ -116,8 +116,8 @@ def test_attention_is_that_of_float64(
         moved, (query, key, value) = layout.to(device), leaves
         if precise or kind == "buckets":
             output = attend_in_buckets(query, key, value, moved, scaling=None, window=window)
-        elif varlen.has_kernel(query):
-            output = varlen.attend(query, key, value, moved.segments, scaling=None, window=window)
+        elif attention.has_varlen_kernel(query):
+            output = attention.attend_varlen(query, key, value, moved.segments, scaling=None, window=window)
         else:
             pytest.skip(f"torch {torch.__version__} has no varlen_attn with windows for this GPU")
         output.backward(inputs[3].to(output))

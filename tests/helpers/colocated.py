@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 
 from asyncrl.colocate import GeneratorTurn, HostMemory, LearnerTurn
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.generator.engine import Completion
 from asyncrl.generator.loop import GeneratorLoop
 from asyncrl.learner.batch import Batch
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.loop import Learner
 from asyncrl.replay.client import LeaseReply
-from asyncrl.rewards.workers import Scored
+from asyncrl.rewards.pool import Scored
 from asyncrl.types import NO_VERSION, Group, Lease, Prompt, Shard
-from asyncrl.weights.background import WeightSyncStats
-from asyncrl.weights.staging import StagedWeights
-from asyncrl.wire.learner_messages import Committed
+from asyncrl.weights.receiver import StagedWeights
+from asyncrl.weights.sender import WeightSyncStats
+from asyncrl.wire.messages import Committed
 
 TOKENS = 4
 """Least steps of the engine for a completion."""

@@ -13,7 +13,7 @@ import pytest
 
 def make_demo(folder: Path, cache: pytest.Cache) -> Path:
     """`folder` with `demo/` in it, as the project's own commands make it."""
-    from asyncrl.data import arithmetic
+    from asyncrl.data import demo as arithmetic
 
     arithmetic.make_arithmetic(folder / "demo" / "arithmetic.parquet")
     _copy_model(folder / "demo" / "model", cache, demo="demo")
@@ -22,7 +22,7 @@ def make_demo(folder: Path, cache: pytest.Cache) -> Path:
 
 def make_guess(folder: Path, cache: pytest.Cache) -> None:
     """The rows and the model of `--config guess` in `folder`."""
-    from asyncrl.data.demo_episodes import make_demo_rows
+    from asyncrl.data.demo import make_demo_rows
 
     make_demo_rows("guess", folder / "demo" / "guess.parquet")
     _copy_model(folder / "demo" / "guess-model", cache, demo="guess")
@@ -31,7 +31,9 @@ def make_guess(folder: Path, cache: pytest.Cache) -> None:
 def _copy_model(path: Path, cache: pytest.Cache, *, demo: str) -> None:
     """Copies the model of a demo from pytest's cache, where it is kept by the code that it was made with; of several
     processes one makes it."""
-    from asyncrl.data import arithmetic, demo_episodes, tiny_model
+    from asyncrl.data import demo as arithmetic
+    from asyncrl.data import demo as demo_episodes
+    from asyncrl.data import tiny_model
 
     code = "".join(map(inspect.getsource, (tiny_model, arithmetic, demo_episodes))) + demo
     kept = cache.mkdir("tiny-model") / hashlib.sha256(code.encode()).hexdigest()[:16]

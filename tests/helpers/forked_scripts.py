@@ -18,7 +18,7 @@ from tests.helpers.sockets import socket_address
 
 PRELOADED = (
     "asyncrl.learner.role",
-    "asyncrl.learner.critic.remote",
+    "asyncrl.learner.critic",
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "asyncrl.weights.receiver",
     "transformers.models.qwen2.modeling_qwen2",

@@ -10,11 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncrl.weights.background import WeightSyncStats
-from asyncrl.weights.bucket_plan import PlannedBucket, WeightPart
-from asyncrl.weights.bucket_round import BucketMemory, BucketRound
-from asyncrl.weights.buckets import Entry
-from asyncrl.weights.staging import StagedWeights
+from asyncrl.weights.layout import Entry, PlannedBucket, WeightPart
+from asyncrl.weights.receiver import BucketMemory, BucketRound, StagedWeights
+from asyncrl.weights.sender import WeightSyncStats
 from tests.helpers.colocated import BYTES, DEADLINE_S, CountingEngine, FakeCard, World
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from asyncrl.config import load_config
+from asyncrl.config.load import load_config
 from asyncrl.launch import bottleneck
 from asyncrl.launch.bottleneck import BottleneckMonitor
 from asyncrl.launch.placement import place_roles

@@ -10,11 +10,13 @@ import yaml
 from test_memory import QWEN2_05B, QWEN2_7B, fitted, shape_of
 
 from asyncrl.colocate import generator_locks
-from asyncrl.config import Config, load_config, parse_override
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config, parse_override
 from asyncrl.errors import ConfigError
 from asyncrl.launch import machine as gpus
-from asyncrl.launch.memory import GIB, PIECE, PROCESS_BYTES, Models, choose_staging, make_cards
-from asyncrl.launch.placement import Host, check_transport, place_roles
+from asyncrl.launch.machine import Host
+from asyncrl.launch.memory import GIB, PIECE, PROCESS_BYTES, Models, choose_staging, needs_of_gpus
+from asyncrl.launch.placement import check_transport, place_roles
 from asyncrl.launch.supervisor import Progress
 from tests.helpers.replay import small_config
 
@@ -122,7 +124,7 @@ def test_a_card_needs_the_larger_of_the_two(monkeypatch: pytest.MonkeyPatch) -> 
     settings = {"model__dtype": "bfloat16", "generator__max_new_tokens": 64, "learner__gradient_checkpointing": True}
     config = on(launch__colocate="force", **settings)
     placement = fitted(monkeypatch, config, 1, MIB, models)
-    (card,) = make_cards(config, placement, models)
+    (card,) = needs_of_gpus(config, placement, models)
     needs = {need.name: need.num_bytes for need in card.needs}
     assert card.needed_bytes == max(needs.values()) + PROCESS_BYTES < sum(needs.values()) - GIB
     assert f"in turn {card.needed_bytes / GIB:.1f} GiB" in str(card)
@@ -134,9 +136,9 @@ def test_a_card_needs_the_larger_of_the_two(monkeypatch: pytest.MonkeyPatch) -> 
     # A card that either of them fits, and both together do not.
     mib = round((card.needed_bytes + GIB) / 0.9) >> 20
     fitted(monkeypatch, config, 1, mib, models)
-    with pytest.raises(ConfigError, match="does not fit its GPUs"):
+    with pytest.raises(ConfigError, match="not to fit its GPUs"):
         fitted(monkeypatch, small_config(**settings), 1, mib, models)
-    with pytest.raises(ConfigError, match=r"does not fit its GPUs(.|\n)*; in turn"):
+    with pytest.raises(ConfigError, match=r"not to fit its GPUs(.|\n)*; in turn"):
         fitted(monkeypatch, config, 1, round(0.8 * card.needed_bytes) >> 20, models)
 
 
@@ -151,14 +153,14 @@ def test_a_card_needs_both_weights_where_they_are_handed_over_on_it(monkeypatch:
     for transport in ("auto", "ipc"):
         config = on(weights__transport=transport, **settings)
         placement = fitted(monkeypatch, config, 1, MIB, models)
-        (cards[transport],) = make_cards(config, placement, models)
+        (cards[transport],) = needs_of_gpus(config, placement, models)
     card, weights = cards["ipc"], 2 * models.policy.parameters
     pieces = [need.parts.get(part, 0) for need in card.needs for part in (PIECE, "staged weights")]
     assert card.hand_over_bytes == 2 * weights + 2 * PROCESS_BYTES + sum(pieces) and sum(pieces) < GIB
     assert cards["auto"].hand_over_bytes == 0
     assert card.needed_bytes == card.hand_over_bytes > cards["auto"].needed_bytes
     mib = round((cards["auto"].needed_bytes + GIB / 2) / 0.9) >> 20
-    with pytest.raises(ConfigError, match=r"does not fit its GPUs(.|\n)*with weights.transport=auto it would fit"):
+    with pytest.raises(ConfigError, match=r"not to fit its GPUs(.|\n)*with weights.transport=auto it would fit"):
         fitted(monkeypatch, on(**IPC, **settings), 1, mib, models)
 
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config import Config, load_config, parse_override
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config, parse_override
 from asyncrl.errors import ConfigError
 from asyncrl.launch import machine as gpus
 from asyncrl.launch.layout import CARDS, parse_cards
@@ -30,7 +31,7 @@ from asyncrl.launch.memory import (
     item_bytes,
     learner_parts,
     longest_tokens,
-    make_cards,
+    needs_of_gpus,
     staging_parts,
     trained_parts,
 )
@@ -137,7 +138,7 @@ def test_every_preset_fits_its_cards_by_arithmetic(monkeypatch: pytest.MonkeyPat
     models = models_of(config, settings)
     assert models.policy.parameters == parameters
     placement = fitted(monkeypatch, config, count, round(gpu.memory_bytes) >> 20, models)
-    cards = make_cards(config, placement, models)
+    cards = needs_of_gpus(config, placement, models)
     print("\n".join(map(str, cards)))
     assert len(cards) == count, "a GPU of the preset is not used"
     cache_bytes = [
@@ -156,7 +157,7 @@ def test_the_gpus_of_a_generator_divide_weights_and_cache(monkeypatch: pytest.Mo
         assert placement.generators[0].gpus == tuple(str(2 + index) for index in range(parallel))
         fraction = placement.generators[0].gpu_memory_utilization
         assert fraction is not None and 0.5 < fraction < 0.9
-        return [card.needs[0].num_bytes for card in make_cards(config, placement, models)[2:]]
+        return [card.needs[0].num_bytes for card in needs_of_gpus(config, placement, models)[2:]]
 
     (whole,), (first, second) = needs(1), needs(2)
     half = 2 * 7_615_616_512 // 2
@@ -239,7 +240,7 @@ def test_a_run_that_cannot_fit_is_refused_with_the_sum_and_the_keys_that_help(mo
     with pytest.raises(ConfigError) as caught:
         fitted(monkeypatch, config, 5, MIB_80GB, Models(SEVEN))
     lines = str(caught.value).splitlines()
-    assert lines[0] == "by arithmetic the run does not fit its GPUs:"
+    assert lines[0] == "this run is estimated not to fit its GPUs:"
     assert lines[1].startswith("  GPU 0 (79.6 GiB, of which 75.7 may be used): learner-0 93.")
     assert "activations of 8192 tokens 48." in lines[1] and "weights to send 3.5" in lines[1]
     assert lines[-1] == "with learner.gradient_checkpointing=true it would fit"
@@ -306,7 +307,7 @@ def test_an_engine_gets_what_staging_and_the_other_roles_leave(monkeypatch: pyte
     free = load_config(None, {"model.path": "m", "data.train": "d"})
     placement = fitted(monkeypatch, free, 1, MIB_80GB, Models(small))
     (learner,) = [
-        need for card in make_cards(free, placement, Models(small)) for need in card.needs if need.name[0] == "l"
+        need for card in needs_of_gpus(free, placement, Models(small)) for need in card.needs if need.name[0] == "l"
     ]
     left = 0.9 * total - learner.num_bytes - GIB - 4 * small.vocabulary * small.hidden
     assert (placement.generators[0].gpu_memory_utilization or 0) * total == pytest.approx(left)

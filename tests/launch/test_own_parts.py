@@ -1,20 +1,22 @@
-"""User-defined transports, trackers and launchers, by module and by file."""
+"""User-defined parts by module and by file, and the output of asyncrl list."""
 
 from __future__ import annotations
 
+import io
 import sys
 from pathlib import Path
 
 import pytest
 from helpers.replay import EndlessPrompts, make_group, small_config
+from rich.console import Console
 
 from asyncrl.errors import ConfigError
 from asyncrl.generator.engine import make_engine
 from asyncrl.launch.launcher import LocalLauncher, find_launcher
-from asyncrl.launch.registry import check_parts
+from asyncrl.launch.registry import check_parts, print_parts, tables
 from asyncrl.observe.trackers import make_trackers
 from asyncrl.replay.codec import pack_group
-from asyncrl.replay.refunds import refund_reason
+from asyncrl.replay.live_group import refund_reason
 from asyncrl.types import Lease
 from asyncrl.weights.transports import choose_transport, find_transport
 
@@ -106,3 +108,14 @@ def test_groups_of_equal_rewards_are_refunded_where_they_have_no_signal(
     header, _ = pack_group(make_group(Lease(0, 0, EndlessPrompts().prompt(0)), 0, rewards=(1.0, 1.0)))
     config = small_config(replay__zero_variance=choice)
     assert refund_reason(config, header, group_relative=group_relative) == reason
+
+
+def test_every_part_is_described_as_it_is_written() -> None:
+    out = io.StringIO()
+    print_parts(Console(file=out, width=400))
+    lines = {words[0]: line for line in out.getvalue().splitlines() if (words := line.split())}
+    assert {name for parts in tables().values() for name in parts} <= lines.keys()
+    assert "PPO's surrogate within [min(e^-tau, 1 - clip_low), max(e^tau, 1 + clip_high)]" in lines["m2po"]
+    assert r'("1/2", "\frac{1}{2}", "0.5")' in lines["math"] and lines["math"].rstrip().endswith("; else 0.")
+    assert lines["gloo"].split(maxsplit=1)[1].startswith("By TCP")
+    assert "Transport(" not in out.getvalue()

@@ -1,21 +1,37 @@
-"""Hosts that are taken for lost on a Ray cluster, with actors whose answers the test provides."""
+"""The launcher for Ray: actors, their hosts and logs, and jobs of a cluster elsewhere."""
 
 from __future__ import annotations
 
+import asyncio
+import io
+import json
 import os
+import shutil
+import signal
 import socket
+import subprocess
+import sys
+import tempfile
+import time
+import types
+from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
+from rich.console import Console
+from typer.testing import CliRunner
 
+from asyncrl.cli import app
 from asyncrl.errors import ConfigError
+from asyncrl.launch import ray_actor
 from asyncrl.launch.launcher import HOST_LOST
-from asyncrl.launch.machine import package_versions
-from asyncrl.launch.placement import Host, RoleResources
-from asyncrl.launch.ray_actor import NodeFacts
-from asyncrl.launch.ray_launcher import RayRole
+from asyncrl.launch.machine import Host, HostFacts, package_versions
+from asyncrl.launch.placement import RoleResources
+from asyncrl.launch.ray_actor import NodeLauncher, PoolActor
+from asyncrl.launch.ray_launcher import RayLauncher, RayRole, submit_job, url_of
 from asyncrl.launch.worker import RoleSpec
 from tests.helpers.replay import loopback_endpoints, small_config
 
@@ -97,43 +113,39 @@ def test_a_role_that_ended(actor: Actor, host: Any, tmp_path: Path) -> None:
     assert (generator.code, generator.cause()) == (3, "generator-0@n1 ended with code 3: why")
 
 
-def test_generators_are_given_up_at_once_and_learners_when_the_host_is_lost(
-    actor: Actor, host: Any, tmp_path: Path
-) -> None:
-    generator, learner = role("generator", 0, host, tmp_path), role("learner", 1, host, tmp_path)
+def test_a_host_that_cannot_be_reached_for_a_while_keeps_its_roles(actor: Actor, host: Any, tmp_path: Path) -> None:
+    generator = role("generator", 0, host, tmp_path)
     actor.last("run").give(unavailable())
-    assert (learner.code, generator.code) == (None, HOST_LOST)
+    assert generator.code is None and actor.count("run") == 2
     host.check(True, 1.0)
-    assert learner.code is None and not host.lost
+    actor.last("ping").give(unavailable())
+    host.check(True, 2.0)
+    actor.last("ping").give({})
+    host.check(True, 3.0)
+    assert (host.lost, host.heard_s) == ("", 3.0)
+    actor.last("run").give((0, ""))
+    assert generator.code == 0
+
+
+def test_roles_of_a_dead_node_are_lost(actor: Actor, host: Any, tmp_path: Path) -> None:
+    learner = role("learner", 1, host, tmp_path)
     host.check(False, 2.0)
     assert learner.code == HOST_LOST
     assert learner.cause() == "learner-0@n1: its host is lost (Ray has declared its node dead)"
     assert actor.count("killed") == 1
 
 
-def test_a_host_that_answers_again(actor: Actor, host: Any, tmp_path: Path) -> None:
-    """Its generator was replaced and is killed; its learner is watched on."""
-    generator, learner = role("generator", 0, host, tmp_path), role("learner", 1, host, tmp_path)
-    actor.last("run").give(unavailable())
-    assert (learner.code, generator.code) == (None, HOST_LOST)
-    host.check(True, 1.0)
-    actor.last("ping").give(True)
-    host.check(True, 2.0)
-    assert not host.suspect and learner.code is None
-    assert actor.count("run") == 3
-    assert [arguments for name, arguments, _ in actor.calls if name == "kill"] == [([0],)]
-    actor.last("run").give((0, ""))
-    assert learner.code == 0
-
-
-def test_a_silent_host(actor: Actor, host: Any, tmp_path: Path) -> None:
-    learner = role("learner", 0, host, tmp_path)
-    host.check(True, 10.0)
-    assert not host.suspect
-    host.check(True, 16.0)
-    assert host.suspect and learner.code is None
-    host.check(True, 61.0)
-    assert host.lost and learner.code == HOST_LOST
+def test_a_silent_host(actor: Actor, host: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets no roles after 15 s, its kills are not waited for, and after 60 s it is lost."""
+    learner, launcher, clock = role("learner", 0, host, tmp_path), RayLauncher(), SimpleNamespace(now_s=10.0)
+    monkeypatch.setattr("time.monotonic", lambda: clock.now_s)
+    launcher._roles.append(learner)
+    for clock.now_s, answers, code in ((10.0, True, None), (16.0, False, None), (61.0, False, HOST_LOST)):
+        host.check(True, clock.now_s)
+        assert (host.answers(), learner.code) == (answers, code)
+        if clock.now_s == 16.0:
+            assert launcher.kill([learner]) == [] and actor.count("kill") == 1
+    assert host.lost == "it was silent for 60 s"
 
 
 def test_the_death_of_an_actor_is_that_of_its_host(actor: Actor, host: Any, tmp_path: Path) -> None:
@@ -183,19 +195,19 @@ def test_a_pool_of_gpus_grows(actor: Actor, monkeypatch: pytest.MonkeyPatch, tmp
 
 
 @pytest.mark.parametrize(
-    ("named", "own", "network"),
+    ("named", "own", "head"),
     [
-        ("127.0.0.1", "10.0.0.1", ""),
-        ("lo", "10.0.0.1", ""),
-        ("10.5.0.1:29500", "10.5.0.1", ""),
+        ("127.0.0.1", "10.0.0.1", "10.0.0.1"),
+        ("lo", "10.0.0.1", "10.0.0.1"),
+        ("10.5.0.1:29500", "10.5.0.1", "10.5.0.1"),
         ("ib0:29500", "10.5.0.1", "ib0"),
         ("10.5.0.0/16", "10.5.0.1", "10.5.0.0/16"),
     ],
 )
 def test_nodes_are_asked_for_their_addresses_on_the_network_of_the_run(
-    actor: Actor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, named: str, own: str, network: str
+    actor: Actor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, named: str, own: str, head: str
 ) -> None:
-    """The launcher's machine is the same at both of its addresses; a node without an address there is refused."""
+    """A node without an address there is refused."""
     from asyncrl.launch import ray_cluster as module
 
     found = {"lo": "127.0.0.1", "eth0": "10.0.0.1", "ib0": "10.5.0.1"}
@@ -205,21 +217,19 @@ def test_nodes_are_asked_for_their_addresses_on_the_network_of_the_run(
     monkeypatch.setattr(module, "free_resources", lambda node: (1, 0))
     monkeypatch.setattr(module, "PoolActor", lambda *_: None)
     hosts = module.RayHosts(small_config(runs_dir=str(tmp_path), launch__address=named))
-    assert (hosts.own_address, hosts._network) == (own, network)
+    assert (hosts.own_address, hosts.head) == (own, head)
     options = SimpleNamespace(remote=lambda *_: actor)
     monkeypatch.setattr(ray, "remote", lambda _: SimpleNamespace(options=lambda **_: options))
-    there = "10.5.0.2" if network else "10.0.0.2"
-    for address in (own if network else "10.0.0.1", there):
+    for address in (own, "10.5.0.2"):
         one = hosts._start(module.Place("ab" * 28))
-        assert actor.calls[-1][1][2] == network
-        one.facts.give(NodeFacts("node", "n", address, (0,), (), package_versions(), True))
+        assert actor.calls[-1][1][0] == head
+        one.facts.give(HostFacts(Host("n", (0,), address=address), head, package_versions()))
         assert hosts._join(one, 0.0) == ""
-    assert [one.host.address for one in hosts.all] == [own, there]
+    assert [(one.host.name, one.host.address) for one in hosts.all] == [("n", own), ("n-2", "10.5.0.2")]
     one = hosts._start(module.Place("cd" * 28))
-    one.facts.give(
-        NodeFacts("node", "n3", "", (0,), (), package_versions(), True, "launch.address = 'ib0': n3 has none")
-    )
-    assert hosts._join(one, 0.0) == "launch.address = 'ib0': n3 has none"
+    problem = "launch.address = 'ib0': n3 has none"
+    one.facts.give(HostFacts(Host("n3", (0,), address=""), head, package_versions(), problem))
+    assert hosts._join(one, 0.0) == problem
     assert len(hosts.all) == 2 and actor.count("killed") == 1
     with pytest.raises(ConfigError, match=r"launch.address = 'none0': this machine has no interface of this name"):
         module.RayHosts(small_config(runs_dir=str(tmp_path / "none"), launch__address="none0"))
@@ -242,3 +252,206 @@ def test_a_cluster_that_was_killed_is_not_waited_for(monkeypatch: pytest.MonkeyP
     assert cluster.find_cluster() == "", "the file of the last cluster is still there"
     monkeypatch.setattr(cluster, "read_ray_address", lambda: None)
     assert cluster.find_cluster() == ""
+
+
+CORES = RoleResources(tuple(sorted(os.sched_getaffinity(0))), threads=1)
+WAIT_S = 20.0
+SHOWS = "import os, sys; print(sorted(n for n in os.environ if n.startswith(('RAY_', 'PASSED_'))), os.getppid()); "
+
+
+@pytest.fixture
+def real(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> PoolActor:
+    """An actor with Python code in place of the roles: that in `index`."""
+    codes = {0: SHOWS + "sys.exit(7)", 1: "import time; time.sleep(600)"}
+    monkeypatch.setattr(NodeLauncher, "command", lambda _, spec: [sys.executable, "-c", codes[spec.index]])
+    monkeypatch.setenv("RAY_JOB_ID", "01000000")
+    monkeypatch.chdir(tmp_path)
+    return PoolActor(str(tmp_path), {"PASSED_ON": "1"})
+
+
+def spec(index: int, folder: Path) -> RoleSpec:
+    return RoleSpec("generator", index, str(folder), loopback_endpoints(1), (), 8, host="n1")
+
+
+def do(work: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(work, WAIT_S))
+
+
+def test_roles_are_its_children_and_know_nothing_of_ray(real: PoolActor, tmp_path: Path) -> None:
+    code, cause = do(real.run(0, spec(0, tmp_path), CORES))
+    assert code == 7
+    assert cause == f"generator-0@n1 ended with code 7: ['PASSED_ON'] {os.getpid()}"
+    assert do(real.run(0, spec(0, tmp_path), CORES))[0] == 7, "asking again starts nothing"
+
+
+def test_roles_are_killed_also_before_they_start(real: PoolActor, tmp_path: Path) -> None:
+    async def kill() -> tuple[Any, ...]:
+        running = asyncio.create_task(real.run(0, spec(1, tmp_path), CORES))
+        await asyncio.sleep(0.1)
+        immortal = await real.kill([0, 1], show_stacks=False)
+        return immortal, await running, await real.run(1, spec(1, tmp_path), CORES)
+
+    immortal, killed, never = do(kill())
+    assert immortal == []
+    assert killed == (-signal.SIGKILL, "generator-1@n1 was killed by signal SIGKILL")
+    assert never == (-signal.SIGKILL, "generator-1@n1 was killed before it started")
+
+
+def test_its_address_is_the_one_on_the_network_of_the_run(
+    real: PoolActor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it has none, it says so. It has the same packages as other hosts."""
+    context = types.SimpleNamespace(get_accelerator_ids=dict)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr("platform.node", lambda: "n2")
+    token = tmp_path / "token"
+    token.touch()
+    told = [do(real.describe(head, str(token))) for head in ("127.0.0.1", "lo", "127.0.0.0/8", "none0")]
+    assert [facts.host.address for facts in told] == ["127.0.0.1", "127.0.0.1", "127.0.0.1", ""]
+    assert all(facts.host.shares_run_dir and facts.versions == package_versions() for facts in told)
+    assert not do(real.describe("lo", str(tmp_path / "other"))).host.shares_run_dir
+    assert [facts.problem for facts in told[:3]] == [""] * 3
+    assert told[3].problem.startswith("launch.address = 'none0': n2 has no interface of this name; it has lo (")
+
+
+def test_complete_lines_of_this_run_are_copied(
+    real: PoolActor, actor: Actor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from asyncrl.launch import ray_cluster as module
+
+    for place in (module, ray_actor):
+        monkeypatch.setattr(place, "MAX_BYTES", 16)
+    source, copy = tmp_path / "there" / "logs" / "generator-1.jsonl", tmp_path / "here" / "generator-1.jsonl"
+    source.parent.mkdir(parents=True)
+    source.write_text("of an earlier run\n")
+    host = module.RayHost(Host("n1", (0,)), module.Place("node"), actor, 0.0, logs=copy.parent)
+
+    async def start() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(real.run(0, spec(1, tmp_path / "there"), CORES), 0.1)
+        await real.kill([0], show_stacks=False)
+
+    def tick() -> None:
+        host.check(True, 1.0)
+        if actor.last("ping").value is None:
+            actor.last("ping").give(do(real.ping(actor.calls[-1][1][0])))
+
+    do(start())
+    tick()
+    with source.open("a") as log:
+        log.write("one\ntwo\nthree and a ha")
+    for _ in range(4):
+        tick()
+    assert copy.read_text() == "one\ntwo\n"
+    with source.open("a") as log:
+        log.write("lf, longer than a read is\nfour")
+    monkeypatch.setattr(ray, "get", lambda ref, timeout=None: do(real.ping(host.offsets)))
+    host.drain_logs(time.monotonic() + 5.0)
+    assert copy.read_text() == "one\ntwo\nthree and a half, longer than a read is\nfour"
+
+
+@pytest.mark.slow
+def test_a_cluster_of_its_own(tmp_path: Path) -> None:
+    """It is started because there is none, its actor starts roles and says how they ended, and it ends with the
+    launcher."""
+    if any(one.info["name"] == "gcs_server" for one in psutil.process_iter(["name"])):
+        pytest.skip("a Ray cluster runs on this machine, which the launcher would take")
+    short = tempfile.mkdtemp(prefix="ray-")  # the paths of Ray's sockets have little room
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.helpers.ray_launcher", str(tmp_path)],
+            env=environment | {"RAY_TMPDIR": short},
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
+    finally:
+        left = [one for one in psutil.process_iter(["cmdline"]) if short in " ".join(one.info["cmdline"] or ())]
+        for process in left:
+            process.kill()
+        shutil.rmtree(short, ignore_errors=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    seen = json.loads(done.stdout.splitlines()[-1])
+    own, only, name, shared = seen["hosts"]
+    assert (own, only, shared) == ("", True, True) and name
+    assert seen["left"] == []
+    code, cause = seen["ended"]
+    assert code not in (None, 0) and cause.startswith(f"generator-0@{name} ended with code") and "config.yaml" in cause
+    assert seen["told"]["cluster"].startswith("Ray on this machine alone, started for this run")
+    assert seen["files"] == ["logs"], "no token file is left"
+    assert [process for process in left if process.name() != "python"] == []
+
+
+class Client:
+    """A cluster's dashboard, which takes one job."""
+
+    interrupts = False
+
+    def __init__(self, url: str) -> None:
+        if "nowhere" in url:
+            raise ConnectionError(f"no answer from {url}")
+        jobs.append({"url": url})
+
+    def submit_job(self, **options: Any) -> str:
+        jobs[-1] |= options
+        return "raysubmit_1"
+
+    async def tail_job_logs(self, job: str) -> AsyncIterator[str]:
+        yield "step 1/2 [bold]\n"
+        if self.interrupts and "stopped" not in jobs[-1]:
+            raise KeyboardInterrupt
+        yield "step 2/2\n"
+
+    def stop_job(self, job: str) -> None:
+        jobs[-1]["stopped"] = job
+
+    def get_job_info(self, job: str) -> Any:
+        return types.SimpleNamespace(driver_exit_code=-15 if "stopped" in jobs[-1] else 3, status="", message="")
+
+
+jobs: list[dict[str, Any]] = []
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs.clear()
+    monkeypatch.setitem(sys.modules, "ray", types.ModuleType("ray"))
+    monkeypatch.setitem(sys.modules, "ray.job_submission", types.SimpleNamespace(JobSubmissionClient=Client))
+
+
+def test_the_same_command_is_submitted(client: None) -> None:
+    """With the exit code of the job."""
+    arguments = ["--generators", "2", "--config", "gsm8k_0.5b", "learner.lr=1e-6", "--resume"]
+    done = CliRunner().invoke(app, ["launch", "--cluster", "ray://10.0.0.5", *arguments])
+    assert done.exit_code == 3, done.output
+    assert done.output.endswith("step 1/2 [bold]\nstep 2/2\n")
+    (job,) = jobs
+    assert job["url"] == "http://10.0.0.5:8265"
+    assert job["entrypoint"] == (
+        "python -P -m asyncrl.cli launch --cluster ray learner.lr=1e-6 launch.generators=2 --config gsm8k_0.5b --resume"
+    )
+    assert job["runtime_env"]["working_dir"] == str(Path.cwd()) and "/runs" in job["runtime_env"]["excludes"]
+
+
+@pytest.mark.parametrize(("answer", "code", "said"), [("y", 1, "step 2/2"), ("n", 130, "the job continues: ray job")])
+def test_ctrl_c_asks_whether_to_stop_the_job(
+    client: None, monkeypatch: pytest.MonkeyPatch, answer: str, code: int, said: str
+) -> None:
+    monkeypatch.setattr(Client, "interrupts", True)
+    monkeypatch.setattr("builtins.input", lambda *_: answer)
+    out = io.StringIO()
+    assert submit_job("ray://10.0.0.5:9000", [], Console(file=out)) == code
+    assert said in out.getvalue() and ("stopped" in jobs[-1]) == (answer == "y")
+
+
+@pytest.mark.parametrize("address", ["ray://", "ray://a/b", "ray://a:b", "ray://a:1:2"])
+def test_wrong_addresses(address: str) -> None:
+    with pytest.raises(ConfigError, match="must be ray://HOST or ray://HOST:PORT"):
+        url_of(address)
+
+
+def test_a_cluster_that_does_not_answer(client: None) -> None:
+    with pytest.raises(ConfigError, match=r"--cluster ray://nowhere: no answer from http://nowhere:8265"):
+        submit_job("ray://nowhere", [], Console(file=io.StringIO()))

@@ -11,18 +11,19 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from asyncrl.config import Config, load_config
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
 from asyncrl.launch import run_dir as run_dir_module
 from asyncrl.launch.rollback import MAX_ROLLBACKS, collapse_error, discard_journal, is_due, resume_point
 from asyncrl.launch.run_dir import RunFolder, read_summary
-from asyncrl.learner.checkpoint.files import CheckpointManifest, finished_steps, sum_of, write_manifest
-from asyncrl.observe.document import read_metrics
-from asyncrl.observe.rollbacks import read_rollbacks
+from asyncrl.learner.checkpoint import CheckpointManifest, finished_steps, sum_of, write_manifest
+from asyncrl.observe.collapse import read_rollbacks
+from asyncrl.observe.curves import read_metrics
+from asyncrl.observe.samples import evaluated_versions
+from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay.codec import pack_group
-from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
-from asyncrl.samples.book import evaluated_versions
 from tests.helpers.replay import EndlessPrompts, ask_queue, loopback_endpoints, make_group, small_config
 
 RUN = Path("runs/one")
@@ -56,7 +57,7 @@ def collapsed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any],
         assert committed.collapsed == (step == RAISED)
         states[step] = queue.store.snapshot(step)
     summary = queue.summary() | {"status": "failed", "wall_s": 1.0}
-    queue.close()
+    queue.store.close()
     return summary, states
 
 
@@ -174,7 +175,7 @@ def kill_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
         monkeypatch.setattr(Path, name, counted(getattr(Path, name)))
     for name in ("copyfile", "move"):
         monkeypatch.setattr(shutil, name, counted(getattr(shutil, name)))
-    monkeypatch.setattr(run_dir_module, "save_fingerprints", counted(run_dir_module.save_fingerprints))
+    monkeypatch.setattr(run_dir_module, "fingerprints", counted(run_dir_module.fingerprints))
 
     def kill_at(count: int) -> None:
         left[0] = count

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from asyncrl.config import Config, load_config
-from asyncrl.data.parquet import check_dataset
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config
+from asyncrl.data.rows import check_dataset
 from asyncrl.environments.environment import Schema
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.launch.row_checks import PromptScan, check_first_row

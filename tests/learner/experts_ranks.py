@@ -19,11 +19,9 @@ from torch import Tensor, nn
 from worlds import copy_weights, endpoints, make_config, make_groups, make_trainer, pack_groups
 
 from asyncrl.generator.transformers_backend.engine import TransformersEngine
-from asyncrl.learner.distributed import Ranks, process_group
-from asyncrl.learner.model.deepspeed_import import deepspeed
-from asyncrl.learner.model.experts import gather_experts_together
-from asyncrl.learner.model.settings import deepspeed_config
-from asyncrl.weights.buckets import WeightManifest
+from asyncrl.learner.distributed import Ranks, deepspeed, process_group
+from asyncrl.learner.model.engine import deepspeed_config, gather_experts_together
+from asyncrl.weights.layout import WeightManifest
 
 STEPS = 8
 SECTIONS: dict[str, Any] = {

@@ -13,12 +13,10 @@ import torch
 from worlds import LORA, copy_weights, endpoints, make_config, partitioning
 
 from asyncrl.errors import RunError
-from asyncrl.learner.checkpoint import hf_export
-from asyncrl.learner.checkpoint.files import model_files
-from asyncrl.learner.checkpoint.hf_export import save_model
 from asyncrl.learner.distributed import Ranks, process_group
-from asyncrl.learner.model import policy
+from asyncrl.learner.model import policy, saving
 from asyncrl.learner.model.policy import Policy
+from asyncrl.learner.model.saving import model_files, save_model
 from tests.helpers.memory_peak import Peak, anonymous_bytes, keep_freed_memory_away
 
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -57,7 +55,7 @@ def write_complete(model: Policy, folder: Path) -> None:
 
 def compare(models: Path, out: Path, ranks: Ranks) -> None:
     """Writes each case to OUT/INDEX/model, and in the library's way to OUT/INDEX/expected."""
-    hf_export.MIN_SHARE_BYTES = 1
+    saving.MIN_SHARE_BYTES = 1
     for index, (name, learner) in enumerate(CASES):
         model = make_policy(models / name, learner, ranks)
         save_model(model, out / str(index) / "model")
@@ -66,26 +64,26 @@ def compare(models: Path, out: Path, ranks: Ranks) -> None:
             for name, content in model_files(model, "policy").items():
                 target = out / "checkpoint" / name
                 target.parent.mkdir(parents=True, exist_ok=True)
-                content.write(target)
+                content(target)
 
 
 def fail(models: Path, out: Path, ranks: Ranks) -> dict[str, str]:
     """Returns what is raised when rank 1 cannot write, and the files that rank 0 writes where rank 1 does not see its
     folder."""
     model, found = make_policy(models / "qwen2", {"zero_stage": 3}, ranks), dict[str, str]()
-    write_file = hf_export.write_file
+    write_file = saving.write_file
 
     def full(*args: Any) -> None:
         if ranks.rank:
             raise OSError("No space left on device")
         write_file(*args)
 
-    with patch.object(hf_export, "write_file", full):
+    with patch.object(saving, "write_file", full):
         try:
             save_model(model, out / "full")
         except RunError as error:
             found["full"] = str(error)
-    hf_export.SEEN_S = 0.2
+    saving.SEEN_S = 0.2
     before = copy_weights(model)
     save_model(model, out / f"host-{ranks.rank}")
     assert all(torch.equal(weight, before[name]) for name, weight in model.weights())

@@ -18,10 +18,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 from worlds import endpoints, make_config
 
-from asyncrl.config import Config
-from asyncrl.learner.distributed import Ranks, process_group
-from asyncrl.learner.model import partitioned_loading, policy
-from asyncrl.learner.model.deepspeed_import import deepspeed
+from asyncrl.config.config import Config
+from asyncrl.learner.distributed import Ranks, deepspeed, process_group
+from asyncrl.learner.model import loading, policy
 from asyncrl.learner.model.loading import load_policy_model, load_value_model
 from asyncrl.learner.model.policy import Policy, Reference
 
@@ -110,7 +109,7 @@ def main(rank: int, port: int, models: Path, out: Path) -> None:
         large = models / "large"
         if large.exists():
             way = (models / "way").read_text()
-            skipped = patch.object(partitioned_loading, "load_partitioned", lambda *args, **options: None)
+            skipped = patch.object(loading, "load_partitioned", lambda *args, **options: None)
             with skipped if way == "complete" else patch.dict(os.environ):
                 result = measure(config_of(large, "float32"), ranks, models / "warm")
         else:

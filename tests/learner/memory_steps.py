@@ -13,7 +13,7 @@ from pathlib import Path
 
 from worlds import VOCABULARY, endpoints, make_trainer, pack_groups, single_groups
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.learner.distributed import Ranks, process_group
 from asyncrl.learner.model.memory_trace import typical_lengths
 from tests.helpers.memory_peak import Peak, anonymous_bytes, keep_freed_memory_away

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from worlds import make_config
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.generator.engine import Completion
 from asyncrl.generator.groups import GroupInProgress, make_group
 from asyncrl.generator.transformers_backend.engine import TransformersEngine
 from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.model.policy import Policy
-from asyncrl.rewards.workers import Scored
+from asyncrl.rewards.pool import Scored
 from asyncrl.types import Group, Lease, Prompt
 
 FAMILIES = ["mixtral", "qwen3_moe"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from worlds import GAE_CONFIG, critic_endpoints, make_config
 
-from asyncrl.learner.critic.remote import run_critic
+from asyncrl.learner.critic import run_critic
 
 port, model, learners = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 torch.set_num_threads(1)

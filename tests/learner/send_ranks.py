@@ -18,24 +18,18 @@ from typing import Any
 import torch
 from worlds import endpoints, make_config, make_groups, make_trainer, pack_groups
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.learner.distributed import Ranks, process_group
 from asyncrl.learner.model.engine import TrainedModel
-from asyncrl.weights.background import BackgroundSender
-from asyncrl.weights.buckets import WeightManifest
-from asyncrl.weights.files.folder import Folder
-from asyncrl.weights.files.manifest import manifest_key
-from asyncrl.weights.files.rank_sender import RankSender
-from asyncrl.weights.files.reader import Reader
-from asyncrl.weights.files.sender import FileSender, StoreOptions
-from asyncrl.weights.files.share_writer import Written
-from asyncrl.weights.other_ranks import OtherRanks
-from asyncrl.weights.rank_share_sender import RankShareSender
+from asyncrl.weights.files import FileSender, RankSender, StoreOptions, Written
+from asyncrl.weights.layout import WeightManifest
+from asyncrl.weights.ranks import OtherRanks
 from asyncrl.weights.receiver import WeightReceiver
-from asyncrl.weights.sender import WeightSender
+from asyncrl.weights.sender import BackgroundSender, RankShareSender, WeightSender
+from asyncrl.weights.version_store import Folder, Reader, manifest_key
 from asyncrl.wire.endpoints import Endpoints
+from asyncrl.wire.messages import Announced, Follower
 from asyncrl.wire.store import StoreServer
-from asyncrl.wire.version_messages import Announced, Follower
 
 BUCKET_BYTES = 1 << 16
 TIMEOUT_S = 60.0

@@ -27,9 +27,9 @@ from worlds import (
 )
 
 from asyncrl.algorithms.losses import LOSSES
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError
-from asyncrl.learner import collate
+from asyncrl.learner import batch
 from asyncrl.learner.distributed import Ranks, process_group
 from asyncrl.learner.model.policy import Policy
 
@@ -65,7 +65,7 @@ PAIRS = ("zero2", "zero3", "critic", "masks")
 def train(name: str, models: Path, ranks: Ranks) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """Returns the weights after three steps, and the metrics of all. In `unshared`, sequences share no prompt."""
     config = make_config(models / ("one-key-head" if name == "one-key-head" else "even"), **partitioning(RUNS[name], 0))
-    unshared = patch.object(collate, "find_firsts", lambda tokens, *_: np.arange(len(tokens)))
+    unshared = patch.object(batch, "find_firsts", lambda tokens, *_: np.arange(len(tokens)))
     with unshared if name == "unshared" else nullcontext():
         return train_steps(config, ranks)
 

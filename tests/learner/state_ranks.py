@@ -18,12 +18,11 @@ from safetensors.torch import save_file
 from torch.distributed import distributed_c10d
 from worlds import STATE_RUNS, endpoints, make_config, make_trainer, partitioning, train_steps, wanted
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import PeerTimeoutError, RunError
-from asyncrl.learner.checkpoint.files import Files, tensors_file
-from asyncrl.learner.checkpoint.manager import Checkpoints
-from asyncrl.learner.checkpoint.zero_state import collect_state, restore_state
+from asyncrl.learner.checkpoint import Checkpoints, Files, tensors_file
 from asyncrl.learner.distributed import Ranks, process_group
+from asyncrl.learner.model.saving import collect_state, restore_state
 
 TIMEOUT_S, SHORT_S = 30.0, 1.5
 

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from worlds import make_config, make_trainer
 
 from asyncrl.errors import ProtocolError
-from asyncrl.learner.collate import collate
+from asyncrl.learner.batch import collate
 from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.trainer import Trainer
+from asyncrl.learner.step import Trainer
+from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay.codec import GroupLimits, pack_group, unpack_group
-from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.types import NO_VERSION, Trajectory
-from asyncrl.util.tokenizer import num_embeddings
+from asyncrl.util.model_files import num_embeddings
 from tests.helpers.examples import examples
 from tests.helpers.replay import PROMPT_TOKENS, EndlessPrompts, ask_queue, make_group, small_config
 
@@ -86,7 +86,7 @@ def test_the_learner_can_compute_any_group_that_the_queue_accepts(
     outcome, finished = queue.take(0, 1)
     assert outcome == "shard"
     (kept,) = finished
-    batch = collate([unpack_group(kept.header, kept.arrays)], config, version=0)
+    batch = collate([unpack_group(*kept)], config, version=0)
     for micro in batch.micro_batches:
         assert torch.isfinite(trainer.policy.logprobs(micro)).all()
         assert (micro.versions != NO_VERSION).all()

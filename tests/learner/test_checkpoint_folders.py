@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -14,16 +13,16 @@ import structlog
 from worlds import make_config
 
 from asyncrl.errors import PeerTimeoutError, RunError
-from asyncrl.learner.checkpoint.files import (
+from asyncrl.learner.checkpoint import (
+    ALARM_STEPS,
+    Checkpoints,
     Files,
-    PartContent,
     await_parts,
     bytes_file,
     finished_steps,
     newest_checkpoint,
     sum_of,
 )
-from asyncrl.learner.checkpoint.manager import ALARM_STEPS, Checkpoints
 from asyncrl.learner.distributed import Ranks
 
 Make = Callable[..., Checkpoints]
@@ -195,27 +194,6 @@ def test_an_older_unreadable_checkpoint_is_ignored(make: Make, tmp_path: Path) -
     assert names(tmp_path) == ["step-000020", "step-000030"]
 
 
-def test_a_full_disk(make: Make, tmp_path: Path) -> None:
-    checkpoints = make()
-    save(checkpoints, 10)
-
-    def write(path: Path) -> None:
-        path.write_bytes(b"half")
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
-
-    checkpoints.save(20, lambda folder: {"policy/rank-0.safetensors": PartContent(9, write)}, reward=None)
-    with pytest.raises(RunError) as raised:
-        checkpoints.finish()
-    partial = tmp_path / "checkpoints" / "step-000020.partial"
-    assert str(raised.value) == (
-        f"the checkpoint {partial} cannot be written: [Errno 28] No space left on device: "
-        f"'{partial}/policy/rank-0.safetensors'; free disk space (checkpoint.keep_last and checkpoint.keep_best set "
-        "how many are kept), then continue with `asyncrl launch --resume`"
-    )
-    checkpoints.close()
-    assert names(tmp_path) == ["step-000010"]
-
-
 def test_missing_parts_are_named(make: Make, tmp_path: Path) -> None:
     checkpoints = make(("critic-0", "critic-1"))
     checkpoints.save(1, content(1), reward=None)
@@ -237,7 +215,7 @@ def test_the_next_waits_for_the_one_before(make: Make, tmp_path: Path) -> None:
         assert go_on.wait(20)
         path.write_bytes(b"slow")
 
-    checkpoints.save(1, lambda folder: {"slow": PartContent(4, slow)}, reward=None)
+    checkpoints.save(1, lambda folder: {"slow": slow}, reward=None)
     assert checkpoints.failure() is None and checkpoints.recent == []
     threading.Timer(0.2, go_on.set).start()
     save(checkpoints, 2)
@@ -250,7 +228,7 @@ def test_a_bug_is_not_a_run_error(make: Make) -> None:
     def broken(path: Path) -> None:
         raise KeyError("x")
 
-    checkpoints.save(1, lambda folder: {"x": PartContent(0, broken)}, reward=None)
+    checkpoints.save(1, lambda folder: {"x": broken}, reward=None)
     with pytest.raises(KeyError):
         checkpoints.finish()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from tests.helpers.colocated import BYTES, World
 from tests.helpers.hand_over import HandOverWorld
 

@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM
 from worlds import CRITIC, make_config, make_groups
 
 from asyncrl.errors import ConfigError
-from asyncrl.learner.collate import make_batch
-from asyncrl.learner.critic.value_function import CriticModel
+from asyncrl.learner.batch import make_batch
+from asyncrl.learner.critic import CriticModel
 from asyncrl.learner.distributed import Ranks
+from asyncrl.learner.model.checks import check_packing
 from asyncrl.learner.model.loading import load_policy_model
-from asyncrl.learner.model.packing_check import check_packing
 from asyncrl.learner.model.policy import Policy, PolicyNetwork, Reference
 from benchmarks.families import FAMILIES, save_family
 

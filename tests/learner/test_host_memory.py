@@ -10,8 +10,8 @@ import torch
 from worlds import CRITIC, make_config, make_trainer, train_steps
 
 from asyncrl.colocate import HostMemory
-from asyncrl.learner.checkpoint.zero_state import collect_state
 from asyncrl.learner.distributed import Ranks
+from asyncrl.learner.model.saving import collect_state
 
 CPU = torch.device("cpu")
 RUNS: dict[str, dict[str, Any]] = {

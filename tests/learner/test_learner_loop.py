@@ -5,24 +5,23 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
-from worlds import make_config, make_groups, make_trainer, spawn
+from worlds import Sender, make_config, make_groups, make_trainer, spawn
 
 from asyncrl.errors import InvariantError, PeerTimeoutError
 from asyncrl.learner.batch import Batch
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.loop import Learner
 from asyncrl.types import Shard
-from asyncrl.wire.learner_messages import Committed
+from asyncrl.wire.messages import Committed
 
 
 class Batches:
@@ -62,35 +61,6 @@ class Batches:
     def close(self) -> None: ...
 
 
-class Sender:
-    """Checks that the weights of a version do not change before `copied`."""
-
-    is_missed = False
-
-    def __init__(self, lost: bool = False) -> None:
-        self.sent: list[tuple[int, dict[str, Tensor]]] = []
-        self.uncopied: list[tuple[str, Tensor]] = []
-        self.lost = lost
-        self.stats = SimpleNamespace(count=0, broadcast_s=0.0, wait_s=0.0, dropped=0, bytes=0)
-        self.waited = 0
-
-    def send(self, version: int, weights: Iterable[tuple[str, Tensor]], *, copy_later: bool = False) -> None:
-        self.copied()
-        assert copy_later
-        self.uncopied = list(weights)
-        self.sent.append((version, {name: weight.clone() for name, weight in self.uncopied}))
-
-    def copied(self) -> None:
-        for name, weight in self.uncopied:
-            assert torch.equal(weight, self.sent[-1][1][name])
-        self.uncopied = []
-
-    def wait(self) -> None:
-        self.waited += 1
-        if self.lost:
-            raise PeerTimeoutError("generator 0 is gone")
-
-
 class Tracker:
     def __init__(self) -> None:
         self.rows: list[tuple[int, dict[str, float]]] = []
@@ -117,8 +87,8 @@ def test_a_complete_run(learner: World, tmp_path: Path) -> None:
     batches, sender = Batches(), Sender()
     one = learner(batches, sender, lr_schedule="linear")
     one.run(lambda: False)
-    assert [version for version, _ in sender.sent] == [0, 1, 2, 3] and sender.waited == 1
-    versions = [weights["model.norm.weight"] for _, weights in sender.sent]
+    assert list(sender.sent) == [0, 1, 2, 3] and sender.waited == 1
+    versions = [weights["model.norm.weight"] for weights in sender.sent.values()]
     assert all(not torch.equal(a, b) for a, b in pairwise(versions))
     assert [step for step, _ in batches.commits] == [1, 2, 3, 4]
     assert isinstance(one.tracker, Tracker)
@@ -139,7 +109,7 @@ def test_the_last_version_is_sent_and_its_results_are_recorded_when_it_is_evalua
     data = one.config.data.model_copy(update={"eval": "eval.parquet"})
     one.config = one.config.model_copy(update={"data": data})
     one.run(lambda: False)
-    assert [version for version, _ in sender.sent] == [0, 1, 2, 3, 4]
+    assert list(sender.sent) == [0, 1, 2, 3, 4]
     assert isinstance(one.tracker, Tracker)
     assert one.tracker.rows[4:] == batches.left
 
@@ -216,8 +186,7 @@ def test_truncated_trajectories_are_valued_after_their_last_token_when_asked(lea
 
 def run_two(model: Path, out: Path, port: int) -> dict[str, Tensor]:
     """Runs `run_two.py` and returns the weights it sent, by version and name."""
-    codes = spawn("run_two.py", model, out, port, ranks=2, timeout_s=220)
-    assert codes == [0, 0], (out / "0.log").read_text()[-2000:] + (out / "1.log").read_text()[-2000:]
+    spawn("run_two.py", model, out, port, ranks=2, timeout_s=220)
     return sent_by_two(out) if (out / "sent-0.safetensors").exists() else {}
 
 

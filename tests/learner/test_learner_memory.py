@@ -1,5 +1,8 @@
-"""The traced memory of a micro-batch against the tensors that autograd keeps on this CPU. GPU kernels may keep other
-tensors."""
+"""The traced memory of a micro-batch against the tensors that autograd keeps, and predictions against measured peaks.
+
+A size is trained in a separate process, whose baseline is its memory after a step with a tiny model. What only a GPU
+has (kernels' workspaces, CUDA context) is compared in tests/gpu.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from memory_steps import TINY
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -15,25 +19,24 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     PretrainedConfig,
+    Qwen2Config,
     Qwen3MoeConfig,
 )
-from worlds import make_config, single_groups
+from worlds import make_config, make_model, single_groups, spawn
 
-from asyncrl.config import Config
-from asyncrl.launch.memory import Shape
-from asyncrl.learner.batch import MicroBatch
-from asyncrl.learner.collate import make_batch
-from asyncrl.learner.model import memory_trace, sequence_parallel
-from asyncrl.learner.model.live_storages import META, LiveStorages
+from asyncrl.config.config import Config
+from asyncrl.launch.machine import find_port
+from asyncrl.launch.memory import Parts, Shape, learner_parts
+from asyncrl.learner.batch import MicroBatch, make_batch
+from asyncrl.learner.model import attention, memory_trace
+from asyncrl.learner.model.attention import SequenceParallel
 from asyncrl.learner.model.loading import hidden_states, load_policy_model
-from asyncrl.learner.model.memory_trace import empty_model, trace, trace_layers, typical_micro_batch
-from asyncrl.learner.model.sequence_parallel import SequenceParallel
+from asyncrl.learner.model.memory_trace import META, LiveStorages, empty_model, trace, trace_layers, typical_micro_batch
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 256,
 }  # fmt: skip
-
 
 FAMILIES: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SIZES),
@@ -91,7 +94,7 @@ def test_the_trace_counts_what_one_of_several_ranks_keeps(
     (micro,) = make_batch(
         single_groups([96, 90, 80, 75] * 6, SIZES["vocab_size"]), tokens_per_microbatch=1 << 20
     ).micro_batches
-    monkeypatch.setattr(sequence_parallel.dist, "all_to_all_single", lambda received, values, group: None)
+    monkeypatch.setattr(attention.dist, "all_to_all_single", lambda received, values, group: None)
     alone, kept = kept_bytes(config, micro), kept_bytes(config, micro, SequenceParallel(0, size, None))  # pyright: ignore
     model = empty_model(AutoConfig.from_pretrained(tmp_path))
     traced = trace(model, micro, on_gpu=False, exchanged=False, sequence_parallel=size)
@@ -147,3 +150,70 @@ def test_live_storages_are_counted_once_and_until_they_are_freed() -> None:
         assert live.num_bytes == 0 and live.peak_bytes == 84
         torch.empty(3)
         assert live.num_bytes == 0, "only tensors on the meta device count"
+
+
+MIB = 1 << 20
+
+TOLERANCE = 0.1
+
+MAX_NEW_TOKENS = 250
+
+Case = tuple[int, int, int, bool, int, int]
+"""Hidden size, layers, tokens of a micro-batch, checkpointing, ZeRO stage, ranks."""
+
+CASES: list[Case] = [
+    (384, 6, 1024, True, 0, 1),
+    (256, 8, 1024, False, 0, 1),
+    (256, 8, 1024, True, 0, 1),
+    (384, 6, 1024, False, 0, 1),
+    (512, 4, 1024, False, 0, 1),
+    (512, 4, 1024, True, 0, 1),
+    (512, 8, 2048, False, 0, 1),
+    (512, 8, 2048, True, 0, 1),
+    (768, 12, 1024, True, 0, 1),
+    (384, 8, 512, False, 2, 1),
+    (384, 8, 512, True, 2, 1),
+    (384, 8, 512, False, 3, 1),
+    (384, 8, 512, True, 3, 1),
+    (512, 8, 1024, False, 3, 2),
+    (512, 8, 1024, True, 3, 2),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.timeout(480)
+def test_the_prediction_is_within_a_tenth(case: Case, tmp_path: Path) -> None:
+    hidden, layers, tokens, checkpointing, stage, ranks = case
+    predicted, measured = predict_and_measure(tmp_path, case)
+    total = sum(predicted.values())
+    terms = ", ".join(f"{name} {num_bytes / MIB:.0f}" for name, num_bytes in predicted.items() if num_bytes >= MIB)
+    line = (
+        f"{hidden} x {layers}, {tokens} tokens, {'checkpointed' if checkpointing else 'plain'}, ZeRO {stage} x {ranks}"
+        f": predicted {total / MIB:.0f} MiB, measured {measured / MIB:.0f} MiB, {total / measured - 1:+.1%} ({terms})"
+    )
+    print(line)
+    assert abs(total / measured - 1) < TOLERANCE, line
+
+
+def predict_and_measure(folder: Path, case: Case) -> tuple[Parts, int]:
+    hidden, layers, tokens, checkpointing, stage, ranks = case
+    torch.manual_seed(0)
+    make_model(folder)
+    make_model(folder / TINY)
+    sizes: dict[str, Any] = {
+        "hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers, "vocab_size": 8192,
+        "num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 128, "tie_word_embeddings": True,
+    }  # fmt: skip
+    AutoModelForCausalLM.from_config(Qwen2Config(**sizes)).save_pretrained(folder)
+    learner: dict[str, Any] = {
+        "tokens_per_microbatch": tokens, "gradient_checkpointing": checkpointing, "zero_stage": stage,
+    }  # fmt: skip
+    generator = {"max_new_tokens": MAX_NEW_TOKENS}
+    config = make_config(folder, learner=learner, generator=generator, launch={"learners": ranks})
+    shape = Shape.read(str(folder))
+    assert shape is not None
+    predicted = learner_parts(config, shape, reference=None, critic=None, sends=False, on_gpu=False)
+    (folder / "run.json").write_text(config.model_dump_json())
+    spawn("memory_steps.py", folder / "run.json", folder, find_port(), ranks=ranks, timeout_s=420)
+    return predicted, max(int((folder / f"peak-{rank}").read_text()) for rank in range(ranks))

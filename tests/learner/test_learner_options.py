@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from worlds import make_config
 
 from asyncrl.algorithms.advantages import ADVANTAGES
 from asyncrl.algorithms.losses import PolicyTerms, decoupled_ppo, ppo_clip
-from asyncrl.config import Config, LearnerConfig, load_config
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config
 from asyncrl.config.sections import ReplayConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner.algorithm import (
@@ -23,7 +25,7 @@ from asyncrl.learner.algorithm import (
     needs_greedy_baseline,
     needs_turns,
 )
-from asyncrl.learner.update import learning_rate
+from asyncrl.learner.model.engine import deepspeed_config
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
@@ -38,24 +40,6 @@ def make(generator: dict[str, Any] | None = None, critic: dict[str, Any] | None 
             "algorithm": settings,
         }
     )
-
-
-def rates(steps: int = 10, **settings: Any) -> list[float]:
-    config = LearnerConfig(lr=2.0, **settings)
-    return [learning_rate(step, config, steps=steps) for step in range(1, steps + 1)]
-
-
-def test_constant_rate_with_and_without_warmup() -> None:
-    assert rates() == [2.0] * 10
-    assert rates(warmup_steps=4) == [0.5, 1.0, 1.5] + [2.0] * 7
-
-
-def test_linear_and_cosine_fall_to_zero_after_the_last_step() -> None:
-    assert rates(lr_schedule="linear") == pytest.approx([2.0 - 0.2 * i for i in range(10)])
-    falling = rates(lr_schedule="cosine", warmup_steps=2)
-    assert falling[:3] == [1.0, 2.0, 2.0]
-    assert falling[6] == pytest.approx(1.0) and 0 < falling[-1] < 0.1
-    assert rates(lr_schedule="linear", warmup_steps=20)[-1] == 1.0
 
 
 def test_defaults_are_fine() -> None:
@@ -235,10 +219,6 @@ def test_shipped_configs_name_algorithms_that_work(path: Path) -> None:
 
 
 def test_options_of_deepspeed_override_those_of_the_learner(tiny_model: Path) -> None:
-    from worlds import make_config
-
-    from asyncrl.learner.model.settings import deepspeed_config
-
     options = {"zero_optimization": {"overlap_comm": True}, "wall_clock_breakdown": True}
     plain = deepspeed_config(make_config(tiny_model), nn.Identity())
     settings = deepspeed_config(make_config(tiny_model, learner={"deepspeed_options": options}), nn.Identity())
@@ -248,10 +228,6 @@ def test_options_of_deepspeed_override_those_of_the_learner(tiny_model: Path) ->
 
 
 def test_stage_3_keeps_two_layers_gathered(tiny_model: Path) -> None:
-    from worlds import make_config
-
-    from asyncrl.learner.model.settings import deepspeed_config
-
     layers = nn.ModuleList([nn.Linear(3, 5), nn.Sequential(nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 1)]))])
     network = nn.Sequential(nn.Embedding(100, 3), layers)
     settings = deepspeed_config(make_config(tiny_model, learner={"zero_stage": 3}), network)
@@ -264,10 +240,6 @@ def test_stage_3_keeps_two_layers_gathered(tiny_model: Path) -> None:
     [(2, "none", set()), (1, "optimizer", {"offload_optimizer"}), (3, "all", {"offload_optimizer", "offload_param"})],
 )
 def test_offload_is_passed_to_deepspeed(stage: int, offload: str, expected: set[str], tiny_model: Path) -> None:
-    from worlds import make_config
-
-    from asyncrl.learner.model.settings import deepspeed_config
-
     config = make_config(tiny_model, learner={"zero_stage": stage, "offload": offload})
     settings = deepspeed_config(config, nn.Identity())
     assert settings["zero_force_ds_cpu_optimizer"] is False
@@ -281,11 +253,6 @@ def test_backward_waits_for_no_other_stream(
     stage: int, dtype: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """DeepSpeed's stages 1 and 2 wait for the whole device with `overlap_comm`, stage 3 for its own stream."""
-    from torch import nn
-    from worlds import make_config
-
-    from asyncrl.learner.model.settings import deepspeed_config
-
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     config = make_config(tiny_model, learner={"zero_stage": stage}, model={"dtype": dtype})
     assert deepspeed_config(config, nn.Identity())["zero_optimization"]["overlap_comm"] == (stage == 3)

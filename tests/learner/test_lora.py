@@ -1,5 +1,5 @@
 """Adapters: what they compute, what is trained, sent and written, and what is refused. Two ranks are in
-test_learner_ranks.py, test_learner_slices.py and test_learner_state.py."""
+test_learner_ranks.py, test_sent_weights.py and test_saving.py."""
 
 from __future__ import annotations
 
@@ -15,20 +15,17 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from worlds import LORA, copy_weights, make_config, make_groups, make_trainer, pack_groups, train_steps
 
-from asyncrl.config import Config, parse_override
+from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError, ProtocolError, RunError
 from asyncrl.launch.memory import Shape, learner_parts
-from asyncrl.learner.checkpoint.hf_export import save_model
-from asyncrl.learner.checkpoint.zero_state import BASE, SKIPPED, collect_state, restore_state
 from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.model.optimizers import STEP
+from asyncrl.learner.model.engine import STEP
 from asyncrl.learner.model.policy import Reference
-from asyncrl.learner.trainer import Trainer
-from asyncrl.weights import adapters
-from asyncrl.weights.adapters import Factors, MergedWeights, adapter_shapes, merged
-from asyncrl.weights.base import fingerprint_of
-from asyncrl.weights.buckets import WeightManifest
-from asyncrl.weights.checkpoint import meta_model
+from asyncrl.learner.model.saving import BASE, SKIPPED, collect_state, restore_state, save_model
+from asyncrl.learner.step import Trainer
+from asyncrl.weights import model_tensors as adapters
+from asyncrl.weights.layout import WeightManifest
+from asyncrl.weights.model_tensors import Factors, MergedWeights, adapter_shapes, fingerprint_of, merged, meta_model
 from benchmarks.families import save_family
 
 
@@ -147,16 +144,6 @@ def test_folders_of_model_and_adapter(one_rank: Ranks, tiny_model: Path, tmp_pat
     assert (logits[1] - before).abs().max() > 1e-2, "the adapter was loaded"
 
 
-def test_training_continues_from_its_state(one_rank: Ranks, tiny_model: Path, tmp_path: Path) -> None:
-    whole, half, again = (trained(tiny_model, one_rank, steps=steps) for steps in (3, 2, 0))
-    save_file(collect_state(half.policy), tmp_path / "rank-0.safetensors")
-    restore_state(again.policy, tmp_path)
-    train_steps(again, (3,))
-    for one, other in ((collect_state(again.policy), collect_state(whole.policy)),
-                       (copy_weights(again.policy), copy_weights(whole.policy))):  # fmt: skip
-        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
 def test_layers_by_name(one_rank: Ranks, tiny_model: Path) -> None:
     policy = trained(tiny_model, one_rank, learner={"lora": {"rank": 2, "alpha": 3, "targets": ["q_proj"]}}).policy
     factors = policy.factors()
@@ -207,7 +194,3 @@ def test_refused_layers(family: str, targets: list[str], error: str, one_rank: R
     model = save_family(family, tmp_path)
     with pytest.raises(ConfigError, match=error):
         trained(model, one_rank, steps=0, learner={"lora": LORA | {"targets": targets}})
-
-
-def test_the_rank_is_a_setting_of_the_command_line() -> None:
-    assert parse_override("learner.lora.rank=8") == ("learner.lora.rank", 8)

@@ -16,17 +16,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from worlds import VOCABULARY, gradients_before_step, make_config, make_trainer
 
-from asyncrl.algorithms.advantages import reinforce_plus_plus
-from asyncrl.algorithms.group_advantages import dr_grpo, grpo
+from asyncrl.algorithms.advantages import dr_grpo, grpo, reinforce_plus_plus
 from asyncrl.errors import ConfigError, InvariantError
-from asyncrl.learner.advantage_step import Estimates, Scores, estimate
 from asyncrl.learner.algorithm import check_algorithm, make_algorithm
-from asyncrl.learner.batch import Batch, MicroBatch
-from asyncrl.learner.collate import make_batch
+from asyncrl.learner.batch import Batch, MicroBatch, make_batch, pack_groups
 from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.model.packed_attention import find_firsts, make_layout
-from asyncrl.learner.packing import pack_groups
-from asyncrl.learner.token_losses import token_losses
+from asyncrl.learner.model.attention import find_firsts, make_layout
+from asyncrl.learner.step import Estimates, Scores, estimate, token_losses
 from asyncrl.learner.update import sync_microbatches
 from asyncrl.types import NO_VERSION, EpisodeOutcome, Group, Trajectory
 from tests.helpers.examples import examples

@@ -5,32 +5,29 @@ from __future__ import annotations
 import gzip
 import json
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from torch import Tensor
-from worlds import GAE_CONFIG, critic_endpoints, make_config, running
+from worlds import GAE_CONFIG, Sender, critic_endpoints, make_config, running
 
 from asyncrl.colocate import DeviceLock, LearnerTurn, device_path
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.learner.algorithm import make_algorithm
-from asyncrl.learner.checkpoint.manager import Checkpoints
-from asyncrl.learner.critic.remote import RemoteCritic
+from asyncrl.learner.checkpoint import Checkpoints
+from asyncrl.learner.critic import RemoteCritic
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.loop import Learner
-from asyncrl.learner.trainer import Trainer
-from asyncrl.observe.charts import CHARTS
+from asyncrl.learner.step import Trainer
+from asyncrl.observe.document import CHARTS
+from asyncrl.observe.trace import TraceWriter
 from asyncrl.observe.trackers import make_trackers
 from asyncrl.replay.codec import pack_group, unpack_group
-from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.types import EpisodeOutcome, Lease, Prompt, Shard
-from asyncrl.wire.learner_messages import Committed
-from asyncrl.wire.messages import Evaluated, GeneratorStats
+from asyncrl.wire.messages import Committed, Evaluated, GeneratorStats
 from tests.helpers.metric_names import documented, undocumented, unwritten
 from tests.helpers.replay import EndlessPrompts, ask_queue, make_group
 
@@ -75,12 +72,12 @@ class QueueBatches:
             return self._take(step)
 
     def _take(self, step: int) -> Shard | None:
-        self.queue.note_memory("reward_model", 1 << 30)
+        self.queue.state.reported.note_memory("reward_model", 1 << 30)
         leases, _ = ask_queue(self.queue, 0, step - 1, 100, 100, stats=STATS)
         for lease in leases:
             self.finish(lease, step - 1)
         outcome, groups = self.queue.take(0, step)
-        return Shard(step, [unpack_group(one.header, one.arrays) for one in groups]) if outcome == "shard" else None
+        return Shard(step, [unpack_group(header, arrays) for header, arrays in groups]) if outcome == "shard" else None
 
     def finish(self, lease: Lease, version: int) -> None:
         rewards = [float(number % 2) for number in range(self.size)]
@@ -104,16 +101,7 @@ class QueueBatches:
         return iter(())
 
     def close(self) -> None:
-        self.queue.close()
-
-
-class Sender:
-    is_missed = False
-    stats = SimpleNamespace(count=0, broadcast_s=0.0, wait_s=0.0, dropped=0, bytes=0)
-
-    def send(self, version: int, weights: Iterable[tuple[str, Tensor]], *, copy_later: bool = False) -> None: ...
-    def copied(self) -> None: ...
-    def wait(self) -> None: ...
+        self.queue.store.close()
 
 
 class Lock(DeviceLock):

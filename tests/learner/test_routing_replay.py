@@ -23,7 +23,7 @@ from routing_parts import (
 from torch import Tensor
 from worlds import pack_groups
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError, InvariantError
 from asyncrl.generator.transformers_backend.engine import TransformersEngine
 from asyncrl.learner.distributed import Ranks

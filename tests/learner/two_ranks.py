@@ -26,7 +26,7 @@ from worlds import (
     wanted,
 )
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import AsyncrlError
 from asyncrl.learner import update
 from asyncrl.learner.distributed import Ranks, process_group

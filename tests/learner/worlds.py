@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -16,16 +17,16 @@ import torch
 from deepspeed.utils import safe_get_full_grad
 from torch import Tensor
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
+from asyncrl.errors import PeerTimeoutError
 from asyncrl.launch.fork_server import Forked
 from asyncrl.learner.algorithm import make_algorithm
-from asyncrl.learner.batch import Batch
-from asyncrl.learner.collate import make_batch
-from asyncrl.learner.critic.value_function import Critic
+from asyncrl.learner.batch import Batch, make_batch
+from asyncrl.learner.critic import Critic
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.model.engine import TrainedModel
 from asyncrl.learner.model.lora import trained_parameters
-from asyncrl.learner.trainer import Trainer
+from asyncrl.learner.step import Trainer
 from asyncrl.types import NO_VERSION, Group, Trajectory
 from asyncrl.wire.endpoints import Endpoints
 from tests.helpers.forked_scripts import fork_script
@@ -275,6 +276,35 @@ def gradients_before_step(policy: TrainedModel) -> Iterator[dict[str, Tensor]]:
         yield gradients
 
 
+class Sender:
+    """A sender to nobody. Checks that the weights of a version do not change before `copied`."""
+
+    is_missed = False
+
+    def __init__(self, lost: bool = False) -> None:
+        self.sent: dict[int, dict[str, Tensor]] = {}
+        self.uncopied: list[tuple[str, Tensor]] = []
+        self.lost = lost
+        self.stats = SimpleNamespace(count=0, broadcast_s=0.0, wait_s=0.0, dropped=0, bytes=0)
+        self.waited = 0
+
+    def send(self, version: int, weights: Iterable[tuple[str, Tensor]], *, copy_later: bool = False) -> None:
+        self.copied()
+        assert copy_later
+        self.uncopied = list(weights)
+        self.sent[version] = {name: weight.clone() for name, weight in self.uncopied}
+
+    def copied(self) -> None:
+        for name, weight in self.uncopied:
+            assert torch.equal(weight, [*self.sent.values()][-1][name])
+        self.uncopied = []
+
+    def wait(self) -> None:
+        self.waited += 1
+        if self.lost:
+            raise PeerTimeoutError("generator 0 is gone")
+
+
 def _start(script: str, arguments: Iterable[object], log: Path, folder: Path) -> Forked:
     """Starts a script of this folder as a process in `folder`, with its output in `log`."""
     with log.open("wb") as output:
@@ -289,17 +319,27 @@ def _end(process: Forked) -> None:
 
 
 def spawn(
-    script: str, model: Path, out: Path, port: int, *, ranks: int, timeout_s: float, names: Iterable[str] = ()
-) -> list[int]:
-    """Runs a script of this folder as `ranks` ranks to the end, with the output in `out`. Returns their exit codes.
-    The script has its runs of these names only."""
+    script: str,
+    model: Path,
+    out: Path,
+    port: int,
+    *,
+    ranks: int,
+    timeout_s: float,
+    names: Iterable[str] = (),
+    code: int = 0,
+) -> None:
+    """Runs a script of this folder as `ranks` ranks to this exit code, with the output in `out`. The script has its
+    runs of these names only."""
     (out / NAMES).write_text(json.dumps(sorted(names)))
     processes = [_start(script, (rank, port, model, out), out / f"{rank}.log", Path.cwd()) for rank in range(ranks)]
     try:
-        return [process.wait(timeout_s) for process in processes]
+        codes = [process.wait(timeout_s) for process in processes]
     finally:
         for process in processes:
             _end(process)
+    logs = [(out / f"{rank}.log").read_text()[-2500:] for rank in range(ranks)]
+    assert codes == [code] * ranks, "\n".join(logs)
 
 
 def wanted(runs: dict[str, dict[str, Any]], out: Path) -> dict[str, dict[str, Any]]:

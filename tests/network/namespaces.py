@@ -13,10 +13,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from asyncrl.errors import ConfigError
 from asyncrl.launch.launcher import HOST_LOST, LocalLauncher, RoleHandle, RoleProcess
-from asyncrl.launch.machine import HostFacts, listening_address
-from asyncrl.launch.placement import Host, RoleResources
+from asyncrl.launch.machine import Host, HostFacts, listening_address
+from asyncrl.launch.placement import RoleResources
 from asyncrl.launch.worker import RoleSpec
 from asyncrl.wire.endpoints import LOOPBACK
 
@@ -81,10 +83,10 @@ def address_of(host: dict[str, Any], named: str) -> str:
     command = ["nsenter", "--target", str(host["pid"]), "--net", "env", f"SLURMD_NODENAME={host['name']}"]
     command += [sys.executable, "-m", "asyncrl.launch.machine", named, os.devnull]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=FACTS_S, check=True)
-    facts = HostFacts.from_json(done.stdout)
+    facts = msgspec.json.decode(done.stdout, type=HostFacts)
     if facts.problem:
         raise ConfigError(facts.problem)
-    return facts.address
+    return facts.host.address
 
 
 def read_hosts() -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from asyncrl.config import load_config
+from asyncrl.config.load import load_config
 from asyncrl.errors import DataError
 from asyncrl.plan import measured as tail
 from asyncrl.plan.measured import RecentRun, TraceTail, read_metrics_tail, read_run, read_trace

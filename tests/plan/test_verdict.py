@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from asyncrl.config import load_config
+from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
 from asyncrl.plan.measured import RecentRun
 from asyncrl.plan.verdict import Verdict, guess, judge, ordinal, predict, verdict_of

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.data.tiny_model import make_tokenizer
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.calling import CompletedGroup

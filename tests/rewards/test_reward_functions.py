@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl.config import Config
-from asyncrl.data.parquet import PromptTable
+from asyncrl.config.config import Config
+from asyncrl.data.rows import PromptTable
 from asyncrl.errors import ConfigError
-from asyncrl.rewards.builtin.math import math_answer
 from asyncrl.rewards.calling import CompletedGroup
-from asyncrl.rewards.load import REWARDS, load_reward
-from asyncrl.rewards.table import RewardTable, check_rewards
-from asyncrl.util import redaction
+from asyncrl.rewards.math_reward import math_answer
+from asyncrl.rewards.table import REWARDS, RewardTable, check_rewards, load_reward
+from asyncrl.util import text as redaction
 
 
 def group(*completions: str, truth: str = "19", source: str = "sums", **extra: object) -> CompletedGroup:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.calling import CompletedGroup
 from asyncrl.rewards.table import RewardTable, check_sources, reward_for, reward_names

@@ -9,8 +9,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from asyncrl.data.demo_episodes import make_demo_rows
-from asyncrl.replay.journal.history import JournalBatches
+from asyncrl.data.demo import make_demo_rows
+from asyncrl.replay.history import JournalBatches
 from tests.helpers.runs import SMALL, Launched
 
 pytestmark = pytest.mark.system

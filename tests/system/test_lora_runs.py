@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from asyncrl.config import Config, load_config
-from asyncrl.config.mappings import Lora
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config
+from asyncrl.config.training import Lora
 from asyncrl.generator.transformers_backend.engine import TransformersEngine
 from tests.helpers.runs import SMALL, Launched, check_ledger
 

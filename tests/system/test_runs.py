@@ -22,7 +22,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from asyncrl.config import load_config
+from asyncrl.config.load import load_config
 from asyncrl.launch.fork_server import ForkServer
 from asyncrl.types import STALENESS_BUCKETS
 from asyncrl.util.processes import ACTIVITIES

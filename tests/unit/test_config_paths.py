@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from asyncrl.config import Config, load_config
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.checks import length_of
 
@@ -36,16 +37,16 @@ def test_epochs_stand_for_steps() -> None:
     assert output.getvalue() == "1.5 epochs of 1,000 rows: 47 steps\n"
     assert length_of(config, 1, Console(file=output))["steps"] == 1
     assert length_of(config_with(steps=9), 1000, Console()) == {}
-    with pytest.raises(ConfigError, match=r"epochs = 2 and steps = 9: both say how long to train; set one"):
+    with pytest.raises(ConfigError, match=r"epochs = 2 and steps = 9: set either epochs or steps, not both"):
         config_with(epochs=2, steps=9)
 
 
 def test_a_step_to_profile_after_the_end_of_the_run_is_refused() -> None:
-    rule = r"observe\.profile = \[1, 48\]: the run has 47 steps and never comes to step 48; name steps from 1 to 47"
+    rule = r"observe\.profile = \[1, 48\]: the run has only 47 steps, so it never reaches step 48; name steps from"
     with pytest.raises(ConfigError, match=rule):
         config_with(steps=47, observe__profile=[1, 48])
     config = config_with(epochs=1.5, replay__groups_per_step=32, observe__profile=[1, 48])
-    with pytest.raises(ConfigError, match=rule + r" \(epochs = 1\.5 of 1,000 rows\)"):
+    with pytest.raises(ConfigError, match=rule + r" 1 to 47 \(epochs = 1\.5 of 1,000 rows\)"):
         length_of(config, 1000, Console(file=io.StringIO()))
     assert length_of(config, 1100, Console(file=io.StringIO()))["steps"] == 52
     with pytest.raises(ConfigError, match=r"observe\.profile\.0 = 0"):

@@ -13,7 +13,8 @@ import pytest
 import typer
 
 from asyncrl.cli import app
-from asyncrl.config import Config, config_keys, option_keys, parse_override
+from asyncrl.config.config import Config
+from asyncrl.config.load import config_keys, option_keys, parse_override
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from asyncrl.config.passthrough import ENGINE_KEYS, ENGINE_OPTIONS, check_engine_options
+from asyncrl.config.engine_options import ENGINE_KEYS, ENGINE_OPTIONS, check_engine_options
 
 
 def test_the_options_are_ones_of_the_installed_vllm() -> None:

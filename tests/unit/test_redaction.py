@@ -12,16 +12,17 @@ import pytest
 from rich.console import Console
 
 import asyncrl
-from asyncrl.board.watched import WatchedRun
-from asyncrl.config import Config, load_config
+from asyncrl.cli.show_config import show_config
+from asyncrl.config.config import Config
+from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
-from asyncrl.launch.commands.show_config import show_config
-from asyncrl.launch.documents import document_of
 from asyncrl.launch.run_dir import lock_path, refuse_changes
-from asyncrl.observe.destinations import settings_of
-from asyncrl.observe.report import write_report
+from asyncrl.observe.board import WatchedRun
+from asyncrl.observe.page import write_report
+from asyncrl.observe.report import document_of
+from asyncrl.observe.trackers import settings_of
 from asyncrl.util.locks import try_lock
-from asyncrl.util.redaction import redact, redact_named
+from asyncrl.util.text import redact, redact_named
 from tests.helpers.replay import small_config
 
 SECRET = "sk-literal-secret-1234"
@@ -81,7 +82,7 @@ def test_no_place_that_shows_a_config_shows_its_secrets(config: Config, tmp_path
 
 def test_errors_hide_them(config: Config) -> None:
     with pytest.raises(ConfigError) as refused:
-        refuse_changes(small_config(), config, lambda key: False, what="no", way_out="")
+        refuse_changes(small_config(), config, lambda key: False, what="no", hint="")
     check(str(refused.value))
     with pytest.raises(ConfigError, match=r"model.api_key = '\*\*\*': unknown key"):
         load_config("demo", {"model.api_key": SECRET})

@@ -14,9 +14,8 @@ from weight_parts import joined, make_receiver, weights
 
 from asyncrl.generator.engine import WeightSwaps
 from asyncrl.types import NO_VERSION
-from asyncrl.weights.background import BackgroundSender
-from asyncrl.weights.bucket_plan import WeightPart
-from asyncrl.weights.sender import WeightSender
+from asyncrl.weights.layout import WeightPart
+from asyncrl.weights.sender import BackgroundSender, WeightSender
 
 
 class LoadingEngine:

@@ -22,18 +22,14 @@ from typing import Any
 
 import torch
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.learner.distributed import Ranks, process_group
 from asyncrl.learner.model.policy import Policy
-from asyncrl.weights.background import BackgroundSender
-from asyncrl.weights.buckets import WeightManifest
-from asyncrl.weights.files.rank_sender import RankSender, SliceSender
-from asyncrl.weights.files.sender import FileSender, StoreOptions
-from asyncrl.weights.files.share_writer import Written
-from asyncrl.weights.other_ranks import OtherRanks
-from asyncrl.weights.rank_share_sender import RankShareSender
+from asyncrl.weights.files import FileSender, RankSender, SliceSender, StoreOptions, Written
+from asyncrl.weights.layout import WeightManifest
+from asyncrl.weights.ranks import OtherRanks
 from asyncrl.weights.receiver import WeightReceiver
-from asyncrl.weights.sender import WeightSender
+from asyncrl.weights.sender import BackgroundSender, RankShareSender, WeightSender
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.store import StoreServer
 

@@ -23,14 +23,14 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from asyncrl.config import load_config
-from asyncrl.weights import buckets, membership, session
-from asyncrl.weights.buckets import WeightManifest
-from asyncrl.weights.process_groups import CONNECT_S
-from asyncrl.weights.rank_share_sender import RankShareSender
+from asyncrl.config.load import load_config
+from asyncrl.weights import layout as buckets
+from asyncrl.weights import receiver as session
+from asyncrl.weights import sender as membership
+from asyncrl.weights.groups import CONNECT_S
+from asyncrl.weights.layout import WeightManifest, slice_of
 from asyncrl.weights.receiver import WeightReceiver
-from asyncrl.weights.sender import WeightSender
-from asyncrl.weights.shares import slice_of
+from asyncrl.weights.sender import RankShareSender, WeightSender
 from asyncrl.wire.endpoints import Endpoints
 from tests.helpers.forked_scripts import print_json
 

@@ -17,10 +17,8 @@ import torch
 from weight_parts import BUCKET_BYTES, manifest_of, sliced, weights
 
 from asyncrl.errors import AsyncrlError
-from asyncrl.weights import buckets
-from asyncrl.weights.background import BackgroundSender
-from asyncrl.weights.rank_share_sender import RankShareSender
-from asyncrl.weights.sender import WeightSender
+from asyncrl.weights import layout as buckets
+from asyncrl.weights.sender import BackgroundSender, RankShareSender, WeightSender
 from asyncrl.wire.endpoints import Endpoints
 from tests.helpers.forked_scripts import print_json
 

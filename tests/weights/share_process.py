@@ -21,15 +21,13 @@ from stored_parts import trained
 from weight_parts import manifest_of, sliced
 
 from asyncrl.errors import AsyncrlError
-from asyncrl.weights.background import BackgroundSender
-from asyncrl.weights.files.folder import Folder
-from asyncrl.weights.files.rank_sender import RankSender
-from asyncrl.weights.files.sender import FileSender, StoreOptions
-from asyncrl.weights.files.share_writer import Keep, Order, ShareWriter, Written
-from asyncrl.weights.other_ranks import OtherRanks
+from asyncrl.weights.files import FileSender, Keep, Order, RankSender, ShareWriter, StoreOptions, Written
+from asyncrl.weights.ranks import OtherRanks
+from asyncrl.weights.sender import BackgroundSender
+from asyncrl.weights.version_store import Folder
 from asyncrl.wire.endpoints import Endpoints
+from asyncrl.wire.messages import Announced, Follower
 from asyncrl.wire.store import StoreServer
-from asyncrl.wire.version_messages import Announced, Follower
 from tests.helpers.forked_scripts import print_json
 
 KILLED = 9

@@ -8,11 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncrl.weights.buckets import WeightManifest
-from asyncrl.weights.files.folder import Folder
-from asyncrl.weights.files.manifest import manifest_key
-from asyncrl.weights.files.publisher import Publisher
-from asyncrl.weights.files.reader import Reader
+from asyncrl.weights.files import Publisher
+from asyncrl.weights.layout import WeightManifest
+from asyncrl.weights.version_store import Folder, Reader, manifest_key
 
 LAYOUT = WeightManifest.of(
     [

@@ -7,9 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.weights.bucket_plan import plan_buckets
-from asyncrl.weights.buckets import ALIGN_BYTES, WeightManifest
-from asyncrl.weights.shares import shares_of_ranks
+from asyncrl.weights.layout import ALIGN_BYTES, WeightManifest, plan_buckets, shares_of_ranks
 
 SHAPES = st.lists(
     st.one_of(st.just(()), st.tuples(st.integers(0, 400)), st.tuples(st.integers(1, 90), st.integers(1, 30))),

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
-from asyncrl.weights import checkpoint
-from asyncrl.weights.checkpoint import checkpoint_tensors, meta_model, pieces
+from asyncrl.weights import model_tensors as checkpoint
+from asyncrl.weights.model_tensors import checkpoint_tensors, meta_model, pieces
 from benchmarks.families import FAMILIES, save_family
 
 OFTEN = ("llama", "qwen2", "qwen3_moe", "mixtral", "gpt_oss", "gpt_neox")

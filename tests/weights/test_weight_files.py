@@ -18,8 +18,7 @@ from stored_parts import FLOAT32, LAYOUT, Model, assert_holds, files, make_publi
 from structlog.testing import capture_logs
 
 from asyncrl.errors import ConfigError
-from asyncrl.weights.files.folder import Folder
-from asyncrl.weights.files.manifest import Earlier, Edge, Stamp, Step, shortest_way
+from asyncrl.weights.version_store import Earlier, Edge, Folder, Stamp, Step, shortest_way
 from tests.helpers.examples import examples
 
 

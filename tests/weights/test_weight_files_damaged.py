@@ -16,12 +16,18 @@ from stored_parts import KEY, LAYOUT, Model, assert_holds, files, make_publisher
 from structlog.testing import capture_logs
 
 from asyncrl.weights import deltas
-from asyncrl.weights.buckets import WeightManifest
-from asyncrl.weights.files.folder import BadFileError, Folder
-from asyncrl.weights.files.manifest import Signed, Stamp, digest_of, manifest_key, sums_of
-from asyncrl.weights.files.reader import read_manifest
-from asyncrl.weights.shares import slices_of
-from asyncrl.wire.version_messages import Announced
+from asyncrl.weights.layout import WeightManifest, slices_of
+from asyncrl.weights.version_store import (
+    BadFileError,
+    Folder,
+    Signed,
+    Stamp,
+    digest_of,
+    manifest_key,
+    read_manifest,
+    sums_of,
+)
+from asyncrl.wire.messages import Announced
 
 
 def stored_versions(path: Path) -> tuple[list[Model], list]:

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from stored_parts import Model, make_publisher, make_reader, no_wait
 
-from asyncrl.weights.files import folder as folder_module
-from asyncrl.weights.files.folder import Folder
-from asyncrl.weights.files.publisher import Publisher
-from asyncrl.wire.version_messages import Announced
+from asyncrl.weights import version_store as folder_module
+from asyncrl.weights.files import Publisher
+from asyncrl.weights.version_store import Folder
+from asyncrl.wire.messages import Announced
 
 KILLED = 9
 OPERATIONS = {"open", "write", "fsync", "replace", "announce", "unlink", "rmtree", "mkdir"}

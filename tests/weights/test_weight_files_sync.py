@@ -16,13 +16,12 @@ from structlog.testing import capture_logs
 from weight_parts import manifest_of, next_staged
 
 from asyncrl.errors import ProtocolError, RunError
-from asyncrl.replay.versions import StoredVersions
+from asyncrl.replay.server import StoredVersions
 from asyncrl.types import NO_VERSION
-from asyncrl.weights.files.folder import BadFileError, Folder
-from asyncrl.weights.files.receiver import FileReceiver
-from asyncrl.weights.files.sender import FileSender, StoreOptions
-from asyncrl.weights.staging import StagedWeights
-from asyncrl.wire.version_messages import Announced, Follower, Following, Link
+from asyncrl.weights.files import FileReceiver, FileSender, StoreOptions
+from asyncrl.weights.receiver import StagedWeights
+from asyncrl.weights.version_store import BadFileError, Folder
+from asyncrl.wire.messages import Announced, Follower, Following, Link
 
 EXCHANGE_S = 0.005
 """Pause between two asks of all generators."""

@@ -23,7 +23,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.weights import ipc
 from asyncrl.weights.ipc import IpcLink
 from asyncrl.weights.sender import WeightSender
-from asyncrl.weights.waits import Interrupted
+from asyncrl.weights.transports import Interrupted
 from asyncrl.wire.store import Store
 from asyncrl.wire.torch_store import TorchStore
 

@@ -14,11 +14,10 @@ import torch
 from stored_parts import Model, make_publisher
 from structlog.testing import capture_logs
 
-from asyncrl.weights.buckets import WeightManifest
-from asyncrl.weights.files import reader
-from asyncrl.weights.files.links import LinkMeter, stride_of
-from asyncrl.weights.files.publisher import USUAL_STRIDES
-from asyncrl.weights.files.receiver import FileReceiver
+from asyncrl.weights import version_store as reader
+from asyncrl.weights.files import USUAL_STRIDES, FileReceiver
+from asyncrl.weights.layout import WeightManifest
+from asyncrl.weights.version_store import LinkMeter, stride_of
 
 BYTES_PER_S = 2.5e6
 """20 Mb/s."""

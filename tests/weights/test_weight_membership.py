@@ -27,22 +27,20 @@ from weight_parts import (
 )
 
 from asyncrl.errors import ProtocolError, RunError
-from asyncrl.weights import broadcast as delivery
-from asyncrl.weights import membership as membership_module
-from asyncrl.weights import process_groups, transports
+from asyncrl.weights import groups as process_groups
+from asyncrl.weights import sender as delivery
+from asyncrl.weights import sender as membership_module
 from asyncrl.weights import sender as sender_module
-from asyncrl.weights.broadcast import Delivery
-from asyncrl.weights.membership import Membership
-from asyncrl.weights.process_groups import GlooLink
-from asyncrl.weights.receiver import WeightReceiver
-from asyncrl.weights.session import PING_S
+from asyncrl.weights import transports
+from asyncrl.weights.groups import GlooLink
+from asyncrl.weights.receiver import PING_S, WeightReceiver
+from asyncrl.weights.sender import Delivery, Membership
 from asyncrl.weights.transports import TRANSPORTS, Member
-from asyncrl.wire import channel
-from asyncrl.wire.bad_peers import MAX_BAD_MESSAGES
-from asyncrl.wire.bounds import Body
-from asyncrl.wire.frames import Buffer, decode
-from asyncrl.wire.kinds import KINDS
-from asyncrl.wire.weight_messages import Holding, Join, Manifest, Offer, Ping, Ready
+from asyncrl.wire import rpc as channel
+from asyncrl.wire.frames import KINDS, Buffer, decode
+from asyncrl.wire.messages import Body
+from asyncrl.wire.rpc import MAX_BAD_MESSAGES
+from asyncrl.wire.service_messages import Holding, Join, Manifest, Offer, Ping, Ready
 from tests.helpers.messages import raw_frames
 
 SLACK_S = 8.0

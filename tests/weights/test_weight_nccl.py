@@ -15,11 +15,12 @@ from structlog.testing import capture_logs
 from torch.distributed import DistBackendError
 from weight_parts import joined, load_next, make_receiver, make_sender, manifest_of, member, on_each, weights
 
-from asyncrl.config import load_config
+from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError, PeerTimeoutError
-from asyncrl.weights import background, transports
-from asyncrl.weights import broadcast as delivery
-from asyncrl.weights.process_groups import GlooLink, NcclLink
+from asyncrl.weights import sender as background
+from asyncrl.weights import sender as delivery
+from asyncrl.weights import transports
+from asyncrl.weights.groups import GlooLink, NcclLink
 from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.sender import WeightSender
 from asyncrl.weights.transports import device_name, transport_of, with_index

@@ -23,11 +23,9 @@ from weight_parts import (
 )
 
 from asyncrl.errors import PeerTimeoutError
-from asyncrl.weights import rank_share_sender
-from asyncrl.weights.background import BackgroundSender
-from asyncrl.weights.buckets import ROW_BYTES, RunningChecksum, WeightManifest, checksum
-from asyncrl.weights.sender import WeightSender
-from asyncrl.weights.shares import in_turn, share_of
+from asyncrl.weights import sender as rank_share_sender
+from asyncrl.weights.layout import ROW_BYTES, RunningChecksum, WeightManifest, checksum, in_turn, share_of
+from asyncrl.weights.sender import BackgroundSender, WeightSender
 from tests.helpers.examples import examples
 
 # --- who sends what

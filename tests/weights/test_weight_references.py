@@ -12,14 +12,10 @@ from rank_parts import make_rank, slices
 from weight_parts import assert_holds, joined, load_next, make_receiver, next_staged, weights
 
 from asyncrl.errors import ConfigError, InvariantError
-from asyncrl.weights import references
-from asyncrl.weights.background import BackgroundSender
-from asyncrl.weights.buckets import ROW_BYTES, WeightManifest
-from asyncrl.weights.process_groups import GLOO
-from asyncrl.weights.rank_shares import buffer_of
-from asyncrl.weights.references import WeightReferences
-from asyncrl.weights.sender import WeightSender
-from asyncrl.weights.shares import share_of
+from asyncrl.weights import sender as references
+from asyncrl.weights.groups import GLOO
+from asyncrl.weights.layout import ROW_BYTES, WeightManifest, share_of
+from asyncrl.weights.sender import BackgroundSender, WeightReferences, WeightSender, buffer_of
 
 
 def make_ranks(ranks: int, address: str, cleanup: list) -> tuple[WeightSender, list[BackgroundSender]]:

@@ -24,19 +24,14 @@ from weight_parts import Process, manifest_of, sliced
 from asyncrl.errors import PeerTimeoutError, ProtocolError
 from asyncrl.types import NO_VERSION
 from asyncrl.weights import deltas
-from asyncrl.weights.buckets import ROW_BYTES, WeightManifest
 from asyncrl.weights.deltas import Scattered
-from asyncrl.weights.files.folder import BadFileError, Folder
-from asyncrl.weights.files.manifest import sums_of
-from asyncrl.weights.files.rank_sender import RankSender
-from asyncrl.weights.files.reader import Reader
-from asyncrl.weights.files.sender import FileSender, StoreOptions
-from asyncrl.weights.files.share_writer import Written
-from asyncrl.weights.other_ranks import OtherRanks
-from asyncrl.weights.shares import slices_of
+from asyncrl.weights.files import FileSender, RankSender, StoreOptions, Written
+from asyncrl.weights.layout import ROW_BYTES, WeightManifest, slices_of
+from asyncrl.weights.ranks import OtherRanks
+from asyncrl.weights.version_store import BadFileError, Folder, Reader, sums_of
 from asyncrl.wire.endpoints import Endpoints
+from asyncrl.wire.messages import Announced, Follower, Following
 from asyncrl.wire.store import StoreServer
-from asyncrl.wire.version_messages import Announced, Follower, Following
 from tests.helpers.examples import examples
 
 MANIFEST = manifest_of(trained(0))

@@ -12,8 +12,9 @@ from nccl_like import await_true
 from weight_parts import joined, load_next, make_receiver, make_sender, staging_of, weights
 
 from asyncrl.errors import AsyncrlError
-from asyncrl.weights import broadcast as delivery
-from asyncrl.weights import into_staging, transports
+from asyncrl.weights import receiver as into_staging
+from asyncrl.weights import sender as delivery
+from asyncrl.weights import transports
 from asyncrl.weights.receiver import WeightReceiver
 
 

@@ -31,7 +31,7 @@ from weight_parts import (
 from asyncrl.errors import ConfigError, InvariantError, PeerTimeoutError, ProtocolError, RunError
 from asyncrl.weights import sender as sender_module
 from asyncrl.weights import transports
-from asyncrl.weights.process_groups import GlooLink
+from asyncrl.weights.groups import GlooLink
 from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.sender import WeightSender
 
@@ -265,8 +265,8 @@ def test_a_stuck_broadcast_does_not_hold_up_the_exit_of_the_process() -> None:
 import threading, time, torch
 from asyncrl.wire.store import Store
 from asyncrl.wire.torch_store import TorchStore
-from asyncrl.weights.process_groups import GlooLink
-from asyncrl.weights.waits import Interrupted
+from asyncrl.weights.groups import GlooLink
+from asyncrl.weights.transports import Interrupted
 from asyncrl.weights.transports import Member
 store = TorchStore(Store(print), "", 60.0)
 links = {}

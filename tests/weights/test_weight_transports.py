@@ -21,15 +21,14 @@ from weight_parts import (
 )
 
 from asyncrl.errors import RunError
-from asyncrl.weights.process_groups import GlooLink
-from asyncrl.weights.session import Session
-from asyncrl.weights.transports import host_name
-from asyncrl.weights.waits import Interrupted, RoundAborted
-from asyncrl.wire.channel import ChannelServer
-from asyncrl.wire.kinds import TO_SENDER
+from asyncrl.weights.groups import GlooLink
+from asyncrl.weights.receiver import Session
+from asyncrl.weights.transports import Interrupted, RoundAborted, host_name
+from asyncrl.wire.frames import TO_SENDER
+from asyncrl.wire.rpc import ChannelServer
+from asyncrl.wire.service_messages import Join, Offer
 from asyncrl.wire.store import Store
 from asyncrl.wire.torch_store import TorchStore
-from asyncrl.wire.weight_messages import Join, Offer
 
 
 def two(**options: Any) -> list[GlooLink]:

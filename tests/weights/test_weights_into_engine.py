@@ -15,9 +15,7 @@ from test_weight_references import Learner
 from weight_parts import BUCKET_BYTES, joined, load_next, make_receiver
 
 from asyncrl.errors import PeerTimeoutError, RunError
-from asyncrl.weights.bucket_round import BucketMemory
-from asyncrl.weights.into_staging import IntoHostMemory
-from asyncrl.weights.piece_streams import PieceStreams
+from asyncrl.weights.receiver import BucketMemory, IntoHostMemory, PieceStreams
 from asyncrl.weights.sender import WeightSender
 
 

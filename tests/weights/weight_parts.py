@@ -16,13 +16,9 @@ from typing import Any
 import msgspec
 import torch
 
-from asyncrl.weights.background import BackgroundReceiver
-from asyncrl.weights.buckets import WeightManifest
-from asyncrl.weights.into_staging import IntoStaging
-from asyncrl.weights.receiver import WeightReceiver
+from asyncrl.weights.layout import WeightManifest, slice_of
+from asyncrl.weights.receiver import BackgroundReceiver, IntoStaging, StagedWeights, WeightReceiver
 from asyncrl.weights.sender import WeightSender
-from asyncrl.weights.shares import slice_of
-from asyncrl.weights.staging import StagedWeights
 from asyncrl.weights.transports import Member
 from asyncrl.wire.sockets import connect_dealer
 from asyncrl.wire.torch_store import TorchStore

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from asyncrl.config import Options
+from asyncrl.config.sections import Options
 from asyncrl.environments.adapters.answers import need, own_function
 from asyncrl.environments.environment import Action, Environment, Step, Task
-from asyncrl.environments.named import Named, checked
+from asyncrl.environments.table import Named, checked
 from asyncrl.errors import ConfigError
-from asyncrl.util.redaction import describe
+from asyncrl.util.text import describe
 
 INSTALL = "gymnasium==1.4.0"
 OWN = ("observe", "act")

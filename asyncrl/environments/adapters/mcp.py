@@ -11,13 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
-from asyncrl.config import Options
+from asyncrl.config.sections import Options
 from asyncrl.environments.adapters.answers import load_reward, need
-from asyncrl.environments.environment import Task
-from asyncrl.environments.named import Named, checked
-from asyncrl.environments.tools import Tool, ToolEnvironment, ToolError
+from asyncrl.environments.environment import Task, Tool, ToolEnvironment, ToolError
+from asyncrl.environments.table import Named, checked
 from asyncrl.errors import ConfigError
-from asyncrl.util.redaction import describe
+from asyncrl.util.text import describe
 
 INSTALL = "mcp==2.3.0"
 START_S = 60.0

@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 from typing import Any, ClassVar
 
-from asyncrl.config import Options, did_you_mean
+from asyncrl.config.sections import Options
 from asyncrl.environments.adapters.answers import need
 from asyncrl.environments.environment import Action, Environment, Message, Say, Step, Task
-from asyncrl.environments.named import Named, checked
+from asyncrl.environments.table import Named, checked
 from asyncrl.errors import ConfigError
+from asyncrl.util.text import did_you_mean
 from asyncrl.util.user_code import resolve
 
 INSTALL = "skyrl-gym==0.4.0"

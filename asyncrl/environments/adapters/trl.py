@@ -7,12 +7,11 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, ClassVar
 
-from asyncrl.config import Options
+from asyncrl.config.sections import Options
 from asyncrl.environments.adapters.answers import own_function
-from asyncrl.environments.environment import Action, Message, Step, Task
-from asyncrl.environments.named import Named, checked
+from asyncrl.environments.environment import Action, Message, Step, Task, Tool, ToolEnvironment, ToolError, make_tools
 from asyncrl.environments.programs.program import accepted
-from asyncrl.environments.tools import Tool, ToolEnvironment, ToolError, make_tools
+from asyncrl.environments.table import Named, checked
 from asyncrl.errors import ConfigError
 from asyncrl.util.user_code import resolve_function
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.generator.engine import Sampling
-from asyncrl.util.routing import keep_routing
+from asyncrl.util.model_files import keep_routing
 
 
 class HeadShape(NamedTuple):

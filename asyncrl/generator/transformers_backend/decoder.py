@@ -19,13 +19,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.colocate import HostMemory
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.generator.engine import CPU_KV_CACHE_BYTES, GPU_FRACTION, STEP_TOKENS, Shapes, check_fit
 from asyncrl.generator.transformers_backend.attention import PAGED, choose_kernel, padded_attention
 from asyncrl.generator.transformers_backend.cache import Batch, HeadShape, PagedCache, Row, sort_rows, token_bytes
-from asyncrl.util.routing import Routers, replayed_routers, router_modules
-from asyncrl.weights.adapters import (
+from asyncrl.util.model_files import Routers, replayed_routers, router_modules
+from asyncrl.weights.layout import WeightPart
+from asyncrl.weights.model_tensors import (
     ADAPTER,
     MATRIX_NAMES,
     MergedWeights,
@@ -34,7 +35,6 @@ from asyncrl.weights.adapters import (
     matrices_of,
     peft_settings,
 )
-from asyncrl.weights.bucket_plan import WeightPart
 
 log = structlog.get_logger()
 

@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.config import Config
-from asyncrl.config.mappings import Sampling as How
+from asyncrl.config.config import Config
+from asyncrl.config.sections import Sampling as How
 from asyncrl.errors import InvariantError
 from asyncrl.generator.engine import (
     Completion,
@@ -25,8 +25,8 @@ from asyncrl.generator.engine import (
 from asyncrl.generator.transformers_backend.cache import Request, Scheduler
 from asyncrl.generator.transformers_backend.decoder import Decoder
 from asyncrl.types import NO_VERSION
-from asyncrl.util.memory import peak_memory_bytes
-from asyncrl.util.tokenizer import end_tokens, load_decoder
+from asyncrl.util.model_files import end_tokens, load_decoder
+from asyncrl.util.processes import peak_memory_bytes
 
 
 class TransformersEngine:

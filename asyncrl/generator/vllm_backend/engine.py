@@ -13,7 +13,7 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import InvariantError
 from asyncrl.generator.engine import (
     Completion,
@@ -39,9 +39,8 @@ from asyncrl.generator.vllm_backend.weights import (
 )
 from asyncrl.generator.vllm_backend.workers import Workers
 from asyncrl.types import NO_VERSION, Status
-from asyncrl.util.memory import peak_memory_bytes
-from asyncrl.util.routing import replayed_routers
-from asyncrl.util.tokenizer import end_tokens, load_tokenizer
+from asyncrl.util.model_files import end_tokens, load_tokenizer, replayed_routers
+from asyncrl.util.processes import peak_memory_bytes
 
 if TYPE_CHECKING:
     from vllm import CompletionOutput, SamplingParams

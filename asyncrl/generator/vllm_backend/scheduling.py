@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError, InvariantError, RunError
 from asyncrl.types import NO_VERSION
-from asyncrl.util.routing import KEY, Routers, keep_routing
+from asyncrl.util.model_files import KEY, Routers, keep_routing
 
 if TYPE_CHECKING:
     from vllm.distributed.aux_output_connector.connector import AuxRequestOutput

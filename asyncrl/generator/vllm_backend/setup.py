@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import structlog
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.generator.engine import CPU_KV_CACHE_BYTES, GPU_FRACTION
 from asyncrl.generator.vllm_backend.plugin import GENERATOR, GROUP, NAME, ROUTING, register
 from asyncrl.generator.vllm_backend.scheduling import RecomputedTokens, RoutingRecords, VersionLabels, watched_scheduler
 from asyncrl.util.files import read_json
-from asyncrl.util.routing import KEY as ROUTING_KEY
-from asyncrl.wire.socket_folder import socket_base
+from asyncrl.util.model_files import KEY as ROUTING_KEY
+from asyncrl.wire.sockets import socket_base
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

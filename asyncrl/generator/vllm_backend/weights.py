@@ -15,15 +15,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.generator.engine import Shapes, check_fit
 from asyncrl.generator.vllm_backend.setup import LORA_RANKS, WITHOUT_ADAPTERS, uses_adapter
 from asyncrl.generator.vllm_backend.shared_weights import SharedWeights
 from asyncrl.generator.vllm_backend.workers import Workers
-from asyncrl.weights.adapters import MergedWeights, adapted_layers, adapter_shapes
-from asyncrl.weights.bucket_plan import WeightPart
-from asyncrl.weights.checkpoint import checkpoint_tensors, meta_model
+from asyncrl.weights.layout import WeightPart
+from asyncrl.weights.model_tensors import MergedWeights, adapted_layers, adapter_shapes, checkpoint_tensors, meta_model
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest

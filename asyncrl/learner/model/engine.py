@@ -1,31 +1,34 @@
-"""A network inside a DeepSpeed engine: forward, backward and step on all learner ranks."""
+"""A network inside a DeepSpeed engine: forward, backward and step on all learner ranks; its settings and optimizer."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
+from torch.optim import Adafactor, AdamW, Muon, Optimizer
 from transformers import PreTrainedModel
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
+from asyncrl.config.engine_options import merged as overridden
+from asyncrl.config.training import LearnerConfig
 from asyncrl.errors import InvariantError
 from asyncrl.learner.batch import MicroBatch
-from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.model.deepspeed_import import BF16_Optimizer, ZeROOptimizer, deepspeed
-from asyncrl.learner.model.experts import gather_experts_together
-from asyncrl.learner.model.loading import read_other_files
+from asyncrl.learner.distributed import BF16_Optimizer, Ranks, ZeROOptimizer, deepspeed
+from asyncrl.learner.model.loading import largest_layer, read_other_files
 from asyncrl.learner.model.lora import Adapters
-from asyncrl.learner.model.optimizers import make_optimizer
-from asyncrl.learner.model.settings import deepspeed_config
-from asyncrl.weights.adapters import Factors, merged
-from asyncrl.weights.shares import slice_of
+from asyncrl.weights.layout import slice_of
+from asyncrl.weights.model_tensors import Factors, merged
 
 GATHER_ELEMENTS = 1 << 24
 """Number of weights gathered at a time from the ranks of ZeRO stage 3."""
+BUCKET_ELEMENTS = 50_000_000
+"""Number of gradients or weights that the ranks exchange at a time."""
+STEP = "step"
+"""Name of the number of updates in an optimizer's state."""
 
 
 class TrainedModel:
@@ -138,7 +141,7 @@ class TrainedModel:
                         yield name, _with_adapter(factors.get(name), parameter.detach())
 
     def sent_slices(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the name and this rank's slice (`weights/shares.py`) of every parameter that generators get, a flat
+        """Yields the name and this rank's slice (`weights/layout.py`) of every parameter that generators get, a flat
         one; with one rank the full weight. With adapters these are their matrices alone, otherwise all parameters, as
         in `weights`. No other rank takes part, and nothing is copied. Raises InvariantError if DeepSpeed shards the
         weights in another way."""
@@ -174,26 +177,14 @@ class TrainedModel:
 
     def collect_weights(self) -> dict[str, Tensor]:
         """Returns all weights, on the CPU, on rank 0 and an empty dict on other ranks. All ranks call it."""
-        if self.ranks.rank == 0:
-            return {name: weight.to("cpu", copy=True) for name, weight in self.weights()}
-        self.join_gathering()
-        return {}
-
-    def join_gathering(self) -> None:
-        """Takes part in gathering while rank 0 iterates over `weights`. All other ranks call it."""
-        if self.partitioned:
-            self.factors()
-            for part in self._parts():
-                with self._gathered([parameter for _, parameter in part]):
-                    pass
+        first = self.ranks.rank == 0
+        return {name: weight.to("cpu", copy=True) for name, weight in self.weights(None if first else ())}
 
     def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields the parameters of the model without adapters."""
         named = self.model.named_parameters()
         return named if self.adapters is None else self.adapters.frozen(named)
 
     def _sent(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields the parameters that generators get."""
         return self.model.named_parameters() if self.adapters is None else self.adapters.named()
 
     def _parts(self) -> Iterator[list[tuple[str, nn.Parameter]]]:
@@ -236,9 +227,142 @@ class TrainedModel:
         return [p.grad for p in self.network.parameters() if p.grad is not None]
 
 
+def gather_experts_together(model: nn.Module) -> None:
+    """Makes DeepSpeed gather the weights of a layer's experts at once. Otherwise it gathers those of an expert when a
+    token visits it, on all ranks, and a rank without such a token would be waited for. The experts of transformers are
+    one module with stacked weights, and need nothing."""
+    blocks = {type(one) for one in model.modules() if any(isinstance(m, nn.ModuleList) and name == "experts"
+                                                         for name, m in one.named_children())}  # fmt: skip
+    if blocks:
+        deepspeed.utils.set_z3_leaf_modules(model, sorted(blocks, key=lambda one: one.__name__))
+
+
+def deepspeed_config(config: Config, network: nn.Module) -> dict[str, Any]:
+    """Returns DeepSpeed's settings for the network.
+
+    Gradient accumulation ends at the micro-batch that `TrainedModel.backward` marks as last, and `TrainedModel.step`
+    clips gradients. In bfloat16, stage 0 runs as stage 1, since DeepSpeed accumulates gradients in float32 only from
+    stage 1 on. Ranks also exchange gradients in float32; by default DeepSpeed rounds them to bfloat16 first, even with
+    one rank. Stage 3 keeps the weights of two layers gathered, not DeepSpeed's default of 1e9. Optimizer states in host
+    memory are updated there by torch's AdamW: DeepSpeed's own would have to be compiled. The config's
+    `learner.deepspeed_options` override these settings.
+    """
+    bfloat16 = config.model.dtype == "bfloat16"
+    stage = config.learner.zero_stage
+    zero: dict[str, Any] = {
+        "stage": max(stage, 1) if bfloat16 else stage,
+        "reduce_bucket_size": BUCKET_ELEMENTS,
+        "allgather_bucket_size": BUCKET_ELEMENTS,
+        # In stages 1 and 2 DeepSpeed then waits for all streams after backward, also for the weights on their way to
+        # the slowest generator.
+        "overlap_comm": torch.cuda.is_available() and stage == 3,
+    }
+    if stage == 3:
+        zero["stage3_max_live_parameters"] = zero["stage3_max_reuse_distance"] = 2 * largest_layer(network)
+    host = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    if config.learner.offload != "none":
+        zero["offload_optimizer"] = host
+    if config.learner.offload == "all":
+        zero["offload_param"] = host
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": zero,
+        "bf16": {"enabled": bfloat16},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+    }
+    return overridden(settings, config.learner.deepspeed_options)
+
+
+def make_optimizer(settings: LearnerConfig, model: PreTrainedModel, network: nn.Module, *, lr: float) -> Optimizer:
+    """Returns the optimizer of the trained parameters of `network`, in which `model` is wrapped.
+
+    AdamW works on any part of a parameter. Muon and Adafactor work on complete matrices, which DeepSpeed does not pass
+    on with ZeRO from stage 1 on, nor with bfloat16: the optimizer gets flat parts of all parameters. `Config` refuses
+    that.
+    """
+    options = settings.optimizer_options
+    parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    if settings.optimizer == "adafactor":
+        return Adafactor(
+            parameters, lr=lr, beta2_decay=options.beta2_decay, d=options.d, weight_decay=options.weight_decay
+        )
+    if settings.optimizer == "muon":
+        matrices = layer_matrices(model)
+        chosen = {id(parameter) for parameter in matrices}
+        return MuonWithAdamW(matrices, [p for p in parameters if id(p) not in chosen], settings, lr)
+    return _adamw(parameters, settings, lr)
+
+
+class MuonWithAdamW(Optimizer):
+    """Muon for the matrices of the layers and AdamW for all other parameters, as both were published to be used
+    (kellerjordan.github.io/posts/muon). Muon's updates are scaled to the size of AdamW's, so that both have the same
+    learning rate and weight decay (arXiv:2502.16982)."""
+
+    def __init__(
+        self, matrices: Sequence[nn.Parameter], others: Sequence[nn.Parameter], settings: LearnerConfig, lr: float
+    ) -> None:
+        super().__init__([*matrices, *others], {"lr": lr})
+        options = settings.optimizer_options
+        self.muon = Muon(
+            matrices,
+            lr=lr,
+            weight_decay=options.weight_decay,
+            momentum=options.momentum,
+            nesterov=options.nesterov,
+            adjust_lr_fn="match_rms_adamw",
+        )
+        self.adamw = _adamw(others, settings, lr)
+        self.param_groups = [*self.muon.param_groups, *self.adamw.param_groups]
+        self.muon.state = self.adamw.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Updates the parameters. There must be no closure."""
+        assert closure is None
+        self.muon.step()
+        self.adamw.step()
+
+
 def _described(named: Iterator[tuple[str, nn.Parameter]]) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
     return [(name, one.dtype, tuple(getattr(one, "ds_shape", one.shape))) for name, one in named]
 
 
 def _with_adapter(factors: Factors | None, weight: Tensor) -> Tensor:
     return weight if factors is None else merged(weight, factors)
+
+
+def layer_matrices(model: PreTrainedModel) -> list[nn.Parameter]:
+    """Returns the weight matrices of the model's layers: neither embeddings nor a head."""
+    body = model.base_model
+    embeddings = {id(p) for module in body.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+    return [parameter for parameter in body.parameters() if parameter.ndim == 2 and id(parameter) not in embeddings]
+
+
+def first_state(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+    """Returns the state of a parameter before its first update, in which the optimizer would create it."""
+    if isinstance(optimizer, MuonWithAdamW):
+        groups = optimizer.muon.param_groups
+        optimizer = (
+            optimizer.muon if any(parameter is p for group in groups for p in group["params"]) else optimizer.adamw
+        )
+    if isinstance(optimizer, Muon):
+        return {"momentum_buffer": torch.zeros_like(parameter, memory_format=torch.preserve_format)}
+    if isinstance(optimizer, Adafactor):
+        state = {STEP: torch.zeros(())}
+        if parameter.ndim < 2:
+            return state | {"variance": torch.zeros_like(parameter, memory_format=torch.preserve_format)}
+        rows, columns = [*parameter.shape[:-1], 1], [*parameter.shape[:-2], 1, parameter.shape[-1]]
+        return state | {"row_var": parameter.new_zeros(rows), "col_var": parameter.new_zeros(columns)}
+    state = {STEP: torch.zeros((), dtype=torch.float32, device=parameter.device)}
+    names = ("exp_avg", "exp_avg_sq")
+    return state | {n: torch.zeros_like(parameter, memory_format=torch.preserve_format) for n in names}
+
+
+def _adamw(parameters: Sequence[nn.Parameter], settings: LearnerConfig, lr: float) -> AdamW:
+    options = settings.optimizer_options
+    return AdamW(parameters, lr=lr, betas=options.betas, eps=options.eps, weight_decay=options.weight_decay, fused=True)

@@ -1,28 +1,35 @@
-"""Loads models from their folders for packed rows, with dropout disabled."""
+"""Loads models from their folders for packed rows, with dropout disabled.
+
+With ZeRO stage 3 each rank reads its part of every parameter, and holds nothing else.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from copy import copy
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import structlog
 import torch
 import torch.distributed as dist
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
-from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
+from transformers.initialization import no_init_weights
+from transformers.modeling_utils import set_zero3_state
 from transformers.utils.logging import disable_progress_bar
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.learner.batch import MicroBatch
-from asyncrl.learner.model.packed_attention import PACKED
-from asyncrl.learner.model.sequence_parallel import SequenceParallel
+from asyncrl.learner.model.attention import PACKED, SequenceParallel
 from asyncrl.util.files import is_weight_file, tensor_files
-from asyncrl.weights.checkpoint import check_tied
+from asyncrl.weights.model_tensors import CheckpointTensor, check_tied, checkpoint_tensors, pieces, unexpected_tensors
 
 HEADS = ("score", "classifier")
 """Attribute names of the head of a token-classification model."""
@@ -34,6 +41,7 @@ HOW_TO_FIX = (
     "training needs packed rows; use a model whose layers mix tokens by plain attention alone, such as Llama, Qwen3 or "
     "Gemma 3 (docs/models.md has a table)"
 )
+log = structlog.get_logger()
 
 
 def load_policy_model(config: Config, path: str, key: str = "model.path") -> PreTrainedModel:
@@ -77,7 +85,7 @@ def _load(
     try:
         loaded = None
         if config.learner.zero_stage == 3 and dist.is_initialized():
-            from asyncrl.learner.model.partitioned_loading import load_partitioned  # imports DeepSpeed
+            from asyncrl.learner.model.loading import load_partitioned
 
             loaded = load_partitioned(kind, config, path, files, new=new, **options)
         model, info = loaded or kind.from_pretrained(
@@ -117,6 +125,41 @@ def _load(
     if config.learner.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model, missing
+
+
+def load_partitioned(
+    kind: Any, config: Config, path: str, files: dict[str, Path], *, new: tuple[str, ...], **options: Any
+) -> tuple[PreTrainedModel, dict[str, Any]] | None:
+    """Returns the model of the folder as an auto class `kind` builds it, with partitioned parameters, and what
+    `from_pretrained` says of it: the names of parameters that the folder lacks, which are all of the modules `new`, and
+    of tensors in its `files` that the model lacks. All ranks call it.
+
+    Returns None if the folder's tensors do not have the names and shapes that the model saves; a complete load may know
+    how to rename them, and says what is wrong.
+    """
+    from asyncrl.learner.distributed import deepspeed  # slow to import, and not needed without ranks
+    from asyncrl.learner.model.engine import deepspeed_config
+
+    trusted: dict[str, Any] = {"trust_remote_code": config.model.trust_remote_code}
+    settings = AutoConfig.from_pretrained(path, **trusted, **options)
+    with torch.device("meta"):
+        meta = kind.from_config(settings, **trusted)
+    tensors = checkpoint_tensors(meta)
+    missing = {tensor.name for tensor in tensors or [] if tensor.name not in files}
+    known = tensors is not None and all(name.partition(".")[0] in new for name in missing)
+    if tensors is None or not known or not _have_shapes(tensors, files):
+        log.warning("every rank loads the complete model, since its folder has tensors of other names", path=path)
+        return None
+    # Without overrides, DeepSpeed would round the buffers of rotary embeddings to bfloat16.
+    partitions = deepspeed.zero.Init(config_dict_or_path=deepspeed_config(config, meta), tensor_overrides=())
+    with partitions, set_zero3_state(), no_init_weights():
+        model = kind.from_config(
+            settings, dtype=getattr(torch, config.model.dtype), attn_implementation=PACKED, **trusted
+        )
+    model.tie_weights()
+    _fill(model, [tensor for tensor in tensors if tensor.name not in missing], files)
+    unexpected = unexpected_tensors(meta, tensors, files)
+    return model.eval(), {"missing_keys": missing, "mismatched_keys": set(), "unexpected_keys": unexpected}
 
 
 def refuse_unexpected(names: Iterable[str], what: str) -> None:
@@ -180,3 +223,43 @@ def hidden_states(
         **options,
     )
     return output.last_hidden_state.squeeze(0).index_select(0, rows), own
+
+
+def read_range(file: Any, name: str, begin: int, end: int) -> Tensor:
+    """Returns elements `begin` to before `end` of a flattened tensor of an open safetensors file, read with the rows
+    that they are in."""
+    view = file.get_slice(name)
+    shape = view.get_shape()
+    if not shape:
+        return file.get_tensor(name).view(1)[begin:end]
+    row = math.prod(shape[1:])
+    first, last = begin // row, -(-end // row)
+    return view[first:last].reshape(-1)[begin - first * row : end - first * row]
+
+
+def _have_shapes(tensors: list[CheckpointTensor], files: dict[str, Path]) -> bool:
+    with ExitStack() as stack:
+        opened = {path: stack.enter_context(safe_open(path, "pt")) for path in set(files.values())}
+        return all(
+            tuple(opened[files[tensor.name]].get_slice(tensor.name).get_shape()) == tensor.shape
+            for tensor in tensors
+            if tensor.name in files
+        )
+
+
+@torch.no_grad()
+def _fill(model: PreTrainedModel, tensors: list[CheckpointTensor], files: dict[str, Path]) -> None:
+    parameters: dict[str, Any] = dict(model.named_parameters())
+    counts = {name: parameter.ds_numel for name, parameter in parameters.items()}
+    with ExitStack() as stack:
+        opened = {path: stack.enter_context(safe_open(path, "pt")) for path in set(files.values())}
+        for piece in pieces(tensors, counts, stage=3, rank=dist.get_rank(), ranks=dist.get_world_size()):
+            own = parameters[piece.tensor.parameter].ds_tensor.view(-1)[piece.at : piece.at + piece.end - piece.begin]
+            own.copy_(read_range(opened[files[piece.tensor.name]], piece.tensor.name, piece.begin, piece.end))
+
+
+def largest_layer(network: nn.Module) -> int:
+    """Returns the number of parameters of the network's largest layer: of all modules in lists of modules."""
+    layers = [layer for module in network.modules() if isinstance(module, nn.ModuleList) for layer in module]
+    sizes = (sum(getattr(p, "ds_numel", p.numel()) for p in layer.parameters()) for layer in layers)
+    return max(sizes, default=0)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from asyncrl.learner.model.stand_in import is_on_gpu
+from asyncrl.learner.model.attention import is_on_gpu
 
 CHUNK_BYTES = 128 << 20
 """Size of the float32 logits of a chunk of tokens. The peak memory on any device is twice this size, plus half of it
@@ -32,7 +32,7 @@ class LogprobHead(nn.Module):
     def __init__(
         self, output: nn.Linear, temperature: float, *, entropy_gradient: bool = False, excluded: Sequence[int] = ()
     ) -> None:
-        """With `entropy_gradient` the entropies have a gradient, too, at the cost of more work in the backward pass.
+        """With `entropy_gradient` the entropies have a gradient, at the cost of more work in the backward pass.
         `excluded` are tokens that have no probability in the distributions that a call names."""
         super().__init__()
         self.weight, self.bias = output.weight, output.bias

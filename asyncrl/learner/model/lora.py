@@ -13,10 +13,17 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from asyncrl.config import Config
+from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError
-from asyncrl.weights.adapters import ADAPTER, MATRIX_NAMES, Factors, is_target, matrices_of, peft_settings
-from asyncrl.weights.base import fingerprint_of
+from asyncrl.weights.model_tensors import (
+    ADAPTER,
+    MATRIX_NAMES,
+    Factors,
+    fingerprint_of,
+    is_target,
+    matrices_of,
+    peft_settings,
+)
 
 BASE = ".base_layer."
 """In the name of a parameter of a layer that has an adapter."""

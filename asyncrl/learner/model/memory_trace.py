@@ -1,4 +1,4 @@
-"""Measures the memory of a micro-batch without allocating it.
+"""The memory of a micro-batch, measured without allocating it.
 
 The learner's own forward and backward pass runs on the meta device, on a model built from its config alone, and the
 bytes of all tensors alive are counted. This takes seconds for a model of any size, and needs no weights.
@@ -7,6 +7,7 @@ bytes of all tensors alive are counted. This takes seconds for a model of any si
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,19 +15,19 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
 
 from asyncrl.errors import ConfigError
 from asyncrl.learner.batch import MicroBatch
-from asyncrl.learner.model.live_storages import META, LiveStorages
+from asyncrl.learner.model.attention import PACKED, SequenceParallel, is_on_gpu, make_layout, meta_as_gpu
 from asyncrl.learner.model.loading import HEADS, UNFIT, hidden_states, switch_dropout_off
 from asyncrl.learner.model.logprob_head import LogprobHead
-from asyncrl.learner.model.packed_attention import PACKED, make_layout
-from asyncrl.learner.model.sequence_parallel import SequenceParallel
-from asyncrl.learner.model.stand_in import meta_as_gpu
 
 FEW_LAYERS = 2
 """The first layers of which the memory of all is derived."""
+META = torch.device("meta")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,43 @@ class Trace:
     """The most that is alive at any moment of the pass."""
     layers_bytes: int
     """The most that is alive in the backward pass of the layers, after that of the output layer."""
+
+
+def trace(model: PreTrainedModel, micro: MicroBatch, **options: Any) -> Trace:
+    """Returns the memory of the micro-batch with a model of `empty_model`; the options are those of `trace_layers`.
+
+    Of equal layers, each of which adds the same bytes, only the first are traced.
+    """
+    layers = _equal_layers(model)
+    if layers is None or len(layers[1]) <= FEW_LAYERS + 1:
+        return trace_layers(model, micro, **options)
+    set_layers, every = layers
+    try:
+        set_layers(every[:FEW_LAYERS])
+        few = _peaks(model, micro, every[FEW_LAYERS - 1], **options)
+        set_layers(every[: FEW_LAYERS + 1])
+        more = _peaks(model, micro, every[FEW_LAYERS], **options)
+    finally:
+        set_layers(every)
+    step = more.forward - few.forward
+    if not few.last_layer or {more.output - few.output, more.last_layer - few.last_layer} != {step}:
+        return trace_layers(model, micro, **options)
+    # The last layer is the first to be passed backward, with the activations of all others alive.
+    others = (len(every) - FEW_LAYERS) * step
+    return _Peaks(few.forward + others, few.output + others, few.last_layer + others, few.rest).trace
+
+
+def trace_layers(model: PreTrainedModel, micro: MicroBatch, **options: Any) -> Trace:
+    """Returns the memory of the micro-batch with all layers of the model.
+
+    Options:
+        on_gpu: the pass is one on a GPU.
+        exchanged: every gradient is copied to float32 for the exchange between ranks and freed at once, as ZeRO does
+            from stage 1 on; otherwise it is added to a sum that exists already.
+        entropy_gradient: the entropies have a gradient.
+        sequence_parallel: the number of ranks that share the micro-batch; the memory is that of one of them.
+    """
+    return _peaks(model, micro, None, **options).trace
 
 
 def read_model_config(path: str, *, trust_remote_code: bool = False) -> Any:
@@ -119,32 +157,7 @@ class _OneOfRanks(SequenceParallel):
         return own, own
 
 
-def trace(model: PreTrainedModel, micro: MicroBatch, **options: Any) -> Trace:
-    """Returns the memory of the micro-batch with a model of `empty_model`; the options are those of `trace_layers`.
-
-    Of equal layers, each of which adds the same bytes, only the first are traced.
-    """
-    layers = _equal_layers(model)
-    if layers is None or len(layers[1]) <= FEW_LAYERS + 1:
-        return trace_layers(model, micro, **options)
-    set_layers, every = layers
-    try:
-        set_layers(every[:FEW_LAYERS])
-        few = _peaks(model, micro, every[FEW_LAYERS - 1], **options)
-        set_layers(every[: FEW_LAYERS + 1])
-        more = _peaks(model, micro, every[FEW_LAYERS], **options)
-    finally:
-        set_layers(every)
-    step = more.forward - few.forward
-    if not few.last_layer or {more.output - few.output, more.last_layer - few.last_layer} != {step}:
-        return trace_layers(model, micro, **options)
-    # The last layer is the first to be passed backward, with the activations of all others alive.
-    others = (len(every) - FEW_LAYERS) * step
-    return _Peaks(few.forward + others, few.output + others, few.last_layer + others, few.rest).trace
-
-
 def _equal_layers(model: PreTrainedModel) -> tuple[Callable[[nn.ModuleList], None], nn.ModuleList] | None:
-    """Returns the model's layers, and a function that replaces them; None if they differ."""
     settings = model.config
     if len(set(getattr(settings, "layer_types", None) or ())) > 1:
         return None
@@ -157,27 +170,11 @@ def _equal_layers(model: PreTrainedModel) -> tuple[Callable[[nn.ModuleList], Non
 
 
 def _kind(layer: nn.Module) -> tuple[Any, ...]:
-    """Returns the types of the layer's modules and the shapes of its parameters."""
     return *map(type, layer.modules()), *((name, one.shape) for name, one in layer.named_parameters())
-
-
-def trace_layers(model: PreTrainedModel, micro: MicroBatch, **options: Any) -> Trace:
-    """Returns the memory of the micro-batch with all layers of the model.
-
-    Options:
-        on_gpu: the pass is one on a GPU.
-        exchanged: every gradient is copied to float32 for the exchange between ranks and freed at once, as ZeRO does
-            from stage 1 on; otherwise it is added to a sum that exists already.
-        entropy_gradient: the entropies have a gradient, too.
-        sequence_parallel: the number of ranks that share the micro-batch; the memory is that of one of them.
-    """
-    return _peaks(model, micro, None, **options).trace
 
 
 @dataclass(slots=True)
 class _Peaks:
-    """The most bytes that are alive in each phase of a pass."""
-
     forward: int
     """Not the most, but those alive in the end."""
     output: int = 0
@@ -203,7 +200,6 @@ def _peaks(
     entropy_gradient: bool = False,
     sequence_parallel: int = 1,
 ) -> _Peaks:
-    """Returns the peaks of a pass; the backward pass of `last_layer` is a phase of its own."""
     score = _scorer(model, entropy_gradient=entropy_gradient)
     micro = micro.to(META)
     for parameter in model.parameters():
@@ -269,3 +265,77 @@ def _scorer(model: PreTrainedModel, *, entropy_gradient: bool) -> Callable[[Tens
         return lambda states, targets: head(states, targets)[0]
     layer = next(module for name in HEADS if (module := getattr(model, name, None)) is not None)
     return lambda states, targets: layer(states).float().squeeze(-1)
+
+
+class LiveStorages(TorchDispatchMode):
+    """Counts the bytes of the storages that are created on the meta device while the mode is active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+        self.peak_bytes = 0
+        self._alive: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._grouped_mm.default:
+            result = _grouped_mm(*args, **(kwargs or {}))
+        else:
+            result = func(*args, **(kwargs or {}))
+        tree_map_only(Tensor, self._add, result)
+        return result
+
+    def ignore(self, tensors: Any) -> None:
+        """Leaves storages that existed before out of the count."""
+        self._alive |= {tensor.untyped_storage()._cdata for tensor in tensors}
+
+    def next_peak(self) -> int:
+        """Returns the most bytes that were alive since the last call."""
+        peak, self.peak_bytes = self.peak_bytes, self.num_bytes
+        return peak
+
+    def _add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if tensor.device != META or key in self._alive:
+            return
+        self._alive.add(key)
+        self.num_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+        weakref.finalize(storage, self._remove, key, size)
+
+    def _remove(self, key: int, size: int) -> None:
+        self._alive.discard(key)
+        self.num_bytes -= size
+
+
+def _grouped_mm(one: Tensor, other: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    small = (tensor.to(torch.bfloat16) for tensor in (one, other))
+    return torch.ops.aten._grouped_mm.default(*small, *args, **kwargs).to(one.dtype)
+
+
+class _FlashAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output = torch.empty_like(query)
+        ctx.save_for_backward(query, key, value, output, query.new_empty(query.shape[:-1], dtype=torch.float32))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, ...]:
+        query, key, value, *_ = ctx.saved_tensors
+        work: list[Tensor] = []
+        if is_on_gpu(query):
+            # The kernel sums the gradient of the queries in float32, and writes that of keys and values for every head.
+            work = [torch.empty_like(query, dtype=torch.float32), torch.empty_like(query), torch.empty_like(query)]
+        gradients = tuple(torch.empty_like(tensor) for tensor in (query, key, value))
+        del work
+        return gradients
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+    return _FlashAttention.apply(query, key, value)  # pyright: ignore[reportReturnType]
+
+
+# Without it, torch's attention on the meta device would write all scores, as no kernel on a GPU or CPU does.
+_LIBRARY = torch.library.Library("aten", "IMPL")
+_LIBRARY.impl("scaled_dot_product_attention", _attention, "AutogradMeta")

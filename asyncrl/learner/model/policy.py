@@ -2,26 +2,86 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from asyncrl.config import Config
-from asyncrl.errors import ConfigError
-from asyncrl.learner.batch import MicroBatch
-from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.model.deepspeed_import import deepspeed
-from asyncrl.learner.model.engine import TrainedModel
-from asyncrl.learner.model.excluded import Excluded
-from asyncrl.learner.model.experts import gather_experts_together
+from asyncrl.config.config import Config
+from asyncrl.errors import ConfigError, InvariantError
+from asyncrl.learner.batch import MicroBatch, Routing
+from asyncrl.learner.distributed import Ranks, deepspeed
+from asyncrl.learner.model.attention import SequenceParallel, checked
+from asyncrl.learner.model.checks import check_packing
+from asyncrl.learner.model.engine import TrainedModel, deepspeed_config, gather_experts_together
 from asyncrl.learner.model.loading import hidden_states, load_policy_model
 from asyncrl.learner.model.logprob_head import LogprobHead
 from asyncrl.learner.model.lora import Adapters
-from asyncrl.learner.model.packing_check import check_packing
-from asyncrl.learner.model.router_replay import RouterReplay
-from asyncrl.learner.model.sequence_parallel import SequenceParallel, checked
-from asyncrl.learner.model.settings import deepspeed_config
-from asyncrl.util.routing import replayed_routers
+from asyncrl.types import Group
+from asyncrl.util.model_files import Routers, end_tokens, replayed_routers, router_modules
+
+
+class Policy(TrainedModel):
+    """The policy on all learner ranks."""
+
+    def __init__(self, config: Config, ranks: Ranks) -> None:
+        model = load_policy_model(config, config.model.path)
+        adapters = Adapters(config, model) if config.learner.lora.rank else None
+        routers = replayed_routers(
+            config.algorithm.routing_replay, config.model.path, trust_remote_code=config.model.trust_remote_code
+        )
+        replay = None if routers is None else RouterReplay(model, routers, config.model.path)
+        network = PolicyNetwork(config, model, entropy_gradient=config.algorithm.entropy_coef > 0, replay=replay)
+        self.replay = replay
+        """Replays the engine's experts, also in scoring passes; None without `algorithm.routing_replay`. The
+        reference and the critic are other models, and route live."""
+        self.excluded = network.excluded
+        """Tokens that the engine excludes early in a completion; None if there are none."""
+        folders, lr = [config.model.path], config.learner.lr
+        super().__init__(config, ranks, model, network, lr=lr, folders=folders, adapters=adapters)
+        check_packing(model, self.score, ranks.device, name := f"model.path = {config.model.path!r}")
+        network.parallel = checked(ranks.parallel, model, name)
+
+    def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Returns log-probs [N] of the action tokens at the sampling temperature, and entropies [N], both float32 in
+        nats. The entropies have a gradient if the loss has an entropy bonus."""
+        return self.engine(micro)
+
+    def logprobs(self, micro: MicroBatch) -> Tensor:
+        """Returns the log-probs [N] of `forward`, without gradient."""
+        return self.score(micro)[0]
+
+    def base_logprobs(self, micro: MicroBatch) -> Tensor:
+        """Returns the log-probs [N] of the model without its adapters."""
+        assert self.adapters is not None
+        with self.adapters.disabled():
+            return self.logprobs(micro)
+
+
+class Reference:
+    """The frozen reference policy of the KL divergence. With ZeRO stage 3 its weights are sharded."""
+
+    def __init__(self, config: Config, ranks: Ranks) -> None:
+        path = config.algorithm.reference or config.model.path
+        model = load_policy_model(config, path, "algorithm.reference")
+        network = PolicyNetwork(config, model).to(ranks.device).eval().requires_grad_(False)
+        self.network: nn.Module = network
+        if config.learner.zero_stage == 3:
+            gather_experts_together(model)
+            self.network, *_ = deepspeed.initialize(model=network, config=deepspeed_config(config, network))
+            self.network.eval()
+        check_packing(model, self.logprobs, ranks.device, name := f"algorithm.reference = {path!r}")
+        network.parallel = checked(ranks.parallel, model, name)
+
+    @torch.no_grad()
+    def logprobs(self, micro: MicroBatch) -> Tensor:
+        """Returns log-probs [N] of the action tokens at the sampling temperature, float32 in nats."""
+        return self.network(micro)[0]
 
 
 class PolicyNetwork(nn.Module):
@@ -63,59 +123,98 @@ class PolicyNetwork(nn.Module):
         return logprobs, entropies
 
 
-class Policy(TrainedModel):
-    """The policy on all learner ranks."""
+@dataclass(frozen=True, slots=True)
+class Excluded:
+    """Tokens that end a completion, which the engine does not sample in its first `places` tokens.
 
-    def __init__(self, config: Config, ranks: Ranks) -> None:
-        model = load_policy_model(config, config.model.path)
-        adapters = Adapters(config, model) if config.learner.lora.rank else None
-        routers = replayed_routers(
-            config.algorithm.routing_replay, config.model.path, trust_remote_code=config.model.trust_remote_code
-        )
-        replay = None if routers is None else RouterReplay(model, routers, config.model.path)
-        network = PolicyNetwork(config, model, entropy_gradient=config.algorithm.entropy_coef > 0, replay=replay)
-        self.replay = replay
-        """Replays the engine's experts, in scoring passes, too; None without `algorithm.routing_replay`. The
-        reference and the critic are other models, and route live."""
-        self.excluded = network.excluded
-        """Tokens that the engine excludes early in a completion; None if there are none."""
-        folders, lr = [config.model.path], config.learner.lr
-        super().__init__(config, ranks, model, network, lr=lr, folders=folders, adapters=adapters)
-        check_packing(model, self.score, ranks.device, name := f"model.path = {config.model.path!r}")
-        network.parallel = checked(ranks.parallel, model, name)
+    The engine's log-probs are those of the distribution without these tokens. Policy and reference policy exclude the
+    same tokens, so that importance ratios, divergence and entropy are those of the distribution that was sampled.
+    """
 
-    def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Returns log-probs [N] of the action tokens at the sampling temperature, and entropies [N], both float32 in
-        nats. The entropies have a gradient if the loss has an entropy bonus."""
-        return self.engine(micro)
+    places: int
+    tokens: tuple[int, ...]
 
-    def logprobs(self, micro: MicroBatch) -> Tensor:
-        """Returns the log-probs [N] of `forward`, without gradient."""
-        return self.score(micro)[0]
+    @classmethod
+    def of(cls, config: Config) -> Excluded | None:
+        """Returns the excluded tokens of a run; None if there are none."""
+        if not config.generator.min_new_tokens:
+            return None
+        ends = end_tokens(config.model.path, trust_remote_code=config.model.trust_remote_code)
+        return cls(config.generator.min_new_tokens, tuple(ends)) if ends else None
 
-    def base_logprobs(self, micro: MicroBatch) -> Tensor:
-        """Returns the log-probs [N] of the model without its adapters."""
-        assert self.adapters is not None
-        with self.adapters.disabled():
-            return self.logprobs(micro)
+    def is_early(self, logit_index: Tensor) -> Tensor:
+        """Returns a mask [N], true for the action tokens from which the tokens are excluded, from the positions [N]
+        that score them. A completion is a run of consecutive positions."""
+        begins = torch.ones_like(logit_index, dtype=torch.bool)
+        begins[1:] = logit_index[1:] != logit_index[:-1] + 1
+        index = torch.arange(len(logit_index), device=logit_index.device)
+        first = torch.where(begins, index, 0).cummax(dim=0).values if len(index) else index
+        return index - first < self.places
+
+    def check(self, groups: Sequence[Group]) -> None:
+        """Raises InvariantError if a trajectory has one of the tokens where it is excluded."""
+        for group in groups:
+            for number, trajectory in enumerate(group.trajectories):
+                if trajectory.status == "failed":  # it is not trained
+                    continue
+                actions = torch.from_numpy(np.flatnonzero(trajectory.action_mask))
+                early = actions[self.is_early(actions)].numpy()
+                found = np.isin(trajectory.tokens[early], self.tokens)
+                if found.any():
+                    raise InvariantError(
+                        f"ticket {group.ticket}, trajectory {number}: it has the end token "
+                        f"{trajectory.tokens[early][found][0]} before generator.min_new_tokens = {self.places}"
+                    )
 
 
-class Reference:
-    """The frozen reference policy of the KL divergence. With ZeRO stage 3 its weights are sharded, too."""
+class RouterReplay:
+    """Hooks on the routers of a model (`algorithm.routing_replay`): tokens whose routing was recorded go to the experts
+    that the engine chose. Their weights come from the learner's logits, so that the router is trained."""
 
-    def __init__(self, config: Config, ranks: Ranks) -> None:
-        path = config.algorithm.reference or config.model.path
-        model = load_policy_model(config, path, "algorithm.reference")
-        network = PolicyNetwork(config, model).to(ranks.device).eval().requires_grad_(False)
-        self.network: nn.Module = network
-        if config.learner.zero_stage == 3:
-            gather_experts_together(model)
-            self.network, *_ = deepspeed.initialize(model=network, config=deepspeed_config(config, network))
-            self.network.eval()
-        check_packing(model, self.logprobs, ranks.device, name := f"algorithm.reference = {path!r}")
-        network.parallel = checked(ranks.parallel, model, name)
+    def __init__(self, model: nn.Module, routers: Routers, path: str) -> None:
+        self._routers = routers
+        self._routing: Routing | None = None
+        for layer, module in enumerate(router_modules(model, routers, path)):
+            module.register_forward_hook(partial(self._replace, layer))
 
-    @torch.no_grad()
-    def logprobs(self, micro: MicroBatch) -> Tensor:
-        """Returns log-probs [N] of the action tokens at the sampling temperature, float32 in nats."""
-        return self.network(micro)[0]
+    def use(self, routing: Routing | None) -> None:
+        """Sets the routing of the next forward pass, and of what its backward pass computes again; with None all tokens
+        are routed live."""
+        self._routing = routing
+
+    def _replace(
+        self, layer: int, module: nn.Module, inputs: Any, output: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        logits, weights, experts = output
+        if self._routing is None:
+            return output
+        source = self._routing.source
+        recorded = self._routing.experts[source, layer].long()
+        experts = torch.where(source[:, None] < 0, experts, recorded)
+        chosen = logits.float().softmax(dim=-1).gather(-1, experts)
+        if self._routers.normalized:
+            chosen = chosen / chosen.sum(dim=-1, keepdim=True)
+        return logits, chosen.to(weights.dtype), experts
+
+    def check(self, groups: Sequence[Group]) -> None:
+        """Raises InvariantError for a trajectory without a routing of this model."""
+        expected = (self._routers.layers, self._routers.chosen)
+        for group in groups:
+            for number, trajectory in enumerate(group.trajectories):
+                if trajectory.status == "failed":  # it is not trained
+                    continue
+                where, routing = f"ticket {group.ticket}, trajectory {number}", trajectory.routing
+                if routing is None:
+                    raise InvariantError(f"{where}: no routing was recorded; algorithm.routing_replay = 'engine'")
+                if routing.shape != (len(trajectory.tokens), *expected):
+                    raise InvariantError(
+                        f"{where}: its routing has the shape {routing.shape}, but the model has {expected[0]} layers "
+                        f"with {expected[1]} experts of each of its {len(trajectory.tokens)} tokens"
+                    )
+                if int(routing.max(initial=0)) >= self._routers.experts:
+                    raise InvariantError(f"{where}: it was routed to expert {routing.max()} of {self._routers.experts}")
+                # The last token is not computed by the engine. What was never recorded is expert 0 throughout.
+                if (routing[:-1, :, 1:] == routing[:-1, :, :-1]).any():
+                    raise InvariantError(
+                        f"{where}: a token was routed to one expert twice: its routing was not recorded"
+                    )

@@ -1,1 +1,0 @@
-"""Checkpoints of the learner, and the saved model."""

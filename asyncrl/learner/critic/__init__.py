@@ -1,1 +1,0 @@
-"""The critic, in the learner's processes or in its own."""

@@ -1,0 +1,411 @@
+"""What is saved of a model: the bits that the library writes, and a state from which training continues bit for bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from export_ranks import CASES, CHECKPOINT
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from worlds import CRITIC, STATE_RUNS, copy_weights, make_config, make_model, make_trainer, spawn, train_steps
+
+from asyncrl.errors import ConfigError, RunError
+from asyncrl.learner.critic import Critic
+from asyncrl.learner.distributed import Ranks
+from asyncrl.learner.model import saving
+from asyncrl.learner.model.engine import STEP
+from asyncrl.learner.model.loading import load_policy_model, read_other_files
+from asyncrl.learner.model.policy import Policy
+from asyncrl.learner.model.saving import (
+    BASE,
+    FILE_BYTES,
+    SKIPPED,
+    WeightFile,
+    collect_state,
+    random_state,
+    restore_random_state,
+    restore_state,
+    save_model,
+    seed_random_state,
+    weight_files,
+    write_file,
+)
+from asyncrl.util.files import INDEX, SINGLE, read_tensor_descriptions, tensor_files
+from asyncrl.util.model_files import load_tokenizer
+from asyncrl.weights.model_tensors import CheckpointTensor
+from benchmarks.families import save_family
+from tests.helpers.selection import selected_names, slow_except
+
+Results = tuple[Path, list[dict[str, str]]]
+
+
+def spawn_ranks(models: Path, out: Path, port: int) -> list[dict[str, Any]]:
+    spawn("export_ranks.py", models, out, port, ranks=2, timeout_s=200)
+    return [json.loads((out / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory, free_port: Callable[[], int]) -> Results:
+    models, out = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("out")
+    make_model(models / "qwen2")
+    for name in {name for name, _ in CASES} - {"qwen2"}:
+        save_family(name, models / name)
+        for path in (models / "qwen2").glob("tokenizer*"):
+            shutil.copy(path, models / name)
+    return out, spawn_ranks(models, out, free_port())
+
+
+def weights_in(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("index", range(len(CASES)), ids=[f"{name}-{options}" for name, options in CASES])
+def test_two_ranks_write_the_bits_of_the_library(index: int, results: Results) -> None:
+    folder = results[0] / str(index) / "model"
+    found, expected = weights_in(folder), weights_in(folder.with_name("expected"))
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert tensor.dtype == expected[name].dtype and torch.equal(tensor, expected[name]), name
+    files = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    assert sorted(path.name for path in folder.glob("*.safetensors")) == files
+    assert {name: path.name for name, path in tensor_files(folder).items()} == {
+        name: file for file in files for name in load_file(folder / file)
+    }
+    sizes = [(folder / file).stat().st_size for file in files]
+    assert max(sizes) < 2 * min(sizes), "both ranks have about the same"
+    assert (folder / "config.json").read_text() == (folder.with_name("expected") / "config.json").read_text()
+    assert not (folder / SINGLE).exists() and not list(folder.glob(".*")) and (folder / "tokenizer.json").exists()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    again = AutoModelForCausalLM.from_pretrained(folder.with_name("expected"), dtype="auto").state_dict()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_checkpoint_has_the_same_files(results: Results) -> None:
+    out, _ = results
+    found, expected = out / "checkpoint" / "model", out / str(CHECKPOINT) / "model"
+    assert sorted(path.name for path in found.iterdir()) == sorted(path.name for path in expected.iterdir())
+    assert all(path.read_bytes() == (expected / path.name).read_bytes() for path in found.iterdir())
+    assert len(list((out / "checkpoint" / "policy").iterdir())) == 2
+
+
+def test_all_ranks_hear_of_one_that_cannot_write(results: Results) -> None:
+    for found in results[1]:
+        assert "the model cannot be written to" in found["full"] and "No space left on device" in found["full"]
+        assert found["left"] == "full.partial", "a model that is not complete is not there"
+
+
+def test_rank_0_writes_all_files_if_another_does_not_see_its_folder(results: Results) -> None:
+    out, _ = results
+    assert not list(out.glob("host-1*"))
+    found, expected = weights_in(out / "host-0"), weights_in(out / "0" / "expected")
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    assert not (out / "host-0" / INDEX).exists() and (out / "host-0" / SINGLE).exists()
+
+
+LETTERS = """
+from transformers import PreTrainedTokenizer
+
+
+class LettersTokenizer(PreTrainedTokenizer):
+    vocab_files_names = {"vocab_file": "letters.vocab"}
+
+    def __init__(self, vocab_file, **options):
+        self.letters = open(vocab_file).read().split()
+        super().__init__(**options)
+
+    @property
+    def vocab_size(self):
+        return len(self.letters)
+
+    def get_vocab(self):
+        return {letter: index for index, letter in enumerate(self.letters)}
+
+    def _tokenize(self, text):
+        return list(text)
+
+    def _convert_token_to_id(self, token):
+        return self.letters.index(token) if token in self.letters else 0
+
+    def _convert_id_to_token(self, index):
+        return self.letters[index]
+"""
+
+GENERATION: list[dict[str, Any]] = [
+    {"do_sample": False, "temperature": 0.6, "top_p": 0.9, "eos_token_id": 1, "pad_token_id": 0},
+    {"temperature": 0.7},
+    {"do_sample": False, "top_k": 20},
+    {"do_sample": False, "temperature": 1e-6},
+    {"length_penalty": 0.8},
+    {"do_sample": True, "temperature": 0.6, "eos_token_id": [1, 2], "of_a_later_version": {"a": None}},
+]
+"""Contents of generation_config.json. The library reads all of them and writes only the last one."""
+
+
+@pytest.mark.parametrize("generation", [*GENERATION, None])
+def test_generation_settings_are_saved_as_they_were(
+    generation: dict[str, Any] | None, tiny_model: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder)
+    if generation is None:
+        (folder / "generation_config.json").unlink()
+        settings = json.loads((folder / "config.json").read_text()) | {"temperature": 0.6, "eos_token_id": [1, 2]}
+        (folder / "config.json").write_text(json.dumps(settings))
+    else:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    files = read_other_files(load_policy_model(make_config(folder), str(folder)), [str(folder)])
+    assert ("generation_config.json" in files) == (generation is not None)
+    for name in ("tokenizer.json", "tokenizer_config.json", *(["generation_config.json"] if generation else [])):
+        assert files[name] == (folder / name).read_bytes()
+    if generation is None:
+        assert json.loads(files["config.json"])["eos_token_id"] == [1, 2], "the ends of completions stay"
+
+
+def add_unusual_files(folder: Path) -> None:
+    """A tokenizer with code of its own, and files of other programs."""
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+    settings = {"tokenizer_class": "LettersTokenizer"}
+    settings |= {"auto_map": {"AutoTokenizer": ["tokenization_letters.LettersTokenizer", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "tokenization_letters.py").write_text(LETTERS)
+    (folder / "letters.vocab").write_text("a b c")
+    (folder / "generation_config.json").write_text(json.dumps(GENERATION[0]))
+    for name in ("pytorch_model.bin", "model.safetensors.index.json.old", "adapter_model.bin", ".hidden", "x.gguf"):
+        (folder / name).write_text("{}")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ messages }}")
+    (folder / "checkpoint-5").mkdir()
+    (folder / "checkpoint-5" / "config.json").write_text("{}")
+
+
+def test_models_of_policy_and_critic_have_all_files_but_weights(
+    one_rank: Ranks, tiny_model: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(tiny_model, tmp_path / "source")
+    add_unusual_files(tmp_path / "source")
+    config = make_config(tmp_path / "source", **CRITIC)
+    policy, critic = Policy(config, one_rank), Critic(config, one_rank)
+    shutil.rmtree(tmp_path / "source")  # all of them were read before the training
+    save_model(policy, tmp_path / "model")
+    critic.save(tmp_path / "critic")
+    for folder in (tmp_path / "model", tmp_path / "critic"):
+        found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+        assert found == {
+            "config.json", "generation_config.json", "model.safetensors", "tokenization_letters.py", "letters.vocab",
+            "tokenizer_config.json", "model.safetensors.index.json.old", "additional_chat_templates/tool_use.jinja",
+        }  # fmt: skip
+        assert json.loads((folder / "generation_config.json").read_text()) == GENERATION[0]
+        assert load_tokenizer(str(folder), trust_remote_code=True).encode("cab") == [2, 0, 1]
+    kinds = [json.loads((tmp_path / name / "config.json").read_text())["architectures"] for name in ("model", "critic")]
+    assert kinds == [["Qwen2ForCausalLM"], ["Qwen2ForTokenClassification"]]
+
+
+def test_a_model_that_cannot_be_saved_is_refused_before_it_is_trained(
+    one_rank: Ranks, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any) -> None:
+        raise ValueError("generation parameters are set in the model config")
+
+    monkeypatch.setattr("transformers.Qwen2Config.save_pretrained", refuse)
+    with pytest.raises(ConfigError, match="could not be saved after training: ValueError: generation parameters"):
+        Policy(make_config(tiny_model), one_rank)
+
+
+def tensor_of(name: str, elements: int, dtype: torch.dtype = torch.float32) -> CheckpointTensor:
+    return CheckpointTensor(name, dtype, (elements,), name, 0)
+
+
+def test_files_have_equal_parts_of_the_tensors_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [tensor_of(str(index), 10 + index % 3) for index in range(40)]
+    assert [file.name for file in weight_files(tensors, 4)] == [SINGLE], "so small a model is not shared"
+    monkeypatch.setattr(saving, "MIN_SHARE_BYTES", 100)
+    for writers in (1, 2, 3, 8):
+        files = weight_files(tensors, writers)
+        assert [tensor for file in files for tensor in file.tensors] == tensors
+        assert [file.rank for file in files] == list(range(writers))
+        sizes = [file.num_bytes for file in files]
+        assert max(sizes) - min(sizes) <= 2 * 4 * 12
+    monkeypatch.setattr(saving, "FILE_BYTES", 200)
+    files = weight_files([*tensors, tensor_of("large", 100)], 2)
+    assert {file.rank for file in files} == {0, 1} and len({file.name for file in files}) == len(files)
+    assert all(file.num_bytes <= 200 for file in files[:-1]) and files[-1].num_bytes == 400 < FILE_BYTES
+
+
+def test_a_file_has_the_largest_elements_first_as_those_of_the_library(tmp_path: Path) -> None:
+    """So each tensor begins at a multiple of the size of its elements."""
+    described = [
+        tensor_of("odd", 3, torch.uint8), tensor_of("half", 5, torch.bfloat16), tensor_of("full", 7, torch.float32),
+    ]  # fmt: skip
+    contents = [torch.arange(tensor.num_elements).to(tensor.dtype) for tensor in described]
+    write_file(tmp_path / "file", WeightFile("file", 0, tuple(described)), iter(contents))
+    found = load_file(tmp_path / "file")
+    assert all(torch.equal(found[one.name], content) for one, content in zip(described, contents, strict=True))
+    data = (tmp_path / "file").read_bytes()
+    begins = {name: place["data_offsets"][0] for name, place in read_tensor_descriptions(tmp_path / "file").items()}
+    head = struct.unpack("<Q", data[:8])[0]
+    assert data[8 + head + begins["odd"] :] == b"\0\1\2" and head % 8 == 0
+    assert begins == {"full": 0, "half": 28, "odd": 38}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_no_rank_holds_the_complete_model(tmp_path: Path, free_port: Callable[[], int]) -> None:
+    """100 million parameters in float32, ZeRO stage 3; what both ranks hold without that is a half of it."""
+    large = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=8192, hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12,
+            num_key_value_heads=12, tie_word_embeddings=False,
+        )
+    )  # fmt: skip
+    num_bytes = 4 * sum(parameter.numel() for parameter in large.parameters())
+    large.save_pretrained(tmp_path / "models" / "large")
+    del large
+    make_model(tmp_path / "models" / "warm")
+    out = tmp_path / "out"
+    out.mkdir()
+    found = spawn_ranks(tmp_path / "models", out, free_port())
+    table = {way: [f"{one[way] / (1 << 20):.0f} MiB" for one in found] for way in found[0]}
+    print(f"model {num_bytes / (1 << 20):.0f} MiB, memory beyond that before, of each rank: {table}")
+    limit = 4 * (1 << 24) + 2 * 4 * 8192 * 768  # what is gathered at a time, and the largest tensor twice
+    assert max(one["shares"] for one in found) < limit, table
+    assert found[0]["complete"] > num_bytes, table
+    assert len(list((out / "shares").glob("*.safetensors"))) == 2
+
+
+QUICK = ("zero3", "bfloat16-zero1", "lora-zero3")
+
+State = dict[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def two(
+    tiny_model: Path,
+    free_port: Callable[[], int],
+    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest,
+) -> Path:
+    """Folder with the results of `state_ranks.py`."""
+    out = tmp_path_factory.mktemp("state_ranks")
+    names = selected_names(request, "two")
+    spawn("state_ranks.py", tiny_model, out, free_port(), ranks=2, timeout_s=220, names=names)
+    return out
+
+
+def same(first: State, second: State) -> None:
+    assert first.keys() == second.keys()
+    for key, tensor in first.items():
+        assert tensor.dtype == second[key].dtype and tensor.numpy().tobytes() == second[key].numpy().tobytes(), key
+
+
+def part(tensors: State, prefix: str) -> State:
+    return {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+
+
+@pytest.mark.parametrize("name", slow_except(QUICK, STATE_RUNS))
+def test_two_ranks_continue_from_their_state(name: str, two: Path) -> None:
+    names: list[set[str]] = []
+    for rank in (0, 1):
+        tensors = load_file(two / name / f"{rank}.safetensors")
+        same(part(tensors, "half/"), part(tensors, "restored/"))
+        same(part(tensors, "4/"), part(tensors, "again/"))
+        assert int(tensors["half/step"]) == 2 and int(tensors["4/step"]) == 4
+        names.append({key for key in part(tensors, "4/") if key not in (STEP, SKIPPED, BASE)})
+        assert all(tensors[f"4/{key}"].dtype is torch.float32 for key in names[-1])
+        moved = [key for key in names[-1] if not torch.equal(tensors[f"half/{key}"], tensors[f"4/{key}"])]
+        assert len(moved) == len(names[-1])
+    assert not names[0] & names[1] and abs(len(names[0]) - len(names[1])) <= 6
+
+
+@pytest.mark.parametrize("name", slow_except(QUICK[:2], ("zero2", *QUICK[:2])))
+def test_one_rank_loads_the_state_of_two(name: str, two: Path, one_rank: Ranks, tiny_model: Path) -> None:
+    sections = STATE_RUNS[name] | {"learner": {"zero_stage": 0}}
+    trainer = make_trainer(make_config(tiny_model, **sections), one_rank)
+    restore_state(trainer.policy, two / name / "2")
+    wanted = load_file(two / name / "2" / "rank-0.safetensors") | load_file(two / name / "2" / "rank-1.safetensors")
+    same(collect_state(trainer.policy), wanted)
+    for parameter, weight in copy_weights(trainer.policy).items():
+        assert torch.equal(weight, wanted[f"weight/{parameter}"].to(weight.dtype))
+    train_steps(trainer, (3, 4))
+    if "bfloat16" not in name:
+        ends = [load_file(two / name / f"{rank}.safetensors") for rank in (0, 1)]
+        state = part(ends[0], "4/") | part(ends[1], "4/")
+        for parameter, weight in copy_weights(trainer.policy).items():
+            difference = (weight - state[f"weight/{parameter}"]).abs()
+            # Adam moves a weight by up to lr if its gradient consists of rounding errors only.
+            assert difference.median() < 1e-6 and difference.max() < 4e-3, parameter
+
+
+def test_a_model_without_updates_has_a_state(one_rank: Ranks, tiny_model: Path, tmp_path: Path) -> None:
+    config = make_config(tiny_model)
+    first, second = (make_trainer(config, one_rank) for _ in range(2))
+    save_file(collect_state(first.policy), tmp_path / "rank-0.safetensors")
+    restore_state(second.policy, tmp_path)
+    for trainer in (first, second):
+        train_steps(trainer, (1,))
+    same(copy_weights(first.policy), copy_weights(second.policy))
+
+
+def test_the_state_of_another_model_is_refused(one_rank: Ranks, tiny_model: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(make_config(tiny_model), one_rank)
+    state = collect_state(trainer.policy)
+    path = tmp_path / "rank-0.safetensors"
+
+    def error(changed: State) -> str:
+        save_file(changed, path)
+        with pytest.raises(RunError) as raised:
+            restore_state(trainer.policy, tmp_path)
+        return str(raised.value)
+
+    key = "exp_avg/model.norm.weight"
+    advice = "resume with the model.path, critic.path, learner.lora and learner.optimizer that the run began with"
+    assert error({k: t for k, t in state.items() if k != key}) == (
+        f"{tmp_path}: lacks {key}, unlike the model of this run; {advice}"
+    )
+    assert "holds weight/score.weight, unlike" in error(state | {"weight/score.weight": torch.zeros(1)})
+    assert error(state | {"weight/model.norm.weight": torch.zeros(31)}) == (
+        f"{tmp_path}: model.norm.weight has shape [31], but [32] in the model of this run; {advice}"
+    )
+
+
+def test_random_numbers_continue(tmp_path: Path) -> None:
+    states: dict[str, Any] = random_state()
+    wanted = torch.rand(5)
+    restore_random_state(states)
+    assert torch.equal(torch.rand(5), wanted)
+
+
+def test_a_rank_that_cannot_write_ends_all_and_leaves_nothing(two: Path) -> None:
+    texts = [json.loads((two / f"failed-{rank}.json").read_text()) for rank in (0, 1)]
+    assert texts[0] == f"learner rank 1: {texts[1]}"
+    assert texts[1].startswith(f"the checkpoint {two}/checkpoints/step-000050.partial cannot be written: ")
+    assert "File too large" in texts[1] and texts[1].endswith("then continue with `asyncrl launch --resume`")
+    assert list((two / "checkpoints").iterdir()) == []
+
+
+def test_a_rank_that_hangs_is_found_by_the_deadline_of_the_others(two: Path) -> None:
+    hung = json.loads((two / "hung.json").read_text())
+    assert hung["timeout_s"] == 30.0, "the deadline passed to `process_group`"
+    assert hung["error"].startswith("learner rank 0: another learner rank stopped or did not answer: ")
+    assert "imed out" in hung["error"] and 1.4 < hung["waited_s"] < 15
+
+
+def test_a_rank_without_a_random_state_gets_one_of_its_own_that_is_always_the_same() -> None:
+    before = random_state()
+    try:
+        draws: list[list[float]] = []
+        for rank in (2, 3, 2):
+            seed_random_state(7, 50, rank)
+            draws.append(torch.rand(4).tolist())
+        assert draws[0] == draws[2] != draws[1]
+    finally:
+        restore_random_state(before)
