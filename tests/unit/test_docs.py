@@ -25,10 +25,10 @@ LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 CODE = re.compile(r"`([^`]+)`")
 BLOCK = re.compile(r"^```[a-z]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)?(\(\))?")
-EXAMPLES = {"mine.py", "my_reward.py", "make_data.py", "file.py", "judge.py", "agents_program.py"}
+EXAMPLES = {"guess.py", "mine.py", "my_reward.py", "make_data.py", "file.py", "judge.py", "agents_program.py"}
 """Files of the user in examples."""
 MODULES = [file.as_posix() for folder in ("asyncrl", "benchmarks", "tests") for file in (ROOT / folder).rglob("*.py")]
-MAX_CORE_LINES = 4547
+MAX_CORE_LINES = 5750
 
 every_page = pytest.mark.parametrize("page", TEXTS)
 
