@@ -224,13 +224,13 @@ class ReplayServer:
         return Reply(Ok({}))
 
     def _status(self, message: Message) -> Reply:
-        return Reply(Ok(self.queue.status() | {"links": self._versions.links()} | self._refused()))
+        return Reply(Ok(self.queue.status() | self._refused()))
 
     def _summary(self, message: Message) -> Reply:
         summary = self.queue.summary()
         summary["time"] |= {"replay": fractions(self._watch.seconds())}
         summary["observer_failures"] = dict(observer_failures)
-        return Reply(Ok(summary | {"links": self._versions.links()} | self._refused()))
+        return Reply(Ok(summary | self._refused()))
 
     def _refused(self) -> dict[str, int]:
         server = self._server

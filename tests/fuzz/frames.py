@@ -53,7 +53,7 @@ from asyncrl.wire.service_messages import (
     Values,
 )
 from asyncrl.wire.token_lists import pack_lists
-from asyncrl.wire.version_messages import Announced, Follower, Followers, Following, Link, Publish
+from asyncrl.wire.version_messages import Announced, Follower, Followers, Following, Publish
 from tests.helpers.replay import PROMPT_TOKENS, make_group
 
 TURNS = Turns(
@@ -75,8 +75,7 @@ WISHES = Wishes(
 RUN_ID = "fuzz"
 GROUP_SIZE = 2
 ANNOUNCED = Announced(3, "v000003-0123abcd", "0123456789abcdef" * 4)
-LINK = Link(version_s=48.0, step_s=35.0, bytes_per_s=2.5e6, full=False, stride=4)
-FOLLOWING = Following(held=2, fetching=3, unread="v000003-0123abcd", problem="it broke", link=LINK)
+FOLLOWING = Following(held=2, fetching=3, unread="v000003-0123abcd", problem="it broke")
 STATS = GeneratorStats(
     tokens=12,
     samples=3,
