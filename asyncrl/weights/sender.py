@@ -820,7 +820,7 @@ class Delivery:
             self.membership.tell([peer], Go, group=self.group_number, rank=position, size=len(peers) + 1)
 
     def _send(self, version: int, buffer: Buffer, peers: Sequence[Peer]) -> int:
-        """HasVersion all ranks send their shares. Returns the checksum of all bytes."""
+        """Has all ranks send their shares. Returns the checksum of all bytes."""
         told_s = time.monotonic()
 
         def tell() -> None:

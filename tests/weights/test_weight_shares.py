@@ -231,7 +231,7 @@ def test_a_rank_that_is_ahead_does_not_hold_up_the_rest(address: str, cleanup: l
     unread = Following(held=NO_VERSION, fetching=0, unread=announced.folder, problem="damaged")
     with capture_logs() as logs:
         learner.followers = [Follower(0, unread)]
-        await_true(lambda: any("again" in entry["event"] for entry in logs), "it cannot be written")
+        await_true(lambda: any("cannot be written" in entry["event"] for entry in logs), "it cannot be written")
     assert "learner rank 1: has version 1 by now" in next(e["reason"] for e in logs if "again" in e["event"])
     learner.followers = []
     learner.send(0, 1)
@@ -341,15 +341,15 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("killed", "moment"),
     [
-        (1, "write 1"), pytest.param(1, "write 3", marks=SLOW), pytest.param(1, "ordered", marks=SLOW),
-        (1, "written"), (0, "write 2"), (0, "write 4"), pytest.param(0, "written", marks=SLOW),
+        (1, "write 1"), pytest.param(1, "write 2", marks=SLOW), pytest.param(1, "ordered", marks=SLOW),
+        (1, "written"), (0, "write 2"), (0, "write 3"), pytest.param(0, "written", marks=SLOW),
         *(pytest.param(rank, "kept", marks=SLOW) for rank in range(2)),
     ],
 )  # fmt: skip
 def test_a_rank_that_is_killed_in_a_version_leaves_none(
     killed: int, moment: str, address: str, cleanup: list, tmp_path: Path
 ) -> None:
-    """Each rank writes two deltas and a full file; rank 0 also writes the manifest. A rank is killed half-way in a
+    """Each rank writes a delta and a full file; rank 0 also writes the manifest. A rank is killed half-way in a
     write, or between an order and the answer. One that is complete by then is announced to nobody."""
     ranks = ranks_in_processes(address, tmp_path, cleanup, timeout_s=3.0)
     for version in range(4):
