@@ -20,7 +20,8 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "asyncrl.api": ("Run", "evaluate", "train"),
-    "asyncrl.config": ("Config", "load_config"),
+    "asyncrl.config.config": ("Config",),
+    "asyncrl.config.load": ("load_config",),
     "asyncrl.errors": ("AsyncrlError", "ConfigError", "DataError", "RunError"),
     "asyncrl.samples": ("Samples",),
 }

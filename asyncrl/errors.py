@@ -6,9 +6,9 @@
     |-- ProtocolError (ValueError)          a message that does not fit its schema
     |   |-- StrangerError                   a message from outside the run
     |   |-- BodyError                       a message of a known kind whose body does not fit
-    |   `-- BadServerError                  (wire/channel.py) a message of a channel's server that does not fit
+    |   `-- BadServerError                  (wire/rpc.py) a message of a channel's server that does not fit
     |-- PeerTimeoutError (TimeoutError)     another process missed its deadline
-    |   `-- ServerLostError                 (wire/channel.py) the server of a channel is gone
+    |   `-- ServerLostError                 (wire/rpc.py) the server of a channel is gone
     |-- RunError (RuntimeError)             the run cannot continue; exit code 1
     |   `-- JournalError                    the journal cannot be written or read
     |-- InvariantError (AssertionError)     a defect of asyncrl itself

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -105,15 +105,6 @@ class PromptPosition(msgspec.Struct, forbid_unknown_fields=True):
     """The same of the rows that `data.custom.filter` left out."""
     sampler: bytes = b""
     """The state of `data.custom.sampler` as msgpack; empty without one."""
-
-
-class RowPlace(NamedTuple):
-    """The place of a row in the stream of prompts."""
-
-    pool: int
-    """Files whose rows take each other's places: a file with `data.weights`, otherwise all."""
-    epoch: int | None
-    """None if there are none, since a sampler of the user's orders the rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +246,7 @@ class Group:
     """Reward of the prompt's greedy completion, for advantages that use it as their baseline."""
     greedy_tokens: int = 0
     weight: float = 1.0
-    """Weight of its losses (`data.selection`)."""
+    """Weight of its losses."""
     arrays: list[NDArray[Any]] | None = field(default=None, repr=False, compare=False)
     """tokens, action_mask, behavior_logprobs and versions of all trajectories end to end, and their routing as a flat
     array if they have one, of which theirs are views; None if they lie apart."""

@@ -117,7 +117,7 @@ def tokens_per_s(steps: list[Step]) -> float:
 
 
 def measure(quick: bool) -> Iterator[Round]:
-    from asyncrl.rewards.builtin.text import exact
+    from asyncrl.rewards.builtin import exact
 
     if importlib.util.find_spec("trl") is None:
         raise CannotRun("TRL is not installed: pip install -e .[bench]")

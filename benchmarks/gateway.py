@@ -63,12 +63,12 @@ def serve(folder: str, episodes: int, pipe: Connection) -> None:
 
 
 async def _serve(folder: str, episodes: int, pipe: Connection) -> None:
-    from asyncrl.environments.dialogue import ChatDialogue
+    from asyncrl.environments.dialogue.dialogue import ChatDialogue
     from asyncrl.environments.episode import Limits, Turn
-    from asyncrl.environments.gateway.access import Access
+    from asyncrl.environments.gateway.api import Access
     from asyncrl.environments.gateway.server import Gateway
     from asyncrl.environments.gateway.session import Session
-    from asyncrl.wire.environment_messages import SayNext
+    from asyncrl.wire.service_messages import SayNext
 
     dialogue = ChatDialogue(folder, trust_remote_code=False, max_observation_tokens=2048)
     said = [*dialogue.rendering.encode(CALL), dialogue.ends.last]

@@ -10,8 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from asyncrl.replay.journal.reader import ENTRY
-from asyncrl.replay.journal.writer import WRITE_BACK_BYTES
+from asyncrl.replay.journal import ENTRY, WRITE_BACK_BYTES
 from benchmarks.frame import Limit, Round, Row
 from benchmarks.queue_load import GROUP_SIZE, PROMPT_TOKENS, TOKEN_BYTES, Load
 

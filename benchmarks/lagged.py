@@ -36,7 +36,7 @@ class Sampler:
         from asyncrl.generator.engine import make_engine
         from asyncrl.generator.group_runner import GroupRunner
         from asyncrl.learner.algorithm import check_algorithm, is_group_relative
-        from asyncrl.rewards.workers import RewardPool
+        from asyncrl.rewards.pool import RewardPool
 
         self.config = config
         self._stack = ExitStack()
@@ -62,7 +62,7 @@ class Sampler:
         the mean reward of all groups that were sampled for it."""
         from asyncrl.generator.groups import make_group
         from asyncrl.replay.codec import pack_group
-        from asyncrl.replay.refunds import refund_reason
+        from asyncrl.replay.live_group import refund_reason
         from asyncrl.types import Lease
 
         config, running, deadline_s = self.config, 0, time.monotonic() + DEADLINE_S
@@ -102,7 +102,7 @@ def train_lagged(config: Config, ranks: Ranks, endpoints: Endpoints, *, lag: int
     from asyncrl.learner.batch import collate
     from asyncrl.learner.critic import Critic
     from asyncrl.learner.step import Trainer
-    from asyncrl.replay.staleness_control import StalenessController
+    from asyncrl.replay.ledger import StalenessController
 
     algorithm = make_algorithm(config)
     trainer = Trainer(config, ranks, algorithm, Critic(config, ranks) if algorithm.needs_critic else None)

@@ -21,7 +21,7 @@ from asyncrl.config.config import Config
 from asyncrl.config.load import load_config
 from asyncrl.launch.run_dir import run_endpoints
 from asyncrl.replay.client import GeneratorClient, LauncherClient, LearnerClient
-from asyncrl.types import NO_VERSION, Group, Lease, Prompt, PromptPosition, RowPlace, Trajectory
+from asyncrl.types import NO_VERSION, Group, Lease, Prompt, PromptPosition, Trajectory
 from asyncrl.util.processes import end_with_parent, tune_gc
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.messages import GeneratorStats
@@ -48,9 +48,9 @@ class MadeUpPrompts:
     def __init__(self) -> None:
         self.row = 0
 
-    def next_kept(self, keeps: Callable[[int], bool]) -> tuple[Prompt, RowPlace]:
+    def __next__(self) -> Prompt:
         self.row += 1
-        return self.prompt((self.row - 1) % self.num_rows), RowPlace(0, None)
+        return self.prompt((self.row - 1) % self.num_rows)
 
     def prompt(self, row: int) -> Prompt:
         return Prompt(row, np.arange(PROMPT_TOKENS, dtype=np.int32), "", "made up")
@@ -167,7 +167,7 @@ def learn(endpoints: Endpoints, version: Any, commit_s: Any) -> None:
 
 
 def hold_queue(config: Config, endpoints: Endpoints, folder: Path, journaled: bool) -> None:
-    from asyncrl.replay.journal.writer import Journal
+    from asyncrl.replay.journal import Journal
     from asyncrl.replay.metrics.trace import TraceWriter
     from asyncrl.replay.queue import ReplayQueue
     from asyncrl.replay.server import run_replay

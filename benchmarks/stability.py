@@ -130,7 +130,7 @@ def train(cell: Cell) -> Result:
     from asyncrl.config.load import load_config
     from asyncrl.config.sections import AUTO
     from asyncrl.data.rows import count_sources
-    from asyncrl.rewards.auto import choose_rewards
+    from asyncrl.rewards.table import choose_rewards
     from benchmarks.lagged import train_lagged
 
     torch.set_num_threads(1)

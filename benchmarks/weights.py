@@ -28,7 +28,7 @@ from asyncrl.launch.machine import find_port
 from asyncrl.weights.layout import WeightManifest
 from asyncrl.weights.receiver import StagedWeights, WeightReceiver
 from asyncrl.weights.sender import WeightSender
-from asyncrl.wire.socket_folder import socket_folder
+from asyncrl.wire.sockets import socket_folder
 from benchmarks.demo import prepare_cold
 from benchmarks.frame import CannotRun, Limit, Round, Row
 from benchmarks.worker import Worker, answer, instructions

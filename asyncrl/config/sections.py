@@ -15,10 +15,8 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
-    Discriminator,
     Field,
     JsonValue,
-    Tag,
     field_validator,
     model_validator,
 )
@@ -129,25 +127,6 @@ class CustomData(MappingValue):
         return self
 
 
-class Selection(MappingValue):
-    """Rows whose latest groups have no training signal are generated less often."""
-
-    strength: float = Field(default=0.5, gt=0.0, lt=1.0)
-    """A row is kept with probability (1 - strength)^n after n groups in a row whose rewards were all equal."""
-    floor: float = Field(default=0.1, ge=0.02, le=1.0)
-    """Least probability of a row; after 4 / floor skips in a row it is kept for sure."""
-    unbiased: bool = False
-    """Groups weigh in the loss by 1 over the probability of their row, so that expected gradients are those without
-    selection, up to a common factor."""
-
-
-SelectionChoice = Annotated[
-    Annotated[Literal["off", "on"], Tag("str")] | Annotated[Selection, Tag("dict")],
-    Discriminator(lambda value: "str" if isinstance(value, str) else "dict"),
-]
-DEFAULT_SELECTION: Literal["off", "on"] = "off"
-
-
 class DataConfig(Section):
     """The prompts."""
 
@@ -173,18 +152,8 @@ class DataConfig(Section):
     """Prompts above the limit are counted and skipped, or lose tokens at their left end, right end or in the middle."""
     custom: CustomData = CustomData()
     """A dataset, sampler or filter of your own, by `module:name` or `file.py:name`, and their options."""
-    selection: SelectionChoice = DEFAULT_SELECTION
-    """Rows whose groups have no training signal, since they are solved or hopeless, are generated less often (on), also
-    with options: {strength: 0.5, floor: 0.1, unbiased: false}. No row is left out for ever."""
     workers: int = Field(default=0, ge=0, le=64)
     """Processes that read and tokenize prompts ahead of the replay queue; 0: a thread of the queue's process does."""
-
-    @property
-    def selection_rule(self) -> Selection | None:
-        """The options of `selection`; None if it is off."""
-        if isinstance(self.selection, Selection):
-            return self.selection
-        return Selection() if self.selection == "on" else None
 
     @property
     def train_files(self) -> list[str]:
@@ -193,15 +162,6 @@ class DataConfig(Section):
     @property
     def eval_files(self) -> list[str]:
         return [self.eval] if isinstance(self.eval, str) else list(self.eval or [])
-
-    @field_validator("selection", mode="before")
-    @classmethod
-    def _check_selection(cls, value: Any) -> Any:
-        if isinstance(value, bool):  # YAML reads on and off as true and false
-            return "on" if value else "off"
-        if not isinstance(value, dict | Selection) and value not in ("off", "on"):
-            raise ValueError("must be off, on or a mapping such as {strength: 0.5}")
-        return value  # pyright: ignore[reportUnknownVariableType]
 
     @field_validator("template_options")
     @classmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,7 +16,7 @@ from asyncrl.data.custom import part_name
 from asyncrl.data.prompts import LeftOut, Outcome, TrainingRows, too_long
 from asyncrl.data.sampler import Order
 from asyncrl.errors import ConfigError
-from asyncrl.types import Prompt, PromptPosition, RowPlace
+from asyncrl.types import Prompt, PromptPosition
 
 if TYPE_CHECKING:
     from asyncrl.data.pipeline import Pipeline
@@ -33,8 +33,7 @@ class PromptCursor:
     that was the last then. Before the start the pipeline will begin there; later, rows of another position are read one
     by one, until a `seek` returns to the pipeline's own.
 
-    With `data.weights` each file contributes its share. Then, with `data.selection`, prompts are not made ahead: the
-    pipeline would draw files before it is known which rows are kept. Raises ConfigError when no row can be used, or no
+    With `data.weights` each file contributes its share. Raises ConfigError when no row can be used, or no
     row of a file that has a weight, and ConfigError or DataError when it is the turn of a row that cannot be read.
     """
 
@@ -51,7 +50,6 @@ class PromptCursor:
         """The order in which rows are read one by one; None while they come from the pipeline."""
         self._position = self._order.position
         self._pipeline: Pipeline | None = None
-        self._makes_ahead = config.data.selection_rule is None or len(self._position.pools) == 1
 
     @property
     def skipped_rows(self) -> int:
@@ -72,17 +70,11 @@ class PromptCursor:
         return len(self._skipped)
 
     def __next__(self) -> Prompt:
-        return self.next_kept(lambda row: True)[0]
-
-    def next_kept(self, keeps: Callable[[int], bool]) -> tuple[Prompt, RowPlace]:
-        """The next prompt of a row for which `keeps` is True, and the row's place. The place of another row goes to the
-        next one of the same pool."""
         left_out = 0
         while True:
-            outcome, pool = self._take(keeps)
+            outcome = self._take()
             if isinstance(outcome, Prompt):
-                own_sampler = self._config.data.custom.sampler is not None
-                return outcome, RowPlace(pool, None if own_sampler else self._position.pools[pool].epoch)
+                return outcome
             if not isinstance(outcome, LeftOut):
                 raise outcome
             self._leave_out(outcome)
@@ -114,7 +106,7 @@ class PromptCursor:
 
     def start(self) -> None:
         """Starts to make prompts ahead, unless that has begun."""
-        if self._pipeline is None and self._makes_ahead:
+        if self._pipeline is None:
             from asyncrl.data.pipeline import Pipeline  # imports torch
 
             # The launcher restarts a queue that is silent for the complete time-out, and then nobody hears the reason.
@@ -125,21 +117,17 @@ class PromptCursor:
             self._order = None
             weakref.finalize(self, self._pipeline.close)
 
-    def _take(self, keeps: Callable[[int], bool]) -> tuple[Outcome, int]:
-        """The outcome of the next row that is kept or has none to keep, and its pool."""
+    def _take(self) -> Outcome:
+        """The outcome of the next row."""
         self.start()
         if self._order is not None:
             row = next(self._order)
-            while not keeps(row):
-                row = self._order.replacement()
             self._position = self._order.position
-            return self._rows[row], self._order.pool
+            return self._rows[row]
         assert self._pipeline is not None
         outcome = self._pipeline.take()
-        while isinstance(outcome, Prompt) and not keeps(outcome.row):
-            outcome = self._pipeline.take()
         self._position = self._pipeline.position
-        return outcome, 0
+        return outcome
 
     def _leave_out(self, left: LeftOut) -> None:
         rows = self._filtered if left.num_tokens is None else self._skipped

@@ -81,9 +81,9 @@ def is_missing(value: Any) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
-def missing(where: str, *, way_out: str = "") -> DataError:
+def missing(where: str, *, hint: str = "") -> DataError:
     """The error for an empty value."""
-    return DataError(f"{where} is empty; fill it in or leave the row out{way_out}")
+    return DataError(f"{where} is empty; fill it in or leave the row out{hint}")
 
 
 def chat_messages(value: list[Any], where: str) -> list[dict[str, Any]]:

@@ -218,10 +218,10 @@ def _check_file(file: str, key: str, config: Config) -> int:
     if ground_truth is not None:
         _check_column(file, schema, "data.columns.ground_truth", ground_truth, NO_GROUND_TRUTH)
         columns[ground_truth] = NO_GROUND_TRUTH
-    for dotted, way_out in columns.items():
+    for dotted, hint_text in columns.items():
         row = first_missing(file, dotted)
         if row is not None:
-            raise missing(f"{file}, row {row}: {dotted!r}", way_out=way_out)
+            raise missing(f"{file}, row {row}: {dotted!r}", hint=hint_text)
     for name in MEDIA_COLUMNS:
         if _column_type(schema, name) is not None:
             pieces = read_column(file, name, rows_at_once=MEDIA_ROWS)
@@ -230,14 +230,14 @@ def _check_file(file: str, key: str, config: Config) -> int:
     return rows
 
 
-def _check_column(file: str, schema: pa.Schema | JsonRows, key: str, dotted: str, way_out: str = "") -> Any:
+def _check_column(file: str, schema: pa.Schema | JsonRows, key: str, dotted: str, hint_text: str = "") -> Any:
     kind = _column_type(schema, dotted)
     if kind is None:
         names = _names(schema)
         hint = did_you_mean(dotted, names) or "."
         raise ConfigError(
             f"{file}: column {dotted!r} is missing ({key}){hint} The columns are {', '.join(names)}; "
-            f"set {key} to one of them{way_out}"
+            f"set {key} to one of them{hint_text}"
         )
     return kind
 

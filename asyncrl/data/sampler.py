@@ -25,15 +25,6 @@ class Order(Protocol):
     """An endless, resumable iterator of row numbers."""
 
     def __next__(self) -> int: ...
-    def replacement(self) -> int:
-        """The next row of the pool that the last one is from, in the place of that one."""
-        ...
-
-    @property
-    def pool(self) -> int:
-        """Number of the pool that the last row is from."""
-        ...
-
     @property
     def position(self) -> PromptPosition:
         """The position after the last row; nothing about skipped rows."""
@@ -98,8 +89,7 @@ class RowSampler:
         self._shares = np.cumsum([1.0] if weights is None else weights)
         self._shares /= self._shares[-1]
         self.drawn = 0
-        """Number of rows drawn so far, without replacements."""
-        self.pool = 0
+        """Number of rows drawn so far."""
         self.pools: list[Pool] = []
         start = 0
         for number, size in enumerate([sum(sizes)] if weights is None else sizes):
@@ -110,16 +100,13 @@ class RowSampler:
         return self
 
     def __next__(self) -> int:
+        pool = 0
         if len(self.pools) > 1:
             # Seeded by the number of the draw, so that the state is only the position.
             draw = np.random.default_rng(np.random.SeedSequence(self._seed, spawn_key=(self.drawn,))).random()
-            self.pool = int(np.searchsorted(self._shares, draw, side="right"))
+            pool = int(np.searchsorted(self._shares, draw, side="right"))
         self.drawn += 1
-        return self.pools[self.pool].take()
-
-    def replacement(self) -> int:
-        """See `Order.replacement`."""
-        return self.pools[self.pool].take()
+        return self.pools[pool].take()
 
     @property
     def position(self) -> PromptPosition:
@@ -158,7 +145,6 @@ class OwnOrder:
                 "rows are drawn ahead of training, and no batch reaches the sampler: remove it, or order without it"
             )
         self.drawn = 0
-        self.pool = 0
         self._iterator = self._call(iter, self._sampler)
 
     def __iter__(self) -> Iterator[int]:
@@ -172,10 +158,6 @@ class OwnOrder:
                 return self._checked(row)
             self._iterator = self._call(iter, self._sampler)
         raise ConfigError(f"{self._what}: yields no row in an epoch; it must yield the numbers of rows")
-
-    def replacement(self) -> int:
-        """See `Order.replacement`."""
-        return next(self)
 
     @property
     def position(self) -> PromptPosition:

@@ -15,7 +15,7 @@ from asyncrl.environments.environment import Message, Step
 from asyncrl.errors import AsyncrlError
 from asyncrl.types import EpisodeEnd
 from asyncrl.util.redaction import describe, redact
-from asyncrl.wire.bounds import MAX_PARTS, MAX_REWARD
+from asyncrl.wire.messages import MAX_PARTS, MAX_REWARD
 
 MAX_SHOWN_CHARACTERS = 80
 

@@ -12,15 +12,35 @@
                 return Step(reward=1.0, done=True)
             return "<" if self.secret < guess else ">"
 
-This module imports the standard library only.
+Or tools, which are methods that the policy calls:
+
+    class Shop(ToolEnvironment):
+        def price(self, item: str) -> str:
+            \"\"\"Returns the price of an item.
+
+            Args:
+                item: The name of the item.
+            \"\"\"
+            return self.task.extra_info["prices"][item]
+
+        def reward(self):
+            return float(self.answer == self.task.ground_truth)
 """
 
 from __future__ import annotations
 
+import asyncio
+import inspect
+import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from functools import cache
+from typing import Any, ClassVar, get_type_hints
+
+from asyncrl.errors import ConfigError
+from asyncrl.util.redaction import describe
 
 Message = dict[str, Any]
 """One message of a chat, in the form of the OpenAI API: "role" and "content"; of a tool also "tool_call_id" and "name";
@@ -132,3 +152,250 @@ class Environment:
 
     def close(self) -> Any:
         """Releases what the episode holds."""
+
+
+MAX_TOOLS = 100
+UNKNOWN = "unknown"
+"""Stands in the parts of the reward for all names that are no tool, which the policy makes up."""
+
+
+class ToolError(Exception):
+    """Raised by a tool for what the policy did wrong: its text is the answer to the call. Any other exception of a tool
+    fails the episode."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A method that the policy can call."""
+
+    name: str
+    schema: Schema
+    is_async: bool
+    readers: Mapping[str, Any] | None = None
+    """Checks the value of each argument, by its name; None if the tool does so itself."""
+    needed: frozenset[str] = frozenset()
+    """Arguments without a default."""
+
+    def read(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments in the types of the method. Raises ToolError for those that it does not take."""
+        from pydantic import ValidationError
+
+        if self.readers is None:
+            return dict(arguments)
+        for name in arguments:
+            if name not in self.readers:
+                raise ToolError(f"{self.name} has no argument {name!r}; it has {', '.join(self.readers) or 'none'}")
+        if missing := sorted(self.needed - arguments.keys()):
+            raise ToolError(f"{self.name} needs {', '.join(missing)}")
+        read: dict[str, Any] = {}
+        for name, value in arguments.items():
+            try:
+                read[name] = self.readers[name].validate_python(value)
+            except ValidationError as error:
+                raise ToolError(f"{self.name}: argument {name}: {error.errors()[0]['msg']}") from None
+        return read
+
+
+class _Schemas:
+    """The schemas of a class, made when they are first needed."""
+
+    def __get__(self, instance: object, owner: type[ToolEnvironment]) -> list[Schema]:
+        return [tool.schema for tool in tools_of(owner).values()]
+
+
+class ToolEnvironment(Environment):
+    """An environment whose public methods are the tools that the policy can call, with type hints and a docstring that
+    says what the tool and each argument is (Google style). They may be `async`.
+
+    A turn without a call ends the episode. The calls of a turn are made in its order; async ones that follow each other
+    at the same time. An unknown tool, arguments that it does not take, and a ToolError are answers that the policy
+    reads. Parts of the reward: the numbers of calls, `calls/TOOL`, and of those without a result, `calls_failed/TOOL`.
+    """
+
+    tools: Any = _Schemas()
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        self.answer = ""
+        """The text of the last message without a call."""
+        self.in_thread: Callable[[Callable[[], Any]], Awaitable[Any]] = asyncio.to_thread
+        """Calls a function in a thread."""
+
+    def _tools(self) -> Mapping[str, Tool]:
+        """The tools of the episode, by name."""
+        return tools_of(type(self))
+
+    def _method(self, name: str) -> Callable[..., Any]:
+        """The method that runs a tool."""
+        return getattr(self, name)
+
+    async def step(self, action: Action) -> Step:
+        """Makes the calls of a turn. The answer to each is a message of the role "tool"."""
+        tools = self._tools()
+        parts = {f"{count}/{name}": 0.0 for name in (*tools, UNKNOWN) for count in COUNTS}
+        if not action.tool_calls and not action.problems:
+            self.answer = action.message["content"]
+            return Step(done=True, parts=parts)
+        answers = await self._answers(action.tool_calls)
+        for call, (_, failed) in zip(action.tool_calls, answers, strict=True):
+            name = call.name if call.name in tools else UNKNOWN
+            parts[f"calls/{name}"] += 1.0
+            parts[f"calls_failed/{name}"] += failed
+        said = [_answer(call.name, call.id, text) for call, (text, _) in zip(action.tool_calls, answers, strict=True)]
+        for number, problem in enumerate(action.problems):
+            parts[f"calls/{UNKNOWN}"] += 1.0
+            parts[f"calls_failed/{UNKNOWN}"] += 1.0
+            said.append(_answer(UNKNOWN, f"none{number:05d}", f"Error: {problem}"))
+        return Step(list(said), parts=parts)
+
+    async def _answers(self, calls: tuple[ToolCall, ...]) -> list[tuple[str, bool]]:
+        """The answer to each call, and true if it failed."""
+        tools, running = self._tools(), list[asyncio.Future[tuple[str, bool]]]()
+        try:
+            for call in calls:
+                tool = tools.get(call.name)
+                if tool is None or not tool.is_async:
+                    await asyncio.gather(*running)
+                running.append(asyncio.ensure_future(self._call(tool, call)))
+                if tool is None or not tool.is_async:
+                    await running[-1]
+            return await asyncio.gather(*running)
+        finally:
+            for future in running:
+                future.cancel()
+
+    async def _call(self, tool: Tool | None, call: ToolCall) -> tuple[str, bool]:
+        try:
+            if tool is None:
+                raise ToolError(f"there is no tool {call.name!r}; there are {', '.join(self._tools())}")
+            arguments, method = tool.read(call.arguments), self._method(call.name)
+            if tool.is_async:
+                result = await method(**arguments)
+            elif self.returns_at_once:
+                result = method(**arguments)
+            else:
+                result, error = await self.in_thread(lambda: _caught(method, arguments))
+                if error is not None:
+                    raise error
+            return _text_of(call.name, result), False
+        except ToolError as error:
+            return f"Error: {error}", True
+        except (Exception, SystemExit) as error:  # the latter would end the event loop
+            raise RuntimeError(f"{call.name} raised {describe(error)}") from error
+
+
+COUNTS = ("calls", "calls_failed")
+METHODS = frozenset(dir(ToolEnvironment))
+"""Methods of every environment; they are no tools."""
+ATTRIBUTES = ("answer", "check_setup", "in_thread", "random", "task")
+
+
+@cache
+def tools_of(kind: type[ToolEnvironment]) -> Mapping[str, Tool]:
+    """The tools of a class, by name. Raises ConfigError for a method that cannot be one, and if there is none."""
+    for name in ATTRIBUTES:
+        if inspect.isfunction(getattr(kind, name, None)):
+            raise ConfigError(f"{kind.__name__}.{name}: is an attribute of every ToolEnvironment; rename the tool")
+    names = [name for name in dir(kind) if not name.startswith("_") and name not in METHODS]
+    return make_tools(kind, [name for name in names if _is_method(getattr(kind, name))])
+
+
+def make_tools(kind: type, names: Sequence[str]) -> Mapping[str, Tool]:
+    """The tools that are the methods of these names of a class. Raises ConfigError for a method that cannot be one, and
+    if there is none."""
+    tools = {name: _tool(kind, name, getattr(kind, name)) for name in names}
+    if not 0 < len(tools) <= MAX_TOOLS:
+        raise ConfigError(
+            f"{kind.__name__}: has {len(tools)} tools, which are its public methods; at least 1 and at most "
+            f"{MAX_TOOLS}; a method that is no tool begins with an underscore"
+        )
+    return tools
+
+
+def _is_method(value: Any) -> bool:
+    return inspect.isfunction(value) or inspect.ismethod(value)
+
+
+def _tool(kind: type, name: str, function: Any) -> Tool:
+    from pydantic import PydanticSchemaGenerationError, TypeAdapter
+
+    where, hint = f"{kind.__name__}.{name}", "; a method that is no tool begins with an underscore"
+    signature = inspect.signature(function)
+    bound = isinstance(inspect.getattr_static(kind, name), staticmethod | classmethod)
+    parameters = list(signature.parameters.values())[0 if bound else 1 :]
+    for parameter in parameters:
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise ConfigError(f"{where}: argument {parameter} has no name that a call could give{hint}")
+        if parameter.annotation is parameter.empty:
+            raise ConfigError(f"{where}: argument {parameter.name} has no type hint{hint}")
+    schema = _schema(where, function, [parameter.name for parameter in parameters], hint)
+    readers: dict[str, Any] = {}
+    hints = get_type_hints(function, include_extras=True)
+    for parameter in parameters:
+        try:
+            readers[parameter.name] = TypeAdapter(hints[parameter.name])
+        except PydanticSchemaGenerationError:
+            hint = hints[parameter.name]
+            raise ConfigError(
+                f"{where}: argument {parameter.name}: a call cannot give a {getattr(hint, '__name__', hint)}{hint}"
+            ) from None
+    needed = frozenset(parameter.name for parameter in parameters if parameter.default is parameter.empty)
+    return Tool(name, schema, inspect.iscoroutinefunction(function), readers, needed)
+
+
+def _schema(where: str, function: Any, parameters: list[str], hint: str) -> Schema:
+    """The schema of a method, as TRL and transformers make it. Raises ConfigError."""
+    from transformers.utils.chat_template_utils import get_json_schema, parse_google_format_docstring
+
+    text = inspect.getdoc(function)
+    if not text:
+        raise ConfigError(
+            f'{where}: has no docstring; say what the tool does, and under "Args:" what each argument is{hint}'
+        )
+    description, described, _ = parse_google_format_docstring(text.strip())
+    if not description:
+        raise ConfigError(f"{where}: its docstring does not say what the tool does{hint}")
+    for name in parameters:
+        if name not in (described or {}):
+            raise ConfigError(f'{where}: argument {name} is not described under "Args:" of the docstring{hint}')
+    try:
+        with _without_torch():
+            return get_json_schema(function)
+    except Exception as error:  # of several classes of transformers, for hints without a schema
+        raise ConfigError(f"{where}: {error}{hint}") from None
+
+
+@contextmanager
+def _without_torch() -> Iterator[None]:
+    """Keeps transformers from importing torch, only to ask whether a hint is a tensor. A host has no use for it."""
+    from transformers.utils import chat_template_utils as module
+
+    chat_template_utils: Any = module
+    available = chat_template_utils.is_torch_available
+    chat_template_utils.is_torch_available = lambda: False
+    try:
+        yield
+    finally:
+        chat_template_utils.is_torch_available = available
+
+
+def _caught(method: Callable[..., Any], arguments: Mapping[str, Any]) -> tuple[Any, BaseException | None]:
+    """Result or error of a method; some errors cannot pass from a thread to a coroutine."""
+    try:
+        return method(**arguments), None
+    except (Exception, SystemExit) as error:
+        return None, error
+
+
+def _answer(name: str, call: str, text: str) -> Message:
+    return {"role": "tool", "name": name, "tool_call_id": call, "content": text}
+
+
+def _text_of(name: str, result: Any) -> str:
+    """The text of a tool's result: JSON of what is no text."""
+    if isinstance(result, str):
+        return result
+    try:
+        return json.dumps(result, ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} returned {type(result).__name__}, which is neither a text nor JSON: {error}") from None

@@ -1,14 +1,24 @@
-"""What is known of an episode before it is played: its task and its limits."""
+"""An episode: its task, its limits, and what the policy reads before each turn (`environment.history`).
+
+keep       what it has read and said, followed by what the environment says: one branch
+template   what the chat template renders for all messages. Where that does not continue the branch, it begins
+           another one
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from asyncrl.config.config import Config
-from asyncrl.environments.environment import Task
+from asyncrl.environments.dialogue.conversation import ConversationRenderer, Spoken, note_refusal, num_common
+from asyncrl.environments.dialogue.dialogue import TextDialogue, check_appendable
+from asyncrl.environments.dialogue.rendering import DialogueError
+from asyncrl.environments.environment import Message, Schema, Task, ToolCall
 from asyncrl.types import Prompt
-from asyncrl.wire.environment_messages import EpisodeStart, GroupPlace, TurnStatus
+from asyncrl.wire.service_messages import EpisodeStart, GroupPlace, TurnStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +33,6 @@ class Limits:
     """Of an environment that has no limit of its own."""
     timeout_s: float
     step_timeout_s: float
-    retries: int = 0
-
-    @property
-    def group_timeout_s(self) -> float:
-        """Of the wait for the other members of a group, which may be tried again."""
-        return self.timeout_s * (1 + self.retries)
 
     @classmethod
     def of(cls, config: Config, *, window_tokens: int) -> Limits:
@@ -40,7 +44,6 @@ class Limits:
             max_turns=settings.max_turns,
             timeout_s=settings.timeout_s,
             step_timeout_s=settings.step_timeout_s,
-            retries=settings.retries,
         )
 
 
@@ -82,3 +85,96 @@ class Turn:
 
     tokens: Sequence[int]
     status: TurnStatus
+
+
+class Place(NamedTuple):
+    """Where a turn is sampled: in a branch, behind `tokens`, which follow the first `keep` of the branch `source`."""
+
+    branch: int
+    source: int
+    keep: int
+    tokens: list[int]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens before the turn."""
+        return self.keep + len(self.tokens)
+
+
+class KeptHistory:
+    """What the environment says is appended to what the policy has read and said."""
+
+    def __init__(self, words: TextDialogue, tools: Sequence[Schema], num_tokens: int) -> None:
+        """`num_tokens` are before the first turn."""
+        self._words, self._tools = words, tools
+        self.branch = 0
+        self.num_tokens = num_tokens
+        self._closed = False
+        self._calls: Sequence[ToolCall] = ()
+
+    def receive(self, tokens: Sequence[int], message: Message, calls: Sequence[ToolCall]) -> None:
+        """Notes what the policy has said, also as a message, which is not kept."""
+        self.num_tokens += len(tokens)
+        self._closed, self._calls = self._words.closes(tokens), calls
+
+    def follow(self, said: Sequence[Message]) -> Place:
+        """Where the next turn is sampled, after what the environment says. Raises DialogueError."""
+        tokens = self._words.follow(said, self._tools, closed=self._closed, calls=self._calls)
+        place = Place(self.branch, self.branch, self.num_tokens, tokens)
+        self.num_tokens = place.num_tokens
+        return place
+
+
+class RenderedHistory(KeptHistory):
+    """All messages are rendered before each turn. If the template refuses them, what is said is appended."""
+
+    def __init__(
+        self,
+        words: TextDialogue,
+        tools: Sequence[Schema],
+        renderer: ConversationRenderer,
+        messages: Sequence[Message],
+        tokens: Sequence[int],
+    ) -> None:
+        """`tokens` are those before the first turn, for the messages."""
+        super().__init__(words, tools, len(tokens))
+        self._renderer = renderer
+        self._messages = copy.deepcopy(list(messages))
+        self._turns: dict[int, Spoken] = {}
+        self._tokens = list(tokens)
+        renderer.begin(messages, tools, tokens)
+
+    def receive(self, tokens: Sequence[int], message: Message, calls: Sequence[ToolCall]) -> None:
+        super().receive(tokens, message, calls)
+        message = copy.deepcopy(message)  # the environment gets the same
+        if self._messages and self._messages[-1]["role"] == "assistant":  # the row's prompt begins the turn
+            message["content"] = f"{self._messages.pop()['content']}{message['content']}"
+        self._turns[len(self._messages)] = self._renderer.spoken(tokens)
+        self._messages.append(message)
+        self._tokens += tokens
+
+    def follow(self, said: Sequence[Message]) -> Place:
+        check_appendable(said)
+        self._messages += map(self._renderer.shortened, said)
+        try:
+            tokens = self._renderer.prompt(self._messages, self._tools, self._turns)
+        except DialogueError as error:
+            note_refusal(str(error.__cause__ or error))
+            place = super().follow(said)
+            self._tokens += place.tokens
+            return place
+        keep, source = num_common(self._tokens, tokens), self.branch
+        if keep < len(self._tokens):
+            keep, self.branch = min(keep, len(tokens) - 1), source + 1
+        self._tokens, self.num_tokens = tokens, len(tokens)
+        return Place(self.branch, source, keep, tokens[keep:])
+
+
+def history_of(
+    words: TextDialogue, tools: Sequence[Schema], messages: Sequence[Message] | None, tokens: Sequence[int]
+) -> KeptHistory:
+    """The history of an episode that begins with these tokens; `messages` are None if they are plain text."""
+    renderer = ConversationRenderer.of(words)
+    if renderer is None or messages is None:
+        return KeptHistory(words, tools, len(tokens))
+    return RenderedHistory(words, tools, renderer, messages, tokens)

@@ -21,20 +21,17 @@ import numpy as np
 from pydantic import JsonValue
 
 from asyncrl.config.sections import Options
-from asyncrl.environments.dialogue import Dialogue
+from asyncrl.environments.dialogue.dialogue import Dialogue
 from asyncrl.environments.episode import Limits, Turn
 from asyncrl.environments.gateway.server import Gateway
-from asyncrl.environments.named import Named
 from asyncrl.environments.player import Player
-from asyncrl.environments.programs.player import ProgramPlayer
-from asyncrl.environments.table import EnvironmentTable
+from asyncrl.environments.programs.program_player import ProgramPlayer
+from asyncrl.environments.table import EnvironmentTable, Named
 from asyncrl.util.processes import become_helper, tune_gc
 from asyncrl.wire.endpoints import Endpoints
-from asyncrl.wire.environment_messages import EpisodeEnded, EpisodeStart, SayNext, Turns, Wishes
-from asyncrl.wire.frames import Array, Message
-from asyncrl.wire.kinds import MAX_TEXT_HEADER_BYTES
+from asyncrl.wire.frames import MAX_TEXT_HEADER_BYTES, Array, Message, pack_lists, unpack_lists
 from asyncrl.wire.rpc import Reply, Server
-from asyncrl.wire.token_lists import pack_lists, unpack_lists
+from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, SayNext, Turns, Wishes
 
 BEAT_S = 1.0
 """Interval of signs of life."""
@@ -101,8 +98,6 @@ class Host:
         self._gateway = Gateway(self._dialogue)
         self._players: dict[str, Player | ProgramPlayer] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._waiting: dict[str, set[int]] = {}
-        """The members of each group that wait to be scored with the others."""
         self._stuck: list[Player | ProgramPlayer] = []
         """Players of ended episodes that may have calls which have not returned."""
         self._says: list[tuple[SayNext, Array]] = []
@@ -145,7 +140,7 @@ class Host:
         for said in body.said:
             tokens = next(lists).tolist()
             if said.episode in self._players:
-                self._players[said.episode].hear(said.branch, Turn(tokens, said.status))
+                self._players[said.episode].receive(said.branch, Turn(tokens, said.status))
         for episode in body.dropped:
             if episode in self._tasks:
                 self._tasks[episode].cancel()
@@ -164,7 +159,6 @@ class Host:
             limits,
             self._gateway,
             self._say,
-            waiting=self._waiting,
             keeps_messages=keeps,
         )
 

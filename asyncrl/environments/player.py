@@ -27,15 +27,14 @@ from asyncrl.environments.calling import (
     to_spoken,
     to_step,
 )
-from asyncrl.environments.dialogue import Dialogue, DialogueError, TextDialogue
-from asyncrl.environments.environment import Action, Environment, Message, Schema
-from asyncrl.environments.episode import Limits, Turn, task_of
-from asyncrl.environments.history import KeptHistory, Place, history_of
-from asyncrl.environments.named import Named
-from asyncrl.environments.tools import ToolEnvironment
+from asyncrl.environments.dialogue.dialogue import Dialogue, TextDialogue
+from asyncrl.environments.dialogue.rendering import DialogueError
+from asyncrl.environments.environment import Action, Environment, Message, Schema, ToolEnvironment
+from asyncrl.environments.episode import KeptHistory, Limits, Place, Turn, history_of, task_of
+from asyncrl.environments.table import Named
 from asyncrl.errors import ConfigError
 from asyncrl.types import EpisodeEnd
-from asyncrl.wire.environment_messages import EpisodeEnded, EpisodeStart, EpisodeStatus, SayNext
+from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, EpisodeStatus, SayNext
 
 log = structlog.get_logger()
 
@@ -69,7 +68,7 @@ def joined(chat: Sequence[Message], said: Sequence[Message], *, is_text: bool) -
 
 @dataclass
 class Player:
-    """One episode. `say` asks the policy for a turn behind these tokens, which `hear` receives."""
+    """One episode. `say` asks the policy for a turn behind these tokens, which `receive` receives."""
 
     start: EpisodeStart
     prompt: Sequence[int]
@@ -104,7 +103,7 @@ class Player:
         """Number of calls that did not return in time, and still run."""
         return len(self.caller.stuck)
 
-    def hear(self, branch: int, turn: Turn) -> None:
+    def receive(self, branch: int, turn: Turn) -> None:
         """Receives the policy's turn after a `say`."""
         self.said.put_nowait(turn)
 
@@ -147,7 +146,7 @@ class Player:
                 raise EpisodeFailedError("environment", f"{name}.step said nothing, and the episode is not done")
             turn = await self._sample(place)
             action = self._action(turn, number, tools)
-            history.hear(turn.tokens, action.message, action.tool_calls)
+            history.receive(turn.tokens, action.message, action.tool_calls)
             self.messages += [*map(to_spoken, said), action.message]
             step = to_step(name, await self._call(environment, "step", action))
             self.turn_rewards.append(float(step.reward))

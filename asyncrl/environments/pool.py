@@ -23,19 +23,19 @@ from asyncrl.errors import RunError
 from asyncrl.types import Prompt
 from asyncrl.util.processes import HelperContext
 from asyncrl.wire.endpoints import Endpoints
-from asyncrl.wire.environment_messages import EpisodeEnded, EpisodeStart, GroupPlace, Said, Turns, TurnStatus, Wishes
+from asyncrl.wire.frames import pack_lists, unpack_lists
 from asyncrl.wire.rpc import Connection
-from asyncrl.wire.socket_folder import socket_folder
-from asyncrl.wire.token_lists import pack_lists, unpack_lists
+from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, GroupPlace, Said, Turns, TurnStatus, Wishes
+from asyncrl.wire.sockets import socket_folder
 
 log = structlog.get_logger()
 
 START_S = 60.0
 """Deadline for a host to start and load its environments."""
 SILENCE_S = 5.0
-"""A host that is silent for `environment.step_timeout_s` and this time is stuck."""
+"""A host silent for `environment.step_timeout_s` plus this grace period is considered stuck."""
 MAX_STUCK = 8
-"""Calls in threads of a host that do not return, after which it is replaced."""
+"""Hung calls after which a host is replaced."""
 MAX_FAILED_STARTS = 3
 """Starts in a row of a host that never answered, after which the run cannot continue."""
 CLOSE_S = 3.0
@@ -213,7 +213,7 @@ class EnvironmentPool:
         silent_s = time.monotonic() - (host.heard_s or host.started_s)
         limit_s = self._config.environment.step_timeout_s + SILENCE_S if host.heard_s else START_S
         if silent_s > limit_s:
-            return f"it has not answered for {limit_s:g} s: does a method that is async, or `returns_at_once`, wait?"
+            return f"it has not answered for {limit_s:g} s: is an async or `returns_at_once` method blocking?"
         return ""
 
     def _replace(self, host: _Host, problem: str) -> list[NextTurn | EpisodeEnded]:

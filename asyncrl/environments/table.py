@@ -1,35 +1,91 @@
-"""Environments by name: the table of built-in ones, a user's own, and their options."""
+"""Environments by name: the table of built-in ones, a user's own, and their options, checked."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from asyncrl.config.config import Config
 from asyncrl.config.sections import Options
-from asyncrl.environments.environment import Environment, Schema
-from asyncrl.environments.named import Named, checked
+from asyncrl.environments.environment import Environment, Schema, Task
 from asyncrl.errors import ConfigError
-from asyncrl.util.hints import did_you_mean
+from asyncrl.util.hints import check_options, did_you_mean
 from asyncrl.util.user_code import resolve
 
 if TYPE_CHECKING:
     from asyncrl.environments.programs.program import Program
 
+METHODS = ("reset", "step", "reward", "close")
+
+
+class Named(NamedTuple):
+    """An environment with its options."""
+
+    kind: type[Environment]
+    options: Options
+
+    def max_turns(self, default: int) -> int:
+        """The maximum number of turns of an episode."""
+        return default if self.kind.max_turns is None else self.kind.max_turns
+
+    def make(self, task: Task) -> Environment:
+        """A new environment for the task."""
+        return self.kind(task, **self.options)
+
+
+def checked(name: str, kind: type[Environment], options: Options) -> Named:
+    """The class that `environment.name` calls `name`, with its options. Raises ConfigError for methods that cannot be
+    called, options that it does not have, tools without a schema, and what its own check refuses."""
+    what = f"environment.name = {name!r}"
+    if kind.step is Environment.step:
+        raise ConfigError(f"{what}: has no method step(self, action)")
+    for method in METHODS:
+        _check_parameters(what, method, getattr(kind, method), 2 if method == "step" else 1)
+    check_options(f"environment.options.{name}", name, kind, options, hidden=())
+    try:
+        tools: Any = kind.tools  # those of a ToolEnvironment are made here
+    except ConfigError as error:
+        raise ConfigError(f"{what}: {error}") from None
+    for tool in tools:
+        if not _is_schema(tool):
+            raise ConfigError(
+                f'{what}: tools has {tool!r}, which is not {{"type": "function", "function": {{"name": ..., '
+                '"parameters": ...}}'
+            )
+    try:
+        kind.check_setup(**options)
+    except ConfigError as error:
+        raise ConfigError(f"{what}: {error}") from None
+    return Named(kind, options)
+
+
+def _is_schema(tool: Any) -> bool:
+    function: Any = tool.get("function") if isinstance(tool, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
+
+
+def _check_parameters(what: str, method: str, function: Any, wanted: int) -> None:
+    try:
+        inspect.signature(function).bind(*[None] * wanted)
+    except TypeError:
+        arguments = "self, action" if wanted == 2 else "self"
+        raise ConfigError(f"{what}: {method}{inspect.signature(function)} must take ({arguments})") from None
+
+
 ENVIRONMENTS: dict[str, str] = {
-    "calculator": "asyncrl.environments.builtin.calculator:Calculator",
-    "guess": "asyncrl.environments.builtin.guess:GuessNumber",
-    "python": "asyncrl.environments.builtin.python_tool:Python",
+    "calculator": "asyncrl.environments.builtin:Calculator",
+    "guess": "asyncrl.environments.builtin:GuessNumber",
+    "python": "asyncrl.environments.builtin:Python",
 }
 """Module and class of each built-in environment, imported when it is used."""
 SCHEMES: dict[str, str] = {
-    "agent": "asyncrl.environments.programs.load:load_agent",
+    "agent": "asyncrl.environments.programs.agent_client:load_agent",
     "gymnasium": "asyncrl.environments.adapters.gymnasium:load_gymnasium",
     "mcp": "asyncrl.environments.adapters.mcp:load_mcp",
     "skyrl": "asyncrl.environments.adapters.skyrl:load_skyrl",
     "trl": "asyncrl.environments.adapters.trl:load_trl",
-    "verifiers": "asyncrl.environments.programs.load:load_verifiers",
+    "verifiers": "asyncrl.environments.programs.agent_client:load_verifiers",
     "verl": "asyncrl.environments.adapters.verl:load_verl",
 }
 """Module and function that load what is named `SCHEME:REST`, from REST, options and `environment.python`."""

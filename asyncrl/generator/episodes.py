@@ -22,7 +22,7 @@ from asyncrl.generator.branch import Branch
 from asyncrl.generator.engine import Completion, Engine
 from asyncrl.generator.groups import EndedEpisode, Running
 from asyncrl.types import EpisodeOutcome
-from asyncrl.wire.environment_messages import EpisodeEnded, GroupPlace
+from asyncrl.wire.service_messages import EpisodeEnded, GroupPlace
 
 if TYPE_CHECKING:
     from asyncrl.environments.pool import EnvironmentPool, NextTurn

@@ -15,7 +15,7 @@ from asyncrl.wire.messages import Evaluated
 
 if TYPE_CHECKING:
     from asyncrl.environments.pool import EnvironmentPool
-    from asyncrl.rewards.workers import RewardPool
+    from asyncrl.rewards.pool import RewardPool
 
 IDLE_S = 0.005
 """Pause while only rewards or environments are awaited."""

@@ -21,7 +21,7 @@ from asyncrl.types import Lease
 
 if TYPE_CHECKING:
     from asyncrl.environments.pool import EnvironmentPool
-    from asyncrl.rewards.workers import RewardPool, Scored
+    from asyncrl.rewards.pool import RewardPool, Scored
 
 
 class Member(NamedTuple):

@@ -16,12 +16,12 @@ from asyncrl.generator.engine import Completion, Sampling
 from asyncrl.replay.codec import group_block
 from asyncrl.replay.ledger import wanted_groups
 from asyncrl.types import NO_VERSION, EpisodeOutcome, Group, Lease, Prompt, Trajectory
-from asyncrl.wire.environment_messages import EpisodeEnded
 from asyncrl.wire.frames import Block
 from asyncrl.wire.messages import Evaluated
+from asyncrl.wire.service_messages import EpisodeEnded
 
 if TYPE_CHECKING:
-    from asyncrl.rewards.workers import Scored
+    from asyncrl.rewards.pool import Scored
 
 
 @dataclass(frozen=True, slots=True)

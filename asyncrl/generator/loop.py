@@ -40,14 +40,14 @@ from asyncrl.generator.groups import Asked, Running, make_evaluated, make_group
 from asyncrl.generator.scoring import evaluated_rows
 from asyncrl.generator.weight_swaps import WeightSwaps
 from asyncrl.replay.client import GeneratorClient, LeaseReply
-from asyncrl.replay.evaluation.samples import pack_rows
+from asyncrl.replay.evaluation import pack_rows
 from asyncrl.types import NO_VERSION
 from asyncrl.util.processes import GENERATOR_ACTIVITIES, GENERATOR_PHASES, Stopwatch
 from asyncrl.wire.messages import GeneratorStats
 
 if TYPE_CHECKING:
     from asyncrl.environments.pool import EnvironmentPool
-    from asyncrl.rewards.workers import RewardPool, Scored
+    from asyncrl.rewards.pool import RewardPool, Scored
     from asyncrl.weights.receiver import BackgroundReceiver
 
 log = structlog.get_logger()

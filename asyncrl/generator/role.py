@@ -52,8 +52,8 @@ def run_generator(
     import torch
 
     from asyncrl.environments.pool import EnvironmentPool
+    from asyncrl.rewards.pool import RewardPool
     from asyncrl.rewards.reward_model import await_reward_model
-    from asyncrl.rewards.workers import RewardPool
 
     with ExitStack() as stack:
         # Keep all threads on the engine's core: a thread preempted on another core could hold the GIL and stall the

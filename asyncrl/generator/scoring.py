@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asyncrl.generator.groups import Running, make_group
-from asyncrl.replay.evaluation.samples import EvaluatedRow
+from asyncrl.replay.evaluation import EvaluatedRow
 from asyncrl.types import Trajectory
 
 if TYPE_CHECKING:
-    from asyncrl.rewards.worker_main import PackedEpisode
-    from asyncrl.rewards.workers import RewardPool, Scored
+    from asyncrl.rewards.pool import RewardPool, Scored
+    from asyncrl.rewards.reward_worker import PackedEpisode
 
 
 def submit(rewards: RewardPool, running: Running) -> None:
@@ -28,7 +28,7 @@ def submit(rewards: RewardPool, running: Running) -> None:
 
 
 def _packed_episode(running: Running, index: int) -> PackedEpisode:
-    from asyncrl.rewards.worker_main import PackedEpisode
+    from asyncrl.rewards.reward_worker import PackedEpisode
 
     ended, turn_tokens = running.ends[index], [len(turn) for turn in running.turns[index]]
     return PackedEpisode(turn_tokens, ended.messages, ended.reward, ended.parts, ended.error)
@@ -36,7 +36,7 @@ def _packed_episode(running: Running, index: int) -> PackedEpisode:
 
 def scored_by_environment(running: Running) -> Scored:
     """The rewards that the environments of a complete lease returned."""
-    from asyncrl.rewards.workers import Scored
+    from asyncrl.rewards.pool import Scored
 
     ends = [running.ends[index] for index in range(running.size)]
     parts = [dict(one.parts) for one in ends]

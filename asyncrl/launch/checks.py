@@ -25,8 +25,7 @@ from asyncrl.launch.machine import Host, check_interfaces
 from asyncrl.launch.memory import with_changes
 from asyncrl.launch.placement import Placement
 from asyncrl.launch.row_checks import FirstRow, check_first_row
-from asyncrl.rewards.auto import choose_rewards, describe_choice
-from asyncrl.rewards.table import evaluation_config, reward_names
+from asyncrl.rewards.table import choose_rewards, describe_choice, evaluation_config, reward_names
 from asyncrl.util.files import read_json, tensor_files
 from asyncrl.util.processes import PYTHON, raise_file_limit
 
@@ -238,7 +237,7 @@ def check_truths(config: Config, splits: Sequence[Split], console: Console) -> N
     Prints a warning about rows that are not read within TRUTHS_S."""
     from asyncrl.data.custom import load_filter
     from asyncrl.data.rows import dataset_files, ground_truths, raw_rows
-    from asyncrl.rewards.builtin.code import group_time_note
+    from asyncrl.rewards.code_reward import group_time_note
     from asyncrl.rewards.table import TRUTHS, truth_reader
 
     comparing = {"exact", *TRUTHS} & set(reward_names(config.rewards))

@@ -14,7 +14,7 @@ from asyncrl.samples.table import Part
 from asyncrl.util.tokenizer import Decoder
 
 if TYPE_CHECKING:
-    from asyncrl.environments.dialogue.display import Display
+    from asyncrl.environments.dialogue.conversation import Display
 
 CONVERSATION = "conversation"
 """The column of samples with the lines of a trajectory; null where its turns are not known."""
@@ -52,8 +52,9 @@ class Conversations:
         an environment."""
         if config.environment.name is None:
             return None
-        from asyncrl.environments.dialogue import Dialogue, DialogueError
-        from asyncrl.environments.dialogue.display import Display
+        from asyncrl.environments.dialogue.conversation import Display
+        from asyncrl.environments.dialogue.dialogue import Dialogue
+        from asyncrl.environments.dialogue.rendering import DialogueError
 
         def decode(tokens: Sequence[int]) -> str:
             return decoder([tokens], special_tokens=special_tokens)[0]

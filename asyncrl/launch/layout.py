@@ -32,7 +32,7 @@ from asyncrl.launch.memory import (
     longest_tokens,
     with_changes,
 )
-from asyncrl.replay.journal.records import FRAME_BYTES
+from asyncrl.replay.journal import FRAME_BYTES
 from asyncrl.util.hints import did_you_mean
 from asyncrl.util.routing import replayed_routers
 

@@ -28,7 +28,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.machine import Host, HostFacts, other_packages, resolve_host
 from asyncrl.launch.placement import num_devices
 from asyncrl.launch.ray_actor import MAX_BYTES, PASSED, PoolActor
-from asyncrl.wire.curve_keys import is_loopback
+from asyncrl.wire.sockets import is_loopback
 
 log = structlog.get_logger()
 

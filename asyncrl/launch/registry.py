@@ -30,7 +30,7 @@ def tables() -> dict[str, Mapping[str, Any]]:
     from asyncrl.generator.engine import KEY as ENGINE
     from asyncrl.launch.launcher import LAUNCHERS
     from asyncrl.observe.trackers import TRACKERS
-    from asyncrl.rewards.load import REWARDS, load_reward
+    from asyncrl.rewards.table import REWARDS, load_reward
     from asyncrl.weights.transports import TRANSPORTS, find_transport
 
     return {

@@ -111,12 +111,12 @@ def resume_point(run_dir: Path, config: Config, console: Console, *, without_jou
 def _new_record(run_dir: Path, saved: Config, summary: dict[str, Any], aside: str) -> dict[str, Any]:
     """Decides on a rollback."""
     from asyncrl.learner.checkpoint import CHECKPOINTS, newest_checkpoint
-    from asyncrl.replay.snapshot import Snapshot
+    from asyncrl.replay.state import Snapshot
 
     onset, collapse = collapse_onset(summary), summary["collapse"]
     target, to_step, kept_tokens = newest_checkpoint(run_dir / CHECKPOINTS, before=onset), 0, 0
     if target is not None:
-        ledger = Snapshot.of_bytes((target / QUEUE_STATE).read_bytes()).queue.ledger
+        ledger = Snapshot.of_checkpoint((target / QUEUE_STATE).read_bytes()).queue.ledger
         to_step, kept_tokens = ledger.steps, ledger.trained.tokens
     return {
         "collapsed_at_step": onset,

@@ -27,10 +27,8 @@ from asyncrl.observe.rollbacks import read_rollbacks
 from asyncrl.util.files import next_free_path, read_json, replace_file
 from asyncrl.util.locks import is_locked, try_lock
 from asyncrl.util.redaction import redact, redact_named
-from asyncrl.wire.curve_keys import is_loopback, new_keys
 from asyncrl.wire.endpoints import NAMED, Endpoints
-from asyncrl.wire.socket_folder import socket_folder
-from asyncrl.wire.sockets import IPC
+from asyncrl.wire.sockets import IPC, is_loopback, new_keys, socket_folder
 
 RUN_ID_BYTES = 16
 """Random bytes: knowledge of the run id authenticates a process as part of the run."""
@@ -376,7 +374,7 @@ def run_endpoints(config: Config, *, host: str = "", reward_model: bool = False)
 
     On a loopback address, ZeroMQ uses unix sockets in a folder that only this user can enter; on any other one it uses
     ports, encrypted with new keys. The port of the replay queue is chosen here, those of the other roles by the roles
-    (`wire/directory.py`). Raises ConfigError when the host cannot be bound, when a port is taken or has no effect, and
+    (`wire/rpc.py`). Raises ConfigError when the host cannot be bound, when a port is taken or has no effect, and
     when the socket folder cannot be created.
     """
     host, port = listening_address(host or config.launch.host), config.launch.port

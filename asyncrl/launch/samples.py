@@ -17,8 +17,8 @@ from asyncrl.data.rows import PromptTable, Split
 from asyncrl.errors import ConfigError, DataError, observing
 from asyncrl.launch.conversations import Conversations
 from asyncrl.observe.document import MAX_SAMPLES, PageSamples
-from asyncrl.replay.journal.reader import segments_of
-from asyncrl.replay.journal.samples import JournalSamples
+from asyncrl.replay.history import JournalSamples
+from asyncrl.replay.journal import segments_of
 from asyncrl.samples import Samples
 from asyncrl.samples.book import FOLDER, Recorded, count_evaluated, evaluated_versions, read_evaluated
 from asyncrl.util.files import check_writable

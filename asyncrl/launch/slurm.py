@@ -33,7 +33,7 @@ from asyncrl.launch.supervisor import LOCAL_RUNS
 from asyncrl.launch.worker import EXIT_CRASHED, RoleSpec
 from asyncrl.util.files import next_free_path, replace_file
 from asyncrl.util.processes import PYTHON
-from asyncrl.wire.curve_keys import is_loopback
+from asyncrl.wire.sockets import is_loopback
 
 log = structlog.get_logger()
 

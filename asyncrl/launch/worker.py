@@ -95,12 +95,11 @@ def _run_replay(config: Config, spec: RoleSpec, should_stop: Callable[[], bool])
     from asyncrl.data.cursor import PromptCursor
     from asyncrl.data.prompts import eval_prompts
     from asyncrl.replay.codec import MAX_INT32, GroupLimits, max_group_header_bytes
-    from asyncrl.replay.directory import Directory
-    from asyncrl.replay.evaluation.samples import EvalSamples
-    from asyncrl.replay.journal.writer import SEGMENT_BYTES, Journal
+    from asyncrl.replay.evaluation import EvalSamples
+    from asyncrl.replay.journal import SEGMENT_BYTES, Journal
     from asyncrl.replay.metrics.trace import TraceWriter
     from asyncrl.replay.queue import ReplayQueue
-    from asyncrl.replay.server import run_replay
+    from asyncrl.replay.server import Directory, run_replay
     from asyncrl.util.tokenizer import num_embeddings
 
     run_dir, run_id, generator = Path(spec.run_dir), spec.endpoints.run_id, config.generator

@@ -27,7 +27,7 @@ from asyncrl.learner.step import Trainer
 from asyncrl.util.card_lock import CardLock
 from asyncrl.util.host_memory import HostMemory
 from asyncrl.util.processes import Stopwatch
-from asyncrl.wire.learner_messages import Committed
+from asyncrl.wire.messages import Committed
 
 log = structlog.get_logger()
 

@@ -37,11 +37,9 @@ from asyncrl.learner.model.loading import hidden_states, load_value_model
 from asyncrl.learner.model.saving import model_files, restore_state, save_model
 from asyncrl.learner.step import Minibatch, may_be_empty, plan_updates, skip_if_not_finite, sync_microbatches
 from asyncrl.util.memory import peak_memory_bytes
-from asyncrl.wire.directory import announce, located
 from asyncrl.wire.endpoints import Endpoints
-from asyncrl.wire.frames import NAMES, Array, Message
-from asyncrl.wire.kinds import KINDS
-from asyncrl.wire.rpc import Connection, Reply, Server
+from asyncrl.wire.frames import KINDS, NAMES, Array, Message
+from asyncrl.wire.rpc import Connection, Reply, Server, announce, located
 from asyncrl.wire.service_messages import Error, Leave, Ok, Restore, Save, Train, Trained, Value, Values
 
 log = structlog.get_logger()

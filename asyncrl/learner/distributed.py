@@ -21,8 +21,8 @@ from torch import Tensor
 
 from asyncrl.errors import AsyncrlError, PeerTimeoutError, RunError
 from asyncrl.learner.model.attention import SequenceParallel
-from asyncrl.wire.directory import announce, located
 from asyncrl.wire.endpoints import Endpoints
+from asyncrl.wire.rpc import announce, located
 from asyncrl.wire.store import StoreClient, StoreServer
 from asyncrl.wire.torch_store import TorchStore
 

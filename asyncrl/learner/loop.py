@@ -47,14 +47,13 @@ from asyncrl.learner.model.saving import save_model
 from asyncrl.learner.step import Trainer
 from asyncrl.observe.trackers import Trackers
 from asyncrl.replay.client import LearnerClient
-from asyncrl.replay.journal.history import JournalBatches
+from asyncrl.replay.history import JournalBatches, SampleBatches
 from asyncrl.replay.metrics.run import LEARNER_TIMES
-from asyncrl.replay.sample_batches import SampleBatches
 from asyncrl.samples.book import SampleBook
 from asyncrl.types import Shard
 from asyncrl.util.processes import Stopwatch
 from asyncrl.weights.sender import BackgroundSender
-from asyncrl.wire.learner_messages import Committed
+from asyncrl.wire.messages import Committed
 
 log = structlog.get_logger()
 REWARD_STEPS = 50
@@ -81,7 +80,7 @@ class Learner:
     """The record of samples; None on the other ranks, or when none are recorded."""
     card: OwnCard = field(default_factory=OwnCard)
     """True if this rank has its card; without `launch.colocate` it always has."""
-    watch: Stopwatch = field(default_factory=Stopwatch)
+    timer: Stopwatch = field(default_factory=Stopwatch)
     """A step's times run from commit to commit: its checkpoint and weight times are those of the step before."""
     committed: int = 0
     """Last step that was committed before this start. The steps up to it are trained again on the same batches."""
@@ -154,7 +153,7 @@ class Learner:
     def _agree(self, should_stop: Callable[[], bool]) -> bool:
         """Returns True, on all ranks, if any rank should stop before the next step. All ranks also learn here that a
         checkpoint is due or that the run is stopping, and raise RunError if a checkpoint failed on any rank."""
-        self.watch.switch("waiting")
+        self.timer.switch("waiting")
         error = self.checkpoints.failure() if self.checkpoints is not None else None
         flags = [should_stop(), self.checkpoint_due, self.stopping, self.collapsed, error is not None]
         stop, due, stopping, collapsed, failed = self.ranks.max(torch.tensor(flags, dtype=torch.int64)).tolist()
@@ -165,20 +164,20 @@ class Learner:
 
     def _train(self, step: int) -> bool:
         prepared = self._prepared(step)
-        self.watch.switch("working")
+        self.timer.switch("working")
         if prepared is None:
             return False
         shard, batch = prepared
         # On all ranks, so that none waits for one that has ended.
         self.ranks.raise_on_all_ranks(batch if isinstance(batch, InvariantError) else None)
         assert not isinstance(batch, InvariantError)
-        self.watch.switch("waiting")
+        self.timer.switch("waiting")
         self.card.begin(meanwhile=self._hand_over_again)
-        self.watch.switch("working")
+        self.timer.switch("working")
         with self.profiler.step(step):
             metrics = self.trainer.train(batch, step=step)
-        self.watch.switch("writing")
-        lap = self.watch.lap()
+        self.timer.switch("writing")
+        lap = self.timer.lap()
         metrics |= {metric: lap[activity] for activity, metric in LEARNER_TIMES.items()} | self.trainer.phases.metrics()
         metrics |= utilization(metrics, ranks=self.ranks.count, peak=self.peak_flops) | self.card.metrics()
         metrics["learner/observer_failures"] = float(observer_failures.total())
@@ -188,7 +187,7 @@ class Learner:
         passes_on = self.card.is_over(step, committed)
         if passes_on and not self.card.hands_over:
             self._send(step)
-        self.watch.switch("writing")
+        self.timer.switch("writing")
         if saving:
             metrics["checkpoint/save_s"] = self._save(step, committed.state)
         if passes_on and step < self.config.steps:
@@ -279,7 +278,7 @@ class Learner:
         not sent again, and the last one is sent only to be evaluated."""
         if version < self.committed or not (version < self.config.steps or self.config.evaluates(version)):
             return
-        self.watch.switch("syncing")
+        self.timer.switch("syncing")
         self.sent = version
         if self.sender is not None:
             self.sender.send(version, self.card.make_room(self.trainer.policy.sent_slices()), copy_later=True)
@@ -297,9 +296,9 @@ class Learner:
 
     def _await_copy(self) -> None:
         if self.sender is not None:
-            self.watch.switch("syncing")
+            self.timer.switch("syncing")
             self.sender.copied()
-            self.watch.switch("working")
+            self.timer.switch("working")
 
     def _commit(self, step: int, metrics: dict[str, float], *, saving: bool) -> Committed:
         if self.ranks.rank:

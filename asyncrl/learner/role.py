@@ -21,8 +21,8 @@ from asyncrl.learner.model.checks import MismatchCheck
 from asyncrl.learner.step import Trainer
 from asyncrl.samples.book import SampleBook
 from asyncrl.util.card_lock import CardLock, card_path
-from asyncrl.wire.directory import announce
 from asyncrl.wire.endpoints import Endpoints
+from asyncrl.wire.rpc import announce
 from asyncrl.wire.store import StoreServer
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def _make_file_sender(
     config: Config, ranks: Ranks, manifest: WeightManifest, endpoints: Endpoints, run_dir: Path, parts: ExitStack
 ) -> BackgroundSender:
     """The sender of this rank's slices; rank 0 publishes what all have written."""
-    from asyncrl.replay.announcer import Announcer
+    from asyncrl.replay.client import Announcer
     from asyncrl.weights.files import FileSender, RankFileSender, Written, store_url
     from asyncrl.weights.ranks import RankCoordinator
 
@@ -158,8 +158,7 @@ def run_offline(
     `out_dir`. Raises an AsyncrlError if training cannot continue.
     """
     from asyncrl.observe.trackers import make_trackers
-    from asyncrl.replay.journal.history import JournalBatches
-    from asyncrl.replay.sample_batches import SampleBatches
+    from asyncrl.replay.history import JournalBatches, SampleBatches
 
     with _training(config, rank, endpoints, run_dir) as (trainer, checkpoints, parts, _):
         if start:

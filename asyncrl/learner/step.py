@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -292,15 +292,9 @@ class Estimates:
         def part(column: Tensor | None) -> Tensor | None:
             return None if column is None else column[micro.span].to(device)
 
-        return Estimates(
-            advantages=self.advantages[micro.span].to(device),
-            returns=None,
-            proximal_logprobs=part(self.proximal_logprobs),
-            ref_logprobs=part(self.ref_logprobs),
-            weights=part(self.weights),
-            lengths=part(self.lengths),
-            bound=self.bound,
-        )
+        names = ("proximal_logprobs", "ref_logprobs", "weights", "lengths")
+        parts = {name: part(getattr(self, name)) for name in names}
+        return replace(self, advantages=self.advantages[micro.span].to(device), returns=None, **parts)
 
 
 def estimate(algorithm: Algorithm, batch: Batch, scores: Scores, ranks: Ranks, *, kl_coef: float) -> Estimates:

@@ -17,8 +17,7 @@ from math import inf
 import numpy as np
 
 from asyncrl.plan.workload import EngineCost, Setup, Turn, Workload, slowdown, turns_of
-from asyncrl.replay.ledger import Ledger, wanted_groups
-from asyncrl.replay.ledger_counts import State
+from asyncrl.replay.ledger import Ledger, State, wanted_groups
 from asyncrl.replay.metrics.goodput import Goodput
 from asyncrl.types import mean_staleness
 

@@ -343,7 +343,7 @@ def goodput_sentence(
     lever = {
         "engine": _engine(config, may_be_older),
         "admitted": _admitted(config, learner_idle, environments, may_be_older),
-        "signal": _signal(config, solved),
+        "signal": _signal(solved),
         "trained": "the other tokens with signal are in flight or were returned; a longer run, or a lower "
         "replay.max_staleness, has fewer of them",
     }[factor]
@@ -414,14 +414,10 @@ def _admitted(config: Config, learner_idle: float, environments: float, may_be_o
     return f"generators lack leases while the learner waits too; raise replay.max_staleness above {limit}"
 
 
-def _signal(config: Config, solved: float | None) -> str:
-    levers: list[str] = []
-    if config.data.selection_rule is None:
-        levers.append("data.selection=on generates fewer of them; compare the rewards of an evaluation")
+def _signal(solved: float | None) -> str:
+    lever = "take data of another difficulty"
     if solved is not None and solved > MOSTLY:
-        levers.append("most such groups are solved: take harder data")
+        lever = "most such groups are solved: take harder data"
     elif solved is not None and solved < 1 - MOSTLY:
-        levers.append("most such groups are never solved: take easier data")
-    else:
-        levers.append("take data of another difficulty")
-    return f"the other groups have equal rewards; {'; '.join(levers)}"
+        lever = "most such groups are never solved: take easier data"
+    return f"the other groups have equal rewards; {lever}"

@@ -12,24 +12,38 @@ from typing import Any
 
 from msgspec import structs
 
-from asyncrl.errors import ProtocolError
+from asyncrl.errors import PeerTimeoutError, ProtocolError
 from asyncrl.replay.codec import pack_group, unpack_group, unpack_leases
 from asyncrl.types import Group, Lease, Shard
-from asyncrl.wire.bounds import Body
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.frames import Arrays, Message
-from asyncrl.wire.launcher_messages import Lost, ReadStatus, ReadSummary, Scale, Shutdown, Stop
-from asyncrl.wire.learner_messages import Begin, Commit, Committed, EvaluationResult, NextEvaluation, ShardHeader, Take
 from asyncrl.wire.messages import (
+    Announced,
     Ask,
+    Begin,
+    Body,
+    Commit,
+    Committed,
     Evaluated,
+    EvaluationResult,
     Finished,
+    Follower,
     GeneratorStats,
     LeaseName,
     Leases,
+    Lost,
+    NextEvaluation,
+    Publish,
+    ReadStatus,
+    ReadSummary,
     Release,
     ReleasedEvaluation,
     ReleasedLease,
+    Scale,
+    ShardHeader,
+    Shutdown,
+    Stop,
+    Take,
 )
 from asyncrl.wire.rpc import BACK_OFF, Connection
 from asyncrl.wire.service_messages import Error, Ok
@@ -38,6 +52,8 @@ RESEND_S = 2.0
 """A message without an answer is sent again after this time: the replay queue may have died with it. The time doubles
 with each repetition, so that a slow queue, or one that sends a large answer, is not flooded with requests."""
 EVALUATION_POLL_S = 0.1
+CHECK_S = 0.2
+"""Interval of the checks while an announcement waits for its answer."""
 
 
 LeaseReply = Leases[Lease]
@@ -276,6 +292,37 @@ def _shard(message: Message) -> tuple[str, list[Group]]:
         raise ProtocolError(f"shard of {len(headers)} groups with {len(arrays)} arrays, expected {ends[-1]}")
     parts = [arrays[begin:end] for begin, end in pairwise(ends)]
     return body.outcome, [unpack_group(header, part) for header, part in zip(headers, parts, strict=True)]
+
+
+class Announcer:
+    """Learner rank 0's connection for announcements of versions in a store, used by the thread that publishes them.
+    `timeout_s` is how long the queue may be silent."""
+
+    def __init__(self, endpoints: Endpoints, *, timeout_s: float) -> None:
+        self._connection = Connection(endpoints, resend_s=RESEND_S)
+        self._timeout_s = timeout_s
+
+    def announce(self, announced: Announced, check: Callable[[], None]) -> list[Follower]:
+        """Makes this the version that generators fetch. Returns what they have. Raises PeerTimeoutError if the queue is
+        silent, RunError if it refuses, and as `check` does, which is called during the wait."""
+        body = Publish(self._connection.endpoints.epoch, announced)
+        seq, sent_s = self._connection.send(body), time.monotonic()
+        deadline_s = sent_s + self._timeout_s
+        while True:
+            check()
+            try:
+                return self._connection.await_answer(body, seq, timeout_s=CHECK_S).body.followers
+            except PeerTimeoutError:
+                now_s = time.monotonic()
+                if now_s > deadline_s:
+                    raise self._connection.silent(body, self._timeout_s) from None
+                if sent_s < self._connection.lost_s() or now_s - sent_s > RESEND_S:
+                    self._connection.send(body, seq=seq)
+                    sent_s = now_s
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self._connection.close()
 
 
 class LauncherClient:

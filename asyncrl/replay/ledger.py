@@ -19,25 +19,120 @@ groups must be allowed at the version that comes next.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from heapq import nsmallest
+from typing import Self
 
 from msgspec import field
 
+from asyncrl.config.config import Config
 from asyncrl.errors import InvariantError
-from asyncrl.replay.ledger_counts import Amount, LedgerCounts, State, Ticket
-from asyncrl.util.durable import restore
+from asyncrl.util.durable import Durable
 
 MAX_TAKEN = 2
 """Batches that are taken and not trained at most: that of the step in progress and the next one."""
+UNITS = ("trajectories", "tokens")
+"""The parts of a group, each of which is counted like the groups themselves."""
 _RUNNING_PER_WAITING = 8
 
 
-def wanted_groups(max_running_groups: int) -> int:
-    """Returns the number of groups that a generator keeps in its engine, of which at most `max_running_groups` run at
-    once. The others wait there, so that a free slot is filled in the next engine step, without a round trip to the
-    replay queue."""
-    return max_running_groups + -(-max_running_groups // _RUNNING_PER_WAITING)
+class State(StrEnum):
+    """States of a live ticket."""
+
+    LEASED = "leased"
+    RETURNED = "returned"
+    FINISHED = "finished"
+    TAKEN = "taken"
+
+
+class Ticket(Durable):
+    """A group that is charged and not yet trained."""
+
+    number: int
+    state: State
+    attempt: int
+    start_version: int
+    step: int = 0
+    """The step whose batch it is in, once it is taken."""
+    trajectories: int = 0
+    tokens: int = 0
+
+
+class Amount(Durable):
+    """A number of groups, trajectories and action tokens."""
+
+    groups: int = 0
+    trajectories: int = 0
+    tokens: int = 0
+
+    def add(self, *, groups: int = 1, trajectories: int, tokens: int) -> None:
+        """Adds to each of the three."""
+        self.groups += groups
+        self.trajectories += trajectories
+        self.tokens += tokens
+
+
+class LedgerCounts(Durable):
+    """Counts that assign every group, trajectory and token to one category."""
+
+    issued: int = 0
+    """Tickets issued so far; the next one's number."""
+    steps: int = 0
+    """Optimizer steps committed: the learner's version."""
+    admission_limit: int = -1
+    """The staleness limit of admission, at most `max_staleness`; negative: `max_staleness`. It may change at any time:
+    a lower limit admits fewer groups than the bound allows."""
+    live: dict[int, Ticket] = field(default_factory=dict[int, Ticket])
+    trained: Amount = field(default_factory=Amount)
+    refunded: dict[str, Amount] = field(default_factory=dict[str, Amount])
+    generated: Amount = field(default_factory=Amount)
+    """Finished groups, and the tokens of abandoned attempts."""
+    returned: list[int] = field(default_factory=list[int])
+    """Tickets that wait to be leased again."""
+    returned_tokens: int = 0
+    """Tokens of attempts that were abandoned, or that arrived after their ticket was finished."""
+    returned_trajectories: int = 0
+    """Trajectories of finished groups whose data was lost (`revoke`)."""
+
+    def in_flight(self) -> Amount:
+        """All live tickets, with the trajectories and tokens of the finished and taken ones."""
+        amount = Amount(groups=len(self.live))
+        for ticket in self.live.values():
+            amount.add(groups=0, trajectories=ticket.trajectories, tokens=ticket.tokens)
+        return amount
+
+    def check(self) -> None:
+        """Raises InvariantError unless generated = trained + refunded + returned + in flight."""
+        counted = self.trained, self.in_flight(), *self.refunded.values()
+        for unit, generated in {
+            "groups": self.issued,
+            **{unit: getattr(self.generated, unit) for unit in UNITS},
+        }.items():
+            accounted = sum(getattr(amount, unit) for amount in counted) + getattr(self, f"returned_{unit}", 0)
+            if generated != accounted:
+                raise InvariantError(f"ledger: {generated} {unit} generated, {accounted} accounted for")
+
+    def summary(self) -> dict[str, object]:
+        """The ledger for the run's summary. Raises InvariantError if it does not balance."""
+        self.check()
+        flight, refunds = self.in_flight(), sorted(self.refunded.items())
+        return {
+            "leased": self.issued,
+            "trained": self.trained.groups,
+            "refunded": {reason: amount.groups for reason, amount in refunds},
+            "in_flight": flight.groups,
+            **{
+                unit: {
+                    "generated": getattr(self.generated, unit),
+                    "trained": getattr(self.trained, unit),
+                    "refunded": {reason: getattr(amount, unit) for reason, amount in refunds},
+                    "returned": getattr(self, f"returned_{unit}"),
+                    "in_flight": getattr(flight, unit),
+                }
+                for unit in UNITS
+            },
+        }
 
 
 class Ledger(LedgerCounts, kw_only=True):
@@ -48,16 +143,14 @@ class Ledger(LedgerCounts, kw_only=True):
 
     groups_per_step: int
     max_staleness: int
-    """Take groups strictly by ticket number, instead of by earliest deadline among the finished ones."""
     _versions: dict[State, Counter[int]] = field(default_factory=lambda: {state: Counter[int]() for state in State})
     """Number of live tickets in each state, by start version."""
 
     def __post_init__(self) -> None:
         self.admission_limit = self.max_staleness if self.admission_limit < 0 else self.admission_limit
 
-    def load(self, counts: LedgerCounts) -> None:
-        """Restores the counts."""
-        restore(self, counts)
+    def recount(self) -> None:
+        """Counts the live tickets by version; needed after the counts were replaced."""
         self._versions = {state: Counter() for state in State}
         for ticket in self.live.values():
             self._enter(ticket)
@@ -116,10 +209,10 @@ class Ledger(LedgerCounts, kw_only=True):
             return 0
         return len(self.returned) + self.capacity(version)
 
-    def next_leases(self, count: int) -> list[list[int]]:
+    def next_leases(self, count: int) -> list[tuple[int, int]]:
         """The ticket and attempt of each of the next `count` leases."""
-        again = [[number, self.live[number].attempt + 1] for number in self.returned[:count]]
-        return again + [[number, 0] for number in range(self.issued, self.issued + count - len(again))]
+        again = [(number, self.live[number].attempt + 1) for number in self.returned[:count]]
+        return again + [(number, 0) for number in range(self.issued, self.issued + count - len(again))]
 
     def is_current(self, number: int, attempt: int) -> bool:
         """True if this attempt holds the lease of the ticket."""
@@ -194,10 +287,9 @@ class Ledger(LedgerCounts, kw_only=True):
         """The tickets of the batch of `next_step`, or None while it is not complete."""
         if self.count(State.FINISHED) < self.groups_per_step or not self._others_can_follow():
             return None
-        live = [t for t in self.live.values() if t.state is not State.TAKEN]
-        wanted = [t for t in live if t.state is State.FINISHED]
-        batch = nsmallest(self.groups_per_step, wanted, key=self._take_order)
-        return [t.number for t in batch] if all(t.state is State.FINISHED for t in batch) else None
+        finished = [ticket for ticket in self.live.values() if ticket.state is State.FINISHED]
+        batch = nsmallest(self.groups_per_step, finished, key=lambda ticket: (self.deadline(ticket), ticket.number))
+        return [ticket.number for ticket in batch]
 
     def take(self, numbers: Sequence[int]) -> None:
         """Moves finished tickets to TAKEN, for `next_step`. Raises InvariantError if one is past its deadline then, or
@@ -235,9 +327,6 @@ class Ledger(LedgerCounts, kw_only=True):
     def count(self, state: State) -> int:
         """The number of tickets in this state."""
         return self._versions[state].total()
-
-    def _take_order(self, ticket: Ticket) -> tuple[int, int]:
-        return (self.deadline(ticket), ticket.number)
 
     def _others_can_follow(self) -> bool:
         """True if all other untaken tickets can still meet their deadlines after a step that trains the finished
@@ -279,3 +368,61 @@ class Ledger(LedgerCounts, kw_only=True):
             found = "not live" if ticket is None else ticket.state.value
             raise InvariantError(f"ledger: ticket {number} is {found}, expected {state.value}")
         return ticket
+
+
+def wanted_groups(max_running_groups: int) -> int:
+    """Returns the number of groups that a generator keeps in its engine, of which at most `max_running_groups` run at
+    once. The others wait there, so that a free slot is filled in the next engine step, without a round trip to the
+    replay queue."""
+    return max_running_groups + -(-max_running_groups // _RUNNING_PER_WAITING)
+
+
+FRACTION = "learner/lr_fraction"
+"""The metric that the limit follows: the fraction of the scheduled learning rate that the bound has left."""
+LOWER, RAISE = 0.5, 0.95
+"""The limit falls by one while the mean fraction is below LOWER, and rises by one while it is above RAISE."""
+
+
+class ControllerState(Durable):
+    """The controller's state between two steps."""
+
+    fractions: list[float] = field(default_factory=list[float])
+    """Fractions of the steps since the last change, except those that train groups admitted before it."""
+    waited_steps: int = 0
+    """Steps since the last change."""
+
+
+class StalenessController(ControllerState, kw_only=True):
+    """Lowers the limit that groups are admitted by while `algorithm.max_divergence` holds the learning rate down. In a
+    bound on the divergence, a step may move the policy by 1 / staleness of it: a lower limit leaves more to each.
+
+    After a change it waits until the groups admitted before are trained, and then as long again. It depends on the
+    metrics of the steps only."""
+
+    low: int
+    high: int
+
+    @classmethod
+    def of(cls, config: Config) -> Self | None:
+        """The controller that the config asks for; None for a fixed limit."""
+        low, high = max(1, config.replay.min_staleness), config.replay.max_staleness
+        if config.algorithm.max_divergence is None or low >= high:
+            return None
+        return cls(low=low, high=high)
+
+    def next(self, limit: int, metrics: Mapping[str, float]) -> int:
+        """Returns the limit after a step with these metrics."""
+        self.waited_steps += 1
+        if (fraction := metrics.get(FRACTION)) is not None and self.waited_steps > limit + 1:
+            self.fractions.append(fraction)
+        if len(self.fractions) <= limit:
+            return limit
+        mean = sum(self.fractions) / len(self.fractions)
+        wanted = limit
+        if mean < LOWER:
+            wanted = max(limit - 1, self.low)
+        elif mean > RAISE and metrics.get("staleness/max", 0.0) >= limit:
+            wanted = min(limit + 1, self.high)
+        self.fractions = self.fractions[1:] if wanted == limit else []
+        self.waited_steps = self.waited_steps if wanted == limit else 0
+        return wanted

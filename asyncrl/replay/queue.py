@@ -11,57 +11,93 @@ The life of a ticket, and the requests that move it:
        expired, silent,  v  | (attempt + 1)    | whose lease was returned
        new session     RETURNED ---------------+
 
-    request                          record    effect
+    request                          event     effect
     ask                              lease     a new ticket, or a RETURNED one again
-    finish                           group     FINISHED, or refunded by the same record
+    finish                           group     FINISHED, or refunded by the same event
     finish, release                  lose      counts the tokens of an attempt that is not used; the ticket stays
     release, lost, ask of a new      return    RETURNED
       session, expired lease
     take                             take      the batch of the next step, for all ranks, once it is complete; while
-                                               the step before it is trained, too
+                                               the step before it is trained as well
     commit                           commit    trained; the step is counted
 
 A request is decided first, and nothing changes. Then `Store.record` appends the event to the journal and applies it to
-the state (`state.py`); a restarted process applies the same records. They reach the disk in `write`; no request may be
-answered before it.
+the state (`state.py`); a restarted process applies the same events. They reach the disk in `Store.write`; no request
+may be answered before it.
+
+A generator asks every second, and renews its leases. They go to others when it is
+
+    silent for SUSPECT_S                 others that have room get them as second attempts. Nothing is ended: when it
+                                         asks again it keeps what nobody took, and continues with it
+    silent, or does not renew a lease,   the leases are returned
+      for launch.heartbeat_timeout_s
+    reported lost by the launcher        the same, at once (`ReplayQueue.lost`)
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import structlog
 from msgspec import structs
 
 from asyncrl.config.config import Config
 from asyncrl.errors import ProtocolError
-from asyncrl.replay.admission import Admission
-from asyncrl.replay.batcher import Batcher
-from asyncrl.replay.codec import NO_LIMITS, GroupLimits, check_sampled
-from asyncrl.replay.evaluation.scores import eval_metrics
-from asyncrl.replay.expiry import LeaseExpiry
-from asyncrl.replay.intake import GroupIntake
-from asyncrl.replay.journal.writer import Journal, Position
+from asyncrl.replay.codec import NO_LIMITS, GroupLimits, check_group, check_sampled
+from asyncrl.replay.evaluation import STRANDED, eval_metrics
+from asyncrl.replay.history import balance, split_between_ranks
+from asyncrl.replay.journal import HINT, Journal
+from asyncrl.replay.ledger import MAX_TAKEN, State
+from asyncrl.replay.live_group import FAILURES, check_refunds, has_signal, refund_reason
+from asyncrl.replay.metrics.collapse import COLLAPSE
 from asyncrl.replay.metrics.report import run_status, run_summary
+from asyncrl.replay.metrics.rewards import FailedRewards
 from asyncrl.replay.metrics.trace import TraceWriter
-from asyncrl.replay.prompts.selection import warn_if_useless
-from asyncrl.replay.sessions import Sessions
+from asyncrl.replay.state import (
+    DropEvent,
+    GroupEvent,
+    LeaseEvent,
+    LoseEvent,
+    PromptSource,
+    ScaleEvent,
+    StopEvent,
+    TakeEvent,
+)
 from asyncrl.replay.store import Store
-from asyncrl.replay.tickets import FinishedGroup, PromptSource
 from asyncrl.types import NO_VERSION, Lease, Prompt
-from asyncrl.wire.learner_messages import Committed, EvaluationOutcome, TakeOutcome
-from asyncrl.wire.messages import Evaluated, GeneratorStats, LeaseName, ReleasedEvaluation, ReleasedLease
+from asyncrl.wire.frames import Array
+from asyncrl.wire.messages import (
+    Ask,
+    Committed,
+    Evaluated,
+    EvaluationOutcome,
+    GroupHeader,
+    LeaseName,
+    ReleasedEvaluation,
+    ReleasedLease,
+    TakeOutcome,
+)
 
 log = structlog.get_logger()
+
+MAX_FORMER = 4096
+"""Replaced sessions that are remembered; the oldest is forgotten first."""
+SUSPECT_S = 15.0
+"""A generator that has been silent this long may be dead. Much longer than an engine step or a swap of weights, in
+which it cannot ask: a second attempt wastes tokens."""
+CHECK_INTERVAL_S = 1.0
+"""How often to check for silent generators."""
+STALL_S = 5.0
+"""After a pause of this process of this time, messages of all generators may wait to be read."""
 
 
 class ReplayQueue:
     """Admits and leases groups, keeps finished ones, deals batches and counts everything.
 
-    Each method handles one kind of message, which may arrive twice; the server calls them one at a time. `Store` says
-    how the state is recovered. No request may be answered before `write`.
+    Each method handles one kind of message, which may arrive twice; the server calls them one at a time. `Store`
+    describes how the state is recovered.
     """
 
     def __init__(
@@ -78,31 +114,32 @@ class ReplayQueue:
         limits: GroupLimits = NO_LIMITS,
     ) -> None:
         """`group_relative` as in `has_signal`; groups that exceed the limits are refused."""
-        self.config, self._limits = config, limits
-        warn_if_useless(config, prompts.num_rows)
+        self.config, self._limits, self._group_relative = config, limits, group_relative
         self.store = Store(config, prompts, trace, eval_prompts, journal, run_id, checkpoint)
         self.state, self.clock = self.store.state, self.store.clock
         self.ledger, self.evaluation, self.measure = self.state.ledger, self.state.evaluation, self.state.measure
         self.held = self.state.held
-        """The data of each live ticket, by its number."""
-        self.sessions = Sessions(self.state)
-        self.admission = Admission(config, self.store)
-        self.expiry = LeaseExpiry(config, self.store)
-        self.intake = GroupIntake(config, self.store, group_relative=group_relative, limits=limits)
-        self.finish = self.intake.finish
-        self.batcher = Batcher(config, self.store)
-        self.begin = self.batcher.begin
-        self.write, self.close = self.store.write, self.store.close
-
-    @property
-    def promised(self) -> Position:
-        """See `Store.promised`."""
-        return self.store.promised
-
-    @property
-    def synced(self) -> Position:
-        """See `Store.synced`."""
-        return self.store.synced
+        self._failed_rewards = FailedRewards()
+        self._sessions: dict[int, tuple[str, int]] = {}
+        """The latest session of each generator, and the number of its latest ask."""
+        self._former_sessions: dict[str, None] = {}
+        holders = {held.generator for held in self.held.values()} | {holder for holder, *_ in self.evaluation.held()}
+        for generator in holders:
+            if asks := [(number, session) for _, session, number in self._leases_of(generator)]:
+                number, session = max(asks)
+                self._sessions[generator] = session, number
+        self._expires_s = 0.0
+        """No lease of a group expires before this time."""
+        self._silent: set[int] = set()
+        self._checked_s = self._listens_s = self.clock.now()
+        """When silent generators were last looked for, and since when this process has read all messages in time."""
+        self._reassignable: deque[tuple[int, int]] = deque()
+        """Ticket and attempt of the leases that silent generators had at the last check."""
+        self.progress = 0
+        """A counter that changes whenever a learner begins, takes or commits."""
+        self._catching_up: dict[str, int] | None = None
+        """The step up to which restarted learners have repeated training, and the last one to repeat ("of"); None when
+        no steps are left to repeat."""
 
     @property
     def trained(self) -> bool:
@@ -114,67 +151,111 @@ class ReplayQueue:
         """True if generators have nothing left to do."""
         return self.trained and not self.evaluation.running
 
-    # --- generators
+    # --- leases
 
-    def ask(
-        self,
-        generator: int,
-        version: int,
-        num_groups: int,
-        stats: GeneratorStats,
-        num_evaluations: int = 0,
-        *,
-        session: str,
-        number: int,
-        working_on: Sequence[LeaseName] = (),
-    ) -> tuple[list[Lease], str]:
-        """Returns leases for a generator that has `version` loaded, those of evaluation prompts first, and the reason
-        why it gets fewer groups than it asked for ("" if it gets all). A repeated ask, which has the same number,
-        returns those of its leases that are still held. Leases in `working_on` are renewed."""
+    def ask(self, ask: Ask) -> tuple[list[Lease], str]:
+        """Returns leases for a generator, those of evaluation prompts first, and the reason why it gets fewer groups
+        than it asked for ("" if it gets all). A repeated ask, which has the same number, returns those of its leases
+        that are still held. The leases it works on are renewed."""
+        generator, session, version, stats = ask.generator, ask.session, ask.version, ask.stats
         if version > self.ledger.steps:
             raise ProtocolError(
                 f"generator {generator} claims version {version}, the learner is at {self.ledger.steps}"
             )
         now_s = self.clock.now()
-        kind = self.sessions.heartbeat(generator, session, number)
+        kind = self._note_session(generator, session, ask.number)
         if kind == "former session":
             return [], "session"
-        self.expiry.renew(generator, working_on, now_s)
+        self._renew(generator, ask.working_on, now_s)
         if kind == "again":
             self.measure.heartbeat(generator, session, version, structs.replace(stats, stall_ms=[]), now_s)
-            return self.sessions.leases(generator, session, number), ""
+            asked = session, ask.number
+            return [lease for lease, *by in self._leases_of(generator) if tuple(by) == asked], ""
         if kind == "new session":
-            self._give_back_all(self.sessions.others(generator, session))
+            self._give_back_others(generator, session)
         self.measure.heartbeat(generator, session, version, stats, now_s)
         self.evaluation.heartbeat(generator, version, now_s)
         if version == NO_VERSION:
             return [], ""
         if self.leaves(generator, session):
             return [], "scale"
-        evaluations = self.evaluation.next_leases(version, num_evaluations)
-        wanted = 0 if self.trained else num_groups
-        if self.expiry.offered:
-            self.expiry.pass_on(self.admission.room(generator, version, wanted))
-        num_granted, reason = self.admission.grant(generator, version, wanted)
+        evaluations = self.evaluation.next_leases(version, ask.num_evaluations)
+        wanted = 0 if self.trained else ask.num_groups
+        if self._reassignable:
+            self._reassign(self._room(generator, version, wanted))
+        num_granted, reason = self._grant(generator, version, wanted)
         tickets = self.ledger.next_leases(num_granted)
         if evaluations or tickets:
-            asked = {"generator": generator, "session": session, "number": number, "version": version, "at_s": now_s}
-            given = [[version, lease.ticket, lease.attempt] for lease in evaluations]
-            self.store.record("lease", asked | {"tickets": tickets, "evaluations": given})
+            named = [(lease.ticket, lease.attempt) for lease in evaluations]
+            self.store.record(LeaseEvent(generator, session, ask.number, version, now_s, tickets, named))
         groups = [Lease(ticket, attempt, self.held[ticket].prompt) for ticket, attempt in tickets]
         return evaluations + groups, reason
 
     def leaves(self, generator: int, session: str) -> bool:
         """True if the generator is not needed any more, or another process has replaced it."""
-        return generator >= self.state.generators_wanted or self.sessions.is_former(session)
+        return generator >= self.state.generators_wanted or session in self._former_sessions
 
-    def evaluated(self, result: Evaluated) -> Prompt | None:
-        """Counts an evaluated prompt: the first result that arrives for it. Returns the prompt if it is the first."""
-        if not self.evaluation.wants(result):
-            return None
-        prompt = self.evaluation.prompt_of(result)
-        self.store.record("evaluated", structs.asdict(result))
-        return prompt
+    @property
+    def _share(self) -> int:
+        """Maximum number of leases of one generator, so that the first to ask does not leave the others idle."""
+        return self.ledger.per_generator_limit(self.state.generators_wanted)
+
+    def _room(self, generator: int, version: int, wanted: int) -> int:
+        """How many leases of others the generator may get in addition to those that are returned already."""
+        ledger = self.ledger
+        oldest = (version + ledger.max_staleness + 1) * ledger.groups_per_step
+        if ledger.charged > oldest or self.store.disk_is_slow():
+            return 0
+        return min(wanted, self._share - self.state.leased_by[generator]) - len(ledger.returned)
+
+    def _grant(self, generator: int, version: int, wanted: int) -> tuple[int, str]:
+        """How many of the wanted groups the generator may start now, and the reason why not all; empty if all.
+
+        Above a size limit only groups that the next batch needs may start: memory and journal only shrink when a batch
+        is trained. None may start while the journal's disk is too slow."""
+        ledger, settings, state = self.ledger, self.config.replay, self.state
+        granted, reason = wanted, ""
+        if (limit := ledger.num_leasable(version)) < granted:
+            granted, reason = limit, "staleness"
+        if (limit := self._share - state.leased_by[generator]) < granted:
+            granted, reason = max(0, limit), "share"
+        if granted and self.store.disk_is_slow():
+            return 0, "disk"
+        full = "bytes" if state.held_bytes >= settings.max_bytes else "journal" if self.store.above_ceiling else ""
+        if full:
+            needed = (settings.min_staleness + 1) * settings.groups_per_step - len(ledger.live)
+            if (limit := len(ledger.returned) + max(0, needed)) < granted:
+                granted, reason = limit, full
+        return granted, reason
+
+    def _note_session(
+        self, generator: int, session: str, number: int
+    ) -> Literal["new session", "next", "again", "former session"]:
+        """Tells new asks from repeated ones, and from those of a process that was replaced. A restarted queue recovers
+        the sessions from the leases that it holds."""
+        if session in self._former_sessions:
+            return "former session"
+        before = self._sessions.get(generator)
+        if before is not None and before[0] == session and number <= before[1]:
+            return "again"
+        self._sessions[generator] = session, number
+        if before is not None and before[0] == session:
+            return "next"
+        if before is not None:
+            self._former_sessions[before[0]] = None
+            if len(self._former_sessions) > MAX_FORMER:
+                del self._former_sessions[next(iter(self._former_sessions))]
+        return "new session"
+
+    def _leases_of(self, generator: int) -> list[tuple[Lease, str, int]]:
+        """The leases that the generator holds, each with the session and number of the ask that got it."""
+        leased = (ticket for ticket in self.ledger.live.values() if ticket.state is State.LEASED)
+        groups = [
+            (Lease(ticket.number, ticket.attempt, held.prompt), held.session, held.number)
+            for ticket, held in ((ticket, self.held[ticket.number]) for ticket in leased)
+            if held.generator == generator
+        ]
+        return self.evaluation.leases_of(generator) + groups
 
     def release(
         self, generator: int, leases: Sequence[ReleasedLease], evaluations: Sequence[ReleasedEvaluation] = ()
@@ -188,51 +269,239 @@ class ReplayQueue:
             if self.state.holder(number, attempt) != generator:
                 counts["foreign"] += 1
             elif self.ledger.is_current(number, attempt):
-                self.store.return_leases(number, attempt, tokens=tokens)
+                self.store.return_lease(number, attempt, tokens=tokens)
                 counts.update(returned=1, tokens=tokens)
             else:
-                self.intake.lose(number, attempt, tokens)
+                self.store.record(LoseEvent(number, attempt, tokens))
                 counts.update(late=1, tokens=tokens)
         if counts:
             log.info("leases returned", generator=generator, **counts)
         leased = {(ticket, attempt) for _, ticket, attempt in self.evaluation.held()}
         for lease in evaluations:
             if (lease.ticket, lease.attempt) in leased:
-                self.store.return_leases(lease.ticket, lease.attempt, evaluation=True)
+                self.store.return_lease(lease.ticket, lease.attempt, evaluation=True)
 
     def lost(self, generator: int) -> None:
         """Takes back all leases of a generator whose process has ended."""
-        self._give_back_all(self.sessions.others(generator, ""))
+        self._give_back_others(generator, "")
         self.measure.lost(generator)
 
-    def scale(self, generators: int) -> None:
-        """Sets the number of generators from now on."""
-        if generators < 1:
-            raise ProtocolError(
-                f"scale to {generators} generators: at least 1 is needed; Ctrl-C in its terminal ends a run"
-            )
-        if generators != self.state.generators_wanted:
-            self.store.record("scale", {"generators": generators})
+    def _give_back_others(self, generator: int, session: str) -> None:
+        """Takes back the leases that the generator holds from sessions other than this one."""
+        leases = [lease for lease, by, _ in self._leases_of(generator) if by != session]
+        for lease in leases:
+            self.store.return_lease(lease.ticket, lease.attempt, evaluation=lease.evaluation)
+        if leases:
+            log.info("leases of a lost session returned", count=len(leases))
+
+    # --- leases expire
+
+    def _renew(self, generator: int, leases: Sequence[LeaseName], now_s: float) -> None:
+        """Notes that the generator asks, and renews those of the leases that it holds."""
+        if generator in self._silent:
+            self._silent.discard(generator)
+            log.info("silent generator asks again", generator=generator, leases=self.state.leased_by[generator])
+        for lease in leases:
+            number, attempt = lease.ticket, lease.attempt
+            if lease.evaluation:
+                self.evaluation.renew(generator, number, attempt, now_s)
+            elif self.ledger.is_current(number, attempt) and self.held[number].generator == generator:
+                self.held[number].renewed_s = now_s
 
     def expire(self, now_s: float | None = None) -> None:
-        """See `LeaseExpiry.expire`."""
-        self.expiry.expire(self.clock.now() if now_s is None else now_s)
+        """Takes back expired leases, and drops evaluations that no generator can continue."""
+        now_s = self.clock.now() if now_s is None else now_s
+        if now_s - self._checked_s >= CHECK_INTERVAL_S:
+            self._check_silence(now_s)
+        for lease in self.evaluation.expired(now_s):
+            log.warning("evaluation lease expired", ticket=lease.ticket)
+            self.store.return_lease(lease.ticket, lease.attempt, evaluation=True)
+        for version in self.evaluation.stranded(now_s):
+            self.store.record(DropEvent(version, STRANDED))
+        if now_s <= self._expires_s:
+            return
+        limit_s, oldest_s, expired = self.config.launch.heartbeat_timeout_s, now_s, Counter[int]()
+        for number, held in self.held.items():
+            if not self.ledger.is_current(number, held.attempt):
+                continue
+            if now_s - held.renewed_s > limit_s:
+                self.store.return_lease(number, held.attempt)
+                expired[held.generator] += 1
+            else:
+                oldest_s = min(oldest_s, held.renewed_s)
+        for generator, leases in expired.items():
+            log.warning("leases expired", generator=generator, leases=leases, limit_s=limit_s)
+        self._expires_s = oldest_s + limit_s
 
-    def note_memory(self, role: str, peak_memory_bytes: int) -> None:
-        """Counts the peak memory of a role that is neither a generator nor a learner."""
-        self.state.reported.note_memory(role, peak_memory_bytes)
+    def _check_silence(self, now_s: float) -> None:
+        """Finds silent generators, and makes their leases reassignable."""
+        if now_s - self._checked_s > STALL_S:
+            self._listens_s = now_s
+        self._checked_s = now_s
+        leased_by = self.state.leased_by
+        silent = {index for index, leases in leased_by.items() if leases and self._silent_s(index, now_s) > SUSPECT_S}
+        for index in silent - self._silent:
+            log.warning("generator is silent: others may get its leases", generator=index, leases=leased_by[index])
+        self._silent = silent
+        self._reassignable = deque(
+            (number, held.attempt)
+            for number, held in (self.held.items() if silent else ())
+            if held.generator in silent and self.ledger.is_current(number, held.attempt)
+        )
 
-    # --- learners
+    def _silent_s(self, generator: int, now_s: float) -> float:
+        known = self.measure.generators.get(generator)
+        heard_s = known.last_heartbeat_s if known is not None else None
+        return now_s - max(self._listens_s, heard_s or 0.0)
 
-    def take(self, rank: int, step: int) -> tuple[TakeOutcome, list[FinishedGroup]]:
-        """See `Batcher.next_shard`."""
-        return self.batcher.next_shard(rank, step, over=bool(self.state.stop_reason) or step > self.config.steps)
+    def _reassign(self, count: int) -> None:
+        """Takes back up to `count` leases of silent generators, the oldest first, for a generator that gets them
+        now."""
+        while count > 0 and self._reassignable:
+            number, attempt = self._reassignable.popleft()
+            if self.ledger.is_current(number, attempt) and (holder := self.held[number].generator) in self._silent:
+                self.store.return_lease(number, attempt)
+                log.warning("lease of a silent generator passes on", ticket=number, attempt=attempt, generator=holder)
+                count -= 1
+
+    # --- finished groups
+
+    def finish(self, header: GroupHeader, arrays: list[Array]) -> None:
+        """Keeps a finished group, or refunds it. Only the first group of a ticket that arrives is used, and a group
+        that arrives twice is counted once."""
+        check_group(header, arrays, group_size=self.config.generator.group_size, limits=self._limits)
+        state, ledger, newest = self.state, self.ledger, int(arrays[3].max())
+        if newest > ledger.steps:
+            raise ProtocolError(f"ticket {header.ticket} has version {newest}, the learner is at {ledger.steps}")
+        number, attempt, start_version = header.ticket, header.attempt, header.start_version
+        if state.holder(number, attempt) is None:
+            state.reported.duplicates += 1
+            if number not in self.held or attempt > self.held[number].attempt:
+                log.warning("group of an unknown ticket", ticket=number, attempt=attempt)
+            return
+        current = ledger.is_current(number, attempt)
+        if not current and not ledger.accepts(number, start_version):
+            self.store.record(LoseEvent(number, attempt, int(arrays[1].sum())))
+            log.warning("an attempt is not used: its tokens are too old", ticket=number, attempt=attempt)
+            return
+        self.held[number].check_prompt(header, arrays[0], arrays[1])
+        leased_at = ledger.live[number].start_version
+        if current and start_version < leased_at:
+            raise ProtocolError(f"ticket {number} was leased at version {leased_at}, not started at {start_version}")
+        started_s, finished_s = self.clock.span(header.started_s, header.finished_s)
+        header = structs.replace(header, started_s=started_s, finished_s=finished_s)
+        reason = refund_reason(self.config, header, group_relative=self._group_relative)
+        signal = not reason and has_signal(header, group_relative=self._group_relative)
+        self.store.record(GroupEvent(header, reason, signal), arrays)
+        self._failed_rewards.add(header, refunded=reason in FAILURES)
+        check_refunds(ledger, state.unused_in_a_row)
+        state.failures.check(self.config, ledger, header, reason)
+
+    def evaluated(self, result: Evaluated) -> Prompt | None:
+        """Counts an evaluated prompt: the first result that arrives for it. Returns the prompt if it is the first."""
+        if not self.evaluation.wants(result):
+            return None
+        prompt = self.evaluation.prompt_of(result)
+        self.store.record(result)
+        return prompt
+
+    # --- batches
+
+    def begin(self, rank: int, step: int) -> int:
+        """Registers a learner rank that starts from a checkpoint of the step. Returns the number of committed steps, up
+        to which the rank takes and commits the same batches again."""
+        self._check_rank(rank)
+        steps = self.ledger.steps
+        if step > steps:
+            raise ProtocolError(
+                f"the learner's checkpoint is of step {step}, the journal ends at step {steps}: the steps "
+                f"between are missing; {HINT}"
+            )
+        self._note_progress(step)
+        return steps
+
+    def take(self, rank: int, step: int) -> tuple[TakeOutcome, list[tuple[GroupHeader, list[Array]]]]:
+        """Returns ("shard", groups), ("wait", []) while the batch is not complete or is being read from the journal, or
+        ("stop", []) if it was not composed before the run was over, or if the training collapsed in the step before.
+
+        A rank may take the batch of a step while the step before it is in progress. A repeated request for a step
+        returns the same groups, also for a committed step. So all ranks get the same outcome for a step, a shard or
+        "stop". A batch that an earlier launch has dealt to another number of ranks is dealt again
+        (`split_between_ranks`).
+        """
+        self._check_rank(rank)
+        state, ledger = self.state, self.ledger
+        state.reported.learners[rank] = self.clock.now()
+        shard, num_shards = self.config.shard_of(rank), self.config.num_shards
+        if 0 < step <= ledger.steps:
+            past = self.store.history(step)
+            if not past.read(step):
+                return "wait", []
+            groups = past.groups(step, shard, ranks=num_shards)
+            self.progress += 1
+            return "shard", groups
+        if not ledger.steps < step <= min(ledger.next_step, ledger.steps + MAX_TAKEN):
+            raise ProtocolError(f"learner rank {rank} takes step {step}, the next one is {ledger.steps + 1}")
+        if step == ledger.next_step or state.stop_reason == COLLAPSE:
+            if state.stop_reason or step > self.config.steps:
+                return "stop", []
+            self._compose(step)
+        batch = state.batch(step)
+        if batch is None:
+            return "wait", []
+        self.progress += 1
+        costs = {number: sum(self.held[number].finished.lengths) for part in batch.shards for number in part}
+        tickets = split_between_ranks(num_shards, batch.shards, costs)[shard]
+        return "shard", [(self.held[number].finished, self.held[number].arrays) for number in tickets]
+
+    def _compose(self, step: int) -> None:
+        """Composes the batch of the step and deals it to the ranks, if enough groups are finished."""
+        settings, held = self.config.replay, self.held
+        if self.ledger.count(State.FINISHED) < (settings.min_staleness + 1) * settings.groups_per_step:
+            return
+        numbers = self.ledger.select()
+        if numbers is None:
+            return
+        dropped = [number for number in numbers if settings.drops and not held[number].signal]
+        dealt = [number for number in numbers if number not in dropped]
+        costs = [sum(held[number].finished.lengths) for number in dealt]
+        shards = [[dealt[index] for index in shard] for shard in balance(costs, self.config.num_shards)]
+        self.store.record(TakeEvent(step, shards, dropped, self.clock.now()))
 
     def commit(
         self, step: int, metrics: dict[str, float], *, saving: bool = False, checkpoints: Sequence[int] = ()
     ) -> Committed:
-        """See `Batcher.commit`."""
-        return self.batcher.commit(step, metrics, saving=saving, checkpoints=checkpoints)
+        """Ends the step in progress: its groups are trained. For a committed step it returns the same metrics again and
+        changes nothing."""
+        if max(checkpoints, default=0) > step:
+            raise ProtocolError(f"commit of step {step} with a checkpoint of step {max(checkpoints)}")
+        state, again = self.state, 0 < step <= self.ledger.steps
+        if again and step == self.ledger.steps:
+            own = state.committed
+        elif again:
+            past = self.store.history(step)
+            past.read(step, whole=True)  # read when its batch was taken, unless the queue was restarted since
+            own = past.metrics(step)
+        else:
+            in_progress = state.taken[0].number if state.taken else None
+            if step != in_progress:
+                raise ProtocolError(f"commit of step {step}, in progress is {in_progress}")
+            own = self.store.commit(step, metrics, checkpoints)
+        if again:
+            self._note_progress(step)
+        else:
+            self.progress += 1
+        snapshot = self.store.snapshot(step) if saving else b""
+        stopping = bool(state.stop_reason) and step == self.ledger.steps
+        collapsed = stopping and state.stop_reason == COLLAPSE
+        return Committed(own, snapshot, self.store.checkpoint_wanted(), stopping, self.num_waiting, collapsed)
+
+    @property
+    def num_waiting(self) -> int:
+        """Batches that are not trained yet, by the number of finished groups; 0 unless the next one is complete."""
+        settings, taken = self.config.replay, len(self.state.taken)
+        complete = self.ledger.count(State.FINISHED) // settings.groups_per_step - settings.min_staleness
+        return taken + max(0, complete) if taken else 0
 
     def next_evaluation(self, after: int) -> tuple[EvaluationOutcome, int, dict[str, float]]:
         """Returns ("ended", step, metrics) of the next result that no commit has reported, after skipping `after` of
@@ -242,12 +511,30 @@ class ReplayQueue:
             return "ended", result["at_step"], eval_metrics(result)
         return "none" if self.done else "wait", 0, {}
 
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.config.launch.learners:
+            raise ProtocolError(f"learner rank {rank} of {self.config.launch.learners}")
+
+    def _note_progress(self, step: int) -> None:
+        """A learner has trained up to the step, possibly again."""
+        self.progress += 1
+        self._catching_up = {"step": step, "of": self.ledger.steps} if step < self.ledger.steps else None
+
     # --- the launcher
+
+    def scale(self, generators: int) -> None:
+        """Sets the number of generators from now on."""
+        if generators < 1:
+            raise ProtocolError(
+                f"scale to {generators} generators: at least 1 is needed; Ctrl-C in its terminal ends a run"
+            )
+        if generators != self.state.generators_wanted:
+            self.store.record(ScaleEvent(generators))
 
     def stop(self, reason: str) -> None:
         """Ends the run early: learners get no further batch. The first reason counts."""
         if not self.state.stop_reason:
-            self.store.record("stop", {"reason": reason})
+            self.store.record(StopEvent(reason))
             log.info("stopping", reason=reason)
 
     def status(self) -> dict[str, Any]:
@@ -259,10 +546,10 @@ class ReplayQueue:
             "done": self.done,
             "duplicates": self.state.reported.duplicates,
             "eval": self.evaluation.status(),
-            "taken": bool(self.state.taken) or self.batcher.catching_up is not None,
-            "progress": self.batcher.progress,
+            "taken": bool(self.state.taken) or self._catching_up is not None,
+            "progress": self.progress,
             "generators_wanted": self.state.generators_wanted,
-            "catching_up": self.batcher.catching_up,
+            "catching_up": self._catching_up,
             "journal": self.store.status(),
         }
 
@@ -272,14 +559,6 @@ class ReplayQueue:
             "duplicates": self.state.reported.duplicates,
             "skipped_rows": self.state.prompts.skipped_rows,
             "filtered_rows": self.state.prompts.filtered_rows,
-            "prompts": self.state.selection.summary(left_out=self.state.left_out),
+            "prompts": self.state.results.summary(left_out=self.state.left_out),
             **self.evaluation.summary(),
         }
-
-    # --- inside
-
-    def _give_back_all(self, leases: Sequence[Lease]) -> None:
-        for lease in leases:
-            self.store.return_leases(lease.ticket, lease.attempt, evaluation=lease.evaluation)
-        if leases:
-            log.info("leases of a lost session returned", count=len(leases))

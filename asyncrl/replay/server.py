@@ -2,7 +2,7 @@
 
 One thread, one loop (`ReplayServer.serve`). A pass of it:
 
-    poll the socket         waits for a message, at most TICK_S (LOOK_S while replies wait for a sync)
+    poll the socket         waits for a message, at most TICK_S (SYNC_POLL_S while replies wait for a sync)
        |                    woken by  generators: ask, finish, evaluated, release
        |                              learners:   begin, take, commit, next_evaluation, publish
        |                              launcher:   status, scale, lost, stop, summary, shutdown
@@ -21,39 +21,60 @@ GATHER_S for others. All other replies are flushed in the pass in which they wer
 
 from __future__ import annotations
 
+import json
+import math
 import time
-from collections.abc import Callable
-from functools import partial
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import structlog
 
-from asyncrl.errors import InvariantError, observer_failures, observing
+from asyncrl.errors import InvariantError, ProtocolError, observer_failures, observing
 from asyncrl.replay.codec import pack_leases
-from asyncrl.replay.directory import Directory
-from asyncrl.replay.evaluation.samples import EvalSamples, unpack_rows
-from asyncrl.replay.journal.records import FRAME_BYTES
-from asyncrl.replay.learner_requests import LearnerRequests
-from asyncrl.replay.outbox import Outbox
+from asyncrl.replay.evaluation import EvalSamples, unpack_rows
+from asyncrl.replay.journal import FRAME_BYTES, SYNCED, Position
 from asyncrl.replay.queue import ReplayQueue
-from asyncrl.replay.versions import StoredVersions
+from asyncrl.util.files import read_json, replace_file
 from asyncrl.util.processes import Stopwatch, fractions
-from asyncrl.wire.bounds import Body
-from asyncrl.wire.directory_messages import Announce, Located, LookUp
 from asyncrl.wire.endpoints import Endpoints
-from asyncrl.wire.frames import ALIGNMENT, Message
-from asyncrl.wire.kinds import MAX_REQUEST_HEADER_BYTES
-from asyncrl.wire.launcher_messages import Lost, Memory, ReadStatus, ReadSummary, Scale, Shutdown, Stop
+from asyncrl.wire.frames import ALIGNMENT, MAX_REQUEST_HEADER_BYTES, Message
 from asyncrl.wire.messages import (
+    Announce,
+    Announced,
     Ask,
+    Begin,
+    Begun,
+    Body,
+    Commit,
+    Committed,
     Evaluated,
+    EvaluationResult,
     Finished,
+    Follower,
+    Followers,
+    Following,
     GroupHeader,
     LeaseName,
     Leases,
+    Located,
+    LookUp,
+    Lost,
+    Memory,
+    NextEvaluation,
+    Publish,
+    ReadStatus,
+    ReadSummary,
     Release,
+    Scale,
+    ShardHeader,
+    Shutdown,
+    Stop,
+    Take,
 )
 from asyncrl.wire.rpc import Handler, Reply, Server
-from asyncrl.wire.service_messages import Ok
+from asyncrl.wire.service_messages import Error, Ok
 from asyncrl.wire.sockets import MAX_FRAME_BYTES
 
 log = structlog.get_logger()
@@ -66,13 +87,25 @@ LEARNERS = "learners"
 """The name under which learner rank 0 announces the rendezvous of the ranks."""
 POLL_S = 0.001
 """Shortest wait of the loop while replies wait for others."""
-LOOK_S = 0.001
+SYNC_POLL_S = 0.001
 """The same while replies wait for a sync of the journal, or memory is freed."""
 RECEIVE_AT_ONCE = 64
 GROUP_PADDING_BYTES = 4 * ALIGNMENT
 """Maximum padding between the arrays of a group's frame."""
 DENIED_ASKS_PER_S = 1000.0
 """Rate limit of asks by all generators that wait for leases, so that many of them do not overload the queue."""
+ANSWER_S = 1.0
+"""A learner rank that waits for its batch gets a sign of life at this interval."""
+GATHER_S = 0.005
+"""Replies that nobody waits for are held back up to this time for others, so that one write of the journal serves all
+of them."""
+URGENT = (ShardHeader, Committed)
+"""Replies that a learner waits for."""
+PATIENT = (Finished, Leases)
+"""Replies that nobody waits for, unless the server says so (`flush_now`)."""
+PROMISES = {"group": Finished, "commit": Committed}
+"""The reply that acknowledges a record of each kind."""
+MAX_NAMES = 4096
 
 
 class ReplayServer:
@@ -92,16 +125,14 @@ class ReplayServer:
         self._eval_samples = eval_samples
         self._versions = StoredVersions(queue.config.launch.heartbeat_timeout_s)
         self._directory = directory or Directory(None, endpoints.run_id)
-        self._learners = LearnerRequests(queue, self._versions, epoch=self._directory.epoch(LEARNERS))
+        self._epoch = self._directory.epoch(LEARNERS)
+        """The latest epoch of learner ranks that began."""
+        self.waiting: dict[tuple[int, int], tuple[Message, float]] = {}
+        """Requests for batches that are not complete, by rank and step, and when they came."""
         self.shut = False
-        self._watch = Stopwatch()
-        own: dict[type[Body], Handler] = {body: partial(handle, self) for body, handle in HANDLERS.items()}
+        self._timer = Stopwatch()
         self._server = Server(
-            endpoints,
-            endpoints.replay,
-            "replay queue",
-            own | self._learners.handlers,
-            max_frame_bytes=max_frame_bytes,
+            endpoints, endpoints.replay, "replay queue", self._handlers(), max_frame_bytes=max_frame_bytes
         )
         self._outbox = Outbox(queue, self._server.send)
         self._server.reply = self._outbox.add
@@ -109,16 +140,15 @@ class ReplayServer:
     def serve(self, should_stop: Callable[[], bool]) -> None:
         """Serves until a shutdown request or `should_stop()`."""
         while not (self.shut or should_stop()):
-            self._watch.switch("syncing" if self._outbox.syncing else "waiting")
+            self._timer.switch("syncing" if self._outbox.syncing else "waiting")
             ready = self._server.poll(self._poll_s())
-            self._watch.switch("working")
+            self._timer.switch("working")
             if ready:
                 self._receive()
-            for message, reply in self._learners.due(time.monotonic()):
-                self._outbox.add(message.peer, message.seq, reply)
+            self._answer_waiting(time.monotonic())
             self.queue.expire()
-            self._watch.switch("writing")
-            if self._outbox.waits:
+            self._timer.switch("writing")
+            if self._outbox.has_pending:
                 self._outbox.send_synced()
             else:
                 self._outbox.flush()
@@ -128,7 +158,7 @@ class ReplayServer:
     def _poll_s(self) -> float:
         """The longest wait for a message."""
         busy = self._outbox.syncing or self.queue.state.spent
-        return min(LOOK_S if busy else TICK_S, max(POLL_S, self._outbox.wait_s))
+        return min(SYNC_POLL_S if busy else TICK_S, max(POLL_S, self._outbox.wait_s))
 
     def close(self) -> None:
         """Closes the socket."""
@@ -143,25 +173,59 @@ class ReplayServer:
                 self._outbox.flush(wait=True)
                 raise
             self._outbox.send_synced()
-            if self._outbox.urgent:
+            if self._outbox.has_urgent:
                 return
+
+    def _handlers(self) -> dict[type[Body], Handler]:
+        """The handler of each request. Those that change something and have nothing to answer are answered `Ok`."""
+        queue, directory = self.queue, self._directory
+        changes: dict[type[Body], Callable[[Any], object]] = {
+            Release: lambda body: queue.release(body.generator, body.leases, body.evaluations),
+            Lost: self._lost,
+            Scale: lambda body: queue.scale(body.generators),
+            Memory: lambda body: queue.state.reported.note_memory(body.role, body.peak_memory_bytes),
+            Stop: lambda body: queue.stop(body.reason),
+            Shutdown: self._shutdown,
+            Announce: lambda body: directory.announce(body.name, body.address, body.epoch),
+        }
+        answers: dict[type[Body], Callable[[Any], Body]] = {
+            Begin: self._begin,
+            Commit: self._commit,
+            NextEvaluation: self._next_evaluation,
+            Publish: self._publish,
+            ReadStatus: self._status,
+            ReadSummary: self._summary,
+            LookUp: lambda body: Located(directory.address(body.name, epoch=body.epoch)),
+        }
+
+        def changing(change: Callable[[Any], object]) -> Handler:
+            def handle(message: Message) -> Reply:
+                change(message.body)
+                return Reply(Ok({}))
+
+            return handle
+
+        def answering(answer: Callable[[Any], Body]) -> Handler:
+            return lambda message: Reply(answer(message.body))
+
+        return {
+            Ask: self._ask,
+            GroupHeader: self._finish,
+            Evaluated: self._evaluated,
+            Take: self._take,
+            **{body: changing(change) for body, change in changes.items()},
+            **{body: answering(answer) for body, answer in answers.items()},
+        }
+
+    # --- generators
 
     def _ask(self, message: Message) -> Reply:
         queue = self.queue
         body: Ask = message.body
         # A generator that lacks at least half of its groups may be idle, also if it gets nothing now: it asks again.
         if body.num_evaluations or body.num_groups > queue.state.leased_by[body.generator]:
-            self._outbox.hurry()
-        leases, reason = queue.ask(
-            body.generator,
-            body.version,
-            body.num_groups,
-            body.stats,
-            body.num_evaluations,
-            session=body.session,
-            number=body.number,
-            working_on=body.working_on,
-        )
+            self._outbox.flush_now()
+        leases, reason = queue.ask(body)
         if reason != "session":
             self._versions.report(body.generator, body.stats.weights)
         headers, prompts = pack_leases(leases)
@@ -171,8 +235,8 @@ class ReplayServer:
             leave=queue.leaves(body.generator, body.session),
             reason=reason,
             evaluations_left=queue.evaluation.left(body.version),
-            progress=queue.batcher.progress,
-            batches=queue.batcher.num_waiting,
+            progress=queue.progress,
+            batches=queue.num_waiting,
             pause_s=queue.state.generators_wanted / DENIED_ASKS_PER_S,
             weights=self._directory.address(WEIGHTS),
             stored=self._versions.newest,
@@ -193,46 +257,82 @@ class ReplayServer:
                 self._eval_samples.add(prompt, body, rows)
         return Reply(Finished([LeaseName(body.ticket, body.attempt, evaluation=True)]))
 
-    def _release(self, message: Message) -> Reply:
-        body: Release = message.body
-        self.queue.release(body.generator, body.leases, body.evaluations)
-        return Reply(Ok({}))
+    # --- learner ranks: those of an earlier start than the newest that began are refused
 
-    def _announce(self, message: Message) -> Reply:
-        body: Announce = message.body
-        self._directory.announce(body.name, body.address, body.epoch)
-        return Reply(Ok({}))
+    def _begin(self, body: Begin) -> Begun:
+        self._check_epoch(body.epoch)
+        self._epoch = body.epoch
+        steps = self.queue.begin(body.rank, body.step)
+        for key in [key for key in self.waiting if key[0] == body.rank]:
+            del self.waiting[key]
+        return Begun(steps)
 
-    def _look_up(self, message: Message) -> Reply:
-        body: LookUp = message.body
-        return Reply(Located(self._directory.address(body.name, epoch=body.epoch)))
+    def _take(self, message: Message) -> Reply | None:
+        """A request for a batch waits until the batch is complete."""
+        body: Take = message.body
+        self._check_epoch(body.epoch)
+        reply = self._shard(body)
+        if reply is None:
+            self.waiting[body.rank, body.step] = message, time.monotonic()
+        return reply
 
-    def _lost(self, message: Message) -> Reply:
-        body: Lost = message.body
+    def _answer_waiting(self, now_s: float) -> None:
+        """Answers waiting requests: with the batch once it is complete, else with a sign of life when it is due."""
+        for key, (message, since_s) in list(self.waiting.items()):
+            try:
+                reply = self._shard(message.body)
+            except ProtocolError as error:  # the step was committed without it
+                reply = Reply(Error(str(error)))
+            if reply is None and now_s - since_s > ANSWER_S:
+                reply = Reply(ShardHeader(message.body.step, "wait", []))
+            if reply is not None:
+                del self.waiting[key]
+                self._outbox.add(message.peer, message.seq, reply)
+
+    def _shard(self, body: Take) -> Reply | None:
+        outcome, groups = self.queue.take(body.rank, body.step)
+        if outcome == "wait":
+            return None
+        headers = [header for header, _ in groups]
+        return Reply(ShardHeader(body.step, outcome, headers), [arrays for _, arrays in groups])
+
+    def _commit(self, body: Commit) -> Committed:
+        self._check_epoch(body.epoch)
+        return self.queue.commit(body.step, body.metrics, saving=body.saving, checkpoints=body.checkpoints)
+
+    def _next_evaluation(self, body: NextEvaluation) -> EvaluationResult:
+        self._check_epoch(body.epoch)
+        return EvaluationResult(*self.queue.next_evaluation(body.after))
+
+    def _publish(self, body: Publish) -> Followers:
+        self._check_epoch(body.epoch)
+        return Followers(self._versions.announce(body.announced))
+
+    def _check_epoch(self, epoch: int) -> None:
+        """Raises ProtocolError for a learner rank that was given up while its host could not be reached, and replaced:
+        it must not change the run any more."""
+        if epoch < self._epoch:
+            raise ProtocolError(f"superseded: start {self._epoch} of the learner ranks trains, and this one is {epoch}")
+
+    # --- the launcher
+
+    def _lost(self, body: Lost) -> None:
         self.queue.lost(body.generator)
         self._versions.lost(body.generator)
-        return Reply(Ok({}))
 
-    def _scale(self, message: Message) -> Reply:
-        body: Scale = message.body
-        self.queue.scale(body.generators)
-        return Reply(Ok({}))
+    def _shutdown(self, body: Shutdown) -> None:
+        self.shut = True
 
-    def _memory(self, message: Message) -> Reply:
-        body: Memory = message.body
-        self.queue.note_memory(body.role, body.peak_memory_bytes)
-        return Reply(Ok({}))
+    def _status(self, body: ReadStatus) -> Ok:
+        return Ok(self.queue.status() | self._connections())
 
-    def _status(self, message: Message) -> Reply:
-        return Reply(Ok(self.queue.status() | self._refused()))
-
-    def _summary(self, message: Message) -> Reply:
+    def _summary(self, body: ReadSummary) -> Ok:
         summary = self.queue.summary()
-        summary["time"] |= {"replay": fractions(self._watch.seconds())}
+        summary["time"] |= {"replay": fractions(self._timer.seconds())}
         summary["observer_failures"] = dict(observer_failures)
-        return Reply(Ok(summary | self._refused()))
+        return Ok(summary | self._connections())
 
-    def _refused(self) -> dict[str, int]:
+    def _connections(self) -> dict[str, Any]:
         server = self._server
         return {
             "bad_messages": server.errors.total(),
@@ -240,32 +340,142 @@ class ReplayServer:
             "strangers": server.num_strangers,
         }
 
-    def _stop(self, message: Message) -> Reply:
-        body: Stop = message.body
-        self.queue.stop(body.reason)
-        return Reply(Ok({}))
 
-    def _shutdown(self, message: Message) -> Reply:
-        self.shut = True
-        return Reply(Ok({}))
+class Outbox:
+    """Sends replies after the changes they acknowledge are written to the journal, with one write for all of them.
+
+    Replies that promise durability (`journal.flush`) wait until the journal is synced in the background up to the last
+    record written that requires it; other replies do not.
+    """
+
+    def __init__(self, queue: ReplayQueue, send: Callable[[bytes, int, Reply], None]) -> None:
+        self.answers: list[tuple[bytes, int, Reply]] = []
+        """Replies that wait for the next write: peer, number of its request, reply."""
+        self._store, self._send_one = queue.store, send
+        self._due_s = math.inf
+        """Time at which the replies are to be flushed."""
+        self._unsynced: deque[tuple[Position, list[tuple[bytes, int, Reply]]]] = deque()
+        """Written replies, with the place up to which the journal must be synced before they are sent."""
+        self._promises = tuple(PROMISES[kind] for kind in SYNCED[queue.config.journal.flush])
+
+    @property
+    def syncing(self) -> bool:
+        """True if replies wait for a sync."""
+        return bool(self._unsynced)
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds until the replies are to be flushed; infinite if there are none."""
+        return max(0.0, self._due_s - time.monotonic())
+
+    @property
+    def has_pending(self) -> bool:
+        """True if there are replies, and none of them is due."""
+        return 0.0 < self.wait_s < math.inf
+
+    @property
+    def has_urgent(self) -> bool:
+        """True if a learner waits for the last reply: it should be flushed now rather than with more messages."""
+        return bool(self.answers) and isinstance(self.answers[-1][2].body, URGENT)
+
+    def add(self, peer: bytes, seq: int, reply: Reply) -> None:
+        """Queues a reply for the next `flush`."""
+        self.answers.append((peer, seq, reply))
+        if not isinstance(reply.body, PATIENT):
+            self.flush_now()
+        elif self._due_s == math.inf:
+            self._due_s = time.monotonic() + GATHER_S
+
+    def flush_now(self) -> None:
+        """The replies are due: somebody waits for one of them, or for the next one."""
+        self._due_s = 0.0
+
+    def flush(self, *, wait: bool = False) -> None:
+        """Writes the journal and sends the replies whose records are durable; with `wait` all of them."""
+        self._store.write(wait=wait)
+        answers, self.answers, self._due_s = self.answers, [], math.inf
+        promises = [answer for answer in answers if isinstance(answer[2].body, self._promises)]
+        if promises:
+            self._unsynced.append((self._store.promised, promises))
+        self._send([answer for answer in answers if not isinstance(answer[2].body, self._promises)])
+        self.send_synced()
+
+    def send_synced(self) -> None:
+        """Sends the replies whose records are synced."""
+        while self._unsynced and self._unsynced[0][0] <= self._store.synced:
+            self._send(self._unsynced.popleft()[1])
+
+    def _send(self, answers: Sequence[tuple[bytes, int, Reply]]) -> None:
+        """Sends the answers, with all `Finished` replies to a peer merged into one."""
+        kept: dict[bytes, list[LeaseName]] = {}
+        for peer, seq, reply in answers:
+            if isinstance(reply.body, Finished):
+                kept.setdefault(peer, []).extend(reply.body.kept)
+            else:
+                self._send_one(peer, seq, reply)
+        for peer, names in kept.items():
+            self._send_one(peer, 0, Reply(Finished(names)))
 
 
-HANDLERS: dict[type[Body], Callable[[ReplayServer, Message], Reply | None]] = {
-    Ask: ReplayServer._ask,
-    GroupHeader: ReplayServer._finish,
-    Evaluated: ReplayServer._evaluated,
-    Release: ReplayServer._release,
-    Lost: ReplayServer._lost,
-    Scale: ReplayServer._scale,
-    Memory: ReplayServer._memory,
-    ReadStatus: ReplayServer._status,
-    ReadSummary: ReplayServer._summary,
-    Stop: ReplayServer._stop,
-    Shutdown: ReplayServer._shutdown,
-    Announce: ReplayServer._announce,
-    LookUp: ReplayServer._look_up,
-}
-"""The handlers of all requests but those of learner ranks."""
+class Directory:
+    """The addresses that servers of the run have announced, by name, with the epoch of the process that announced each.
+    They are in a file, so that a restarted queue knows them; without a file they are in memory only."""
+
+    def __init__(self, file: Path | None, run_id: str) -> None:
+        """A file of another `run_id` is of an earlier launch, and ignored."""
+        self._file, self._run_id = file, run_id
+        self._known: dict[str, tuple[str, int]] = {}
+        if file is not None and file.exists() and (saved := read_json(file)).get("run_id") == run_id:
+            self._known = {name: (address, epoch) for name, (address, epoch) in saved["addresses"].items()}
+
+    def announce(self, name: str, address: str, epoch: int) -> None:
+        """Records the address. Raises ProtocolError if a process of a later epoch has announced the name."""
+        latest = self.epoch(name)
+        if epoch < latest:
+            raise ProtocolError(f"superseded: start {latest} has announced {name!r}, and this process is start {epoch}")
+        if name not in self._known and len(self._known) >= MAX_NAMES:
+            raise ProtocolError(f"{name!r} is one name too many: the run has {MAX_NAMES} already")
+        self._known[name] = address, epoch
+        if self._file is not None:
+            text = json.dumps({"run_id": self._run_id, "addresses": self._known})
+            replace_file(self._file, text + "\n", mode=0o600)
+
+    def epoch(self, name: str) -> int:
+        """Returns the latest epoch that has announced the name; 0 if none has."""
+        return self._known.get(name, ("", 0))[1]
+
+    def address(self, name: str, *, epoch: int = 0) -> str:
+        """Returns the address; empty if the name is unknown, or its process is of an earlier epoch."""
+        address, latest = self._known.get(name, ("", 0))
+        return address if latest >= epoch else ""
+
+
+class StoredVersions:
+    """Passes announcements of weights in a store from the learner on to generators, and what they report back to it.
+    The journal has nothing of it: after a restart of the queue the learner announces again, and generators report with
+    each ask."""
+
+    def __init__(self, live_s: float) -> None:
+        """A generator is live for this time after its last report."""
+        self.newest: Announced | None = None
+        self._live_s = live_s
+        self._reports: dict[int, tuple[Following, float]] = {}
+
+    def report(self, generator: int, following: Following | None) -> None:
+        """Takes the report in an ask; None if the weights do not come from a store."""
+        if following is not None:
+            self._reports[generator] = following, time.monotonic()
+
+    def lost(self, generator: int) -> None:
+        """The process of the generator has ended."""
+        self._reports.pop(generator, None)
+
+    def announce(self, announced: Announced) -> list[Follower]:
+        """Takes the newest version. Returns what live generators have reported."""
+        self.newest = announced
+        oldest_s = time.monotonic() - self._live_s
+        self._reports = {index: report for index, report in self._reports.items() if report[1] > oldest_s}
+        return [Follower(index, following) for index, (following, _) in sorted(self._reports.items())]
 
 
 def run_replay(
@@ -288,15 +498,11 @@ def run_replay(
         max_frame_bytes = min(MAX_FRAME_BYTES, max(MAX_REQUEST_HEADER_BYTES, group_bytes))
     try:
         server = ReplayServer(
-            queue,
-            endpoints,
-            max_frame_bytes=max_frame_bytes,
-            eval_samples=eval_samples,
-            directory=directory,
+            queue, endpoints, max_frame_bytes=max_frame_bytes, eval_samples=eval_samples, directory=directory
         )
         try:
             server.serve(should_stop)
         finally:
             server.close()
     finally:
-        queue.close()
+        queue.store.close()

@@ -5,28 +5,44 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 import structlog
 
 from asyncrl.config.config import Config
 from asyncrl.errors import JournalError, ProtocolError
-from asyncrl.replay.journal.history import History
-from asyncrl.replay.journal.reader import WITHOUT, Loader, segments_of
-from asyncrl.replay.journal.records import FORMAT
-from asyncrl.replay.journal.writer import MAX_UNSYNCED_BYTES, START, Journal, Position, Record, read_journal
-from asyncrl.replay.ledger_counts import State
-from asyncrl.replay.metrics.stats import ReportedStats
+from asyncrl.replay.history import History
+from asyncrl.replay.journal import (
+    DAMAGED,
+    FORMAT,
+    MAX_UNSYNCED_BYTES,
+    START,
+    Journal,
+    Loader,
+    Position,
+    read_journal,
+    segments_of,
+)
+from asyncrl.replay.ledger import State
 from asyncrl.replay.metrics.step import step_metrics
 from asyncrl.replay.metrics.trace import TraceWriter
-from asyncrl.replay.restore import restore_queue
-from asyncrl.replay.snapshot import Snapshot
-from asyncrl.replay.state import QueueState
-from asyncrl.replay.tickets import PromptSource
+from asyncrl.replay.state import (
+    CommitEvent,
+    Event,
+    PromptSource,
+    QueueState,
+    ReturnEvent,
+    Snapshot,
+    event_of,
+    record_of,
+)
 from asyncrl.types import Prompt
-from asyncrl.util.durable import restore, to_plain
 from asyncrl.wire.frames import Array
+
+log = structlog.get_logger()
+
+WANTED_PART = 16
+"""A checkpoint is requested again when the journal has grown by 1 / WANTED_PART of its size limit."""
 
 
 class RunClock:
@@ -55,9 +71,6 @@ class RunClock:
         return start_s, min(max(start_s, finished_s - self.origin_s), now_s)
 
 
-log = structlog.get_logger()
-
-
 @dataclass(slots=True)
 class Recovered:
     """The process that wrote the journal last, as recorded there."""
@@ -73,61 +86,26 @@ class Recovered:
 def recover(state: QueueState, journal: Journal | Loader, *, until_step: int | None = None) -> Recovered | None:
     """Restores a new state to the end of the journal, or to just after the commit of step `until_step`. Returns None if
     the journal is empty. With a Loader the journal is only read. Raises JournalError if it is damaged."""
-    found = _newest_state(journal, until_step)
-    if found is None:
+    newest = _newest_snapshot(journal, until_step)
+    if newest is None:
         return None
-    segment, stored = found
+    segment, stored = newest
     recovered = Recovered(stored.run_id, stored.origin_s, stored.at_s, segment)
-    try:
-        restore_queue(state, stored.queue, load=journal.load, now_s=stored.at_s)
-        restore(state.reported, stored.reported)
-        if _apply_records(state, journal, recovered, until_step):
+    state.restore(stored.queue, journal, stored.at_s)
+    for location, record in read_journal(journal.folder, first_segment=segment):
+        event = event_of(record, location, journal.folder)
+        # A view would keep the complete batch in memory.
+        state.apply(event, [array.copy() for array in record.arrays], location)
+        recovered.segment = location[0]
+        recovered.at_s = max(recovered.at_s, getattr(event, "at_s", 0.0))
+        if isinstance(event, CommitEvent) and event.step == until_step:
             return recovered
-    except msgspec.ValidationError as error:
-        raise JournalError(f"{journal.folder}: a record after the start of {segment}: {error}; {WITHOUT}") from None
     if until_step is not None:
-        raise JournalError(f"{journal.folder}: step {until_step} is no longer in it; {WITHOUT}")
+        raise JournalError(f"{journal.folder}: step {until_step} is no longer in it; {DAMAGED}")
     return recovered
 
 
-def _apply_records(state: QueueState, journal: Journal | Loader, recovered: Recovered, until_step: int | None) -> bool:
-    """Applies the records after the stored state. Returns True at the commit of `until_step`, False at the end."""
-    for location, record in read_journal(journal.folder, first_segment=recovered.segment):
-        if record.kind != "state":
-            # A view would keep the complete batch in memory.
-            own = Record(record.kind, record.body, [array.copy() for array in record.arrays])
-            state.apply(own, location)
-        recovered.segment = location[0]
-        recovered.at_s = max(recovered.at_s, record.body.get("at_s", 0.0))
-        if record.kind == "commit" and record.body["step"] == until_step:
-            return True
-    return False
-
-
-def state_after(state: QueueState, journal: Journal, step: int) -> dict[str, Any]:
-    """Returns `QueueState.snapshot` as of the commit of an earlier step that the journal still contains."""
-    place = state.prompts.position
-    then = QueueState(state.config, state.prompts, None, state.eval_prompts)
-    try:
-        recover(then, journal, until_step=step)
-        return then.snapshot()
-    finally:
-        state.prompts.seek(place)
-
-
-def load_checkpoint(state: QueueState, data: bytes) -> float:
-    """Restores the queue's part of a checkpoint, with every ticket returned. Returns the run's time of the checkpoint.
-
-    Raises RunError if it cannot be read, ConfigError if the run's settings do not fit it.
-    """
-    stored = Snapshot.of_bytes(data)
-    restore_queue(state, stored.queue, load=None, now_s=stored.at_s)
-    restore(state.reported, stored.reported)
-    log.info("queue resumed from a checkpoint", step=state.ledger.steps, tickets_taken_back=len(state.ledger.live))
-    return stored.at_s
-
-
-def _newest_state(journal: Journal | Loader, until_step: int | None) -> tuple[int, Snapshot] | None:
+def _newest_snapshot(journal: Journal | Loader, until_step: int | None) -> tuple[int, Snapshot] | None:
     """The last segment with a record, or the last one started before the step was committed, and the state in it."""
     if isinstance(journal, Journal):
         journal.write()
@@ -135,17 +113,13 @@ def _newest_state(journal: Journal | Loader, until_step: int | None) -> tuple[in
         first = next(read_journal(journal.folder, first_segment=segment), None)
         if first is None or first[0][0] != segment:
             continue
-        record = first[1]
-        if record.kind != "state":
-            raise JournalError(f"{journal.folder}: segment {segment} begins with a {record.kind!r}; {WITHOUT}")
-        stored = Snapshot.of_record(record.body, f"{journal.folder}: segment {segment}")
+        location, record = first
+        stored = event_of(record, location, journal.folder)
+        if not isinstance(stored, Snapshot):
+            raise JournalError(f"{journal.folder}: segment {segment} begins with a {record.kind!r}; {DAMAGED}")
         if until_step is None or stored.queue.ledger.steps < until_step:
             return segment, stored
     return None
-
-
-WANTED_PART = 16
-"""A checkpoint is requested again when the journal has grown by 1 / WANTED_PART of its size limit."""
 
 
 class Store:
@@ -179,15 +153,43 @@ class Store:
         """Size of the journal when a checkpoint was last requested."""
         self._open(checkpoint)
 
-    @property
-    def above_ceiling(self) -> bool:
-        """True if the journal has reached `journal.max_bytes`."""
-        return self.journal is not None and self.journal.num_bytes >= self.config.journal.max_bytes
+    def _open(self, checkpoint: bytes) -> None:
+        state, journal = self.state, self.journal
+        recovered = None if journal is None else recover(state, journal)
+        same_launch = recovered is not None and recovered.run_id == self.run_id
+        if recovered is not None:
+            self.clock = RunClock(origin_s=recovered.origin_s if same_launch else None, elapsed_s=recovered.at_s)
+            if not same_launch:
+                self._return_all_leases()
+        elif checkpoint:
+            stored = Snapshot.of_checkpoint(checkpoint)
+            state.restore(stored.queue, None, stored.at_s)
+            self.clock = RunClock(elapsed_s=stored.at_s)
+            ledger = state.ledger
+            log.info("queue resumed from a checkpoint", step=ledger.steps, tickets_taken_back=len(ledger.live))
+            self.trace.forget(ledger.live, issued=ledger.issued, step=ledger.steps)
+        if recovered is not None or checkpoint:
+            state.wake(self.clock.now(), same_launch=same_launch)
+        if journal is not None:
+            state.coverage.keep(journal.segments)
+            if recovered is None or not same_launch or recovered.segment != journal.current:
+                self._begin_segment(journal)
 
-    def record(self, kind: str, body: Any, arrays: list[Array] | None = None) -> None:
-        """Appends the record of an event to the journal, then applies it, as recovery does."""
-        event = Record(kind, body, arrays or [])
-        self.state.apply(event, None if self.journal is None else self.journal.append(event))
+    def _return_all_leases(self) -> None:
+        for ticket in list(self.state.ledger.live.values()):
+            if ticket.state is State.LEASED:
+                self.return_lease(ticket.number, ticket.attempt)
+        for _, number, attempt in list(self.state.evaluation.held()):
+            self.return_lease(number, attempt, evaluation=True)
+
+    def record(self, event: Event, arrays: list[Array] | None = None) -> None:
+        """Appends an event to the journal, then applies it, as recovery does."""
+        location = None if self.journal is None else self.journal.append(record_of(event, arrays))
+        self.state.apply(event, arrays or [], location)
+
+    def return_lease(self, number: int, attempt: int, *, tokens: int | None = None, evaluation: bool = False) -> None:
+        """Returns a lease; `tokens` as in `ReturnEvent`."""
+        self.record(ReturnEvent(number, attempt, evaluation, tokens))
 
     def commit(self, step: int, metrics: dict[str, float], checkpoints: Sequence[int]) -> dict[str, float]:
         """Commits the step in progress. Segments that none of the checkpoints needs may be dropped."""
@@ -197,18 +199,17 @@ class Store:
         own["collapse/alarms"] = float(len(collapse.active))
         if collapse.raised(step):
             log.warning("collapse", step=step, reason=collapse.summary(self.config)["sentence"])
-        body = {
-            "step": step,
-            "metrics": metrics | own,
-            "own": list(own),
-            "reported": to_plain(ReportedStats, self.state.reported),
-            "at_s": at_s,
-            # Recorded, since these settings may change when the run is resumed.
-            "learners": self.config.launch.learners,
-            "evaluates": self.config.evaluates(step),
-            "stops": collapse.stops(step, self.config),
-        }
-        self.record("commit", body)
+        event = CommitEvent(
+            step=step,
+            metrics=metrics | own,
+            own=list(own),
+            reported=self.state.reported,
+            at_s=at_s,
+            learners=self.config.launch.learners,
+            evaluates=self.config.evaluates(step),
+            stops=collapse.stops(step, self.config),
+        )
+        self.record(event)
         self._history = None
         if checkpoints and self.config.journal.retention == "needed":
             self._covered_step = min(checkpoints)
@@ -228,7 +229,7 @@ class Store:
             self.state.coverage.keep(journal.segments)
             self._covered_step = None
         if journal.full:
-            self._begin_segment()
+            self._begin_segment(journal)
         if wait:
             journal.settle()
 
@@ -241,6 +242,11 @@ class Store:
     def synced(self) -> Position:
         """The place in the journal up to which it is on the disk. Raises JournalError if a sync failed."""
         return START if self.journal is None else self.journal.synced
+
+    @property
+    def above_ceiling(self) -> bool:
+        """True if the journal has reached `journal.max_bytes`."""
+        return self.journal is not None and self.journal.num_bytes >= self.config.journal.max_bytes
 
     def disk_is_slow(self) -> bool:
         """Returns True while more than MAX_UNSYNCED_BYTES of the journal wait for its disk. Logs when it begins."""
@@ -260,10 +266,17 @@ class Store:
         return self._history
 
     def snapshot(self, step: int) -> bytes:
-        """The queue's part of a checkpoint of the step."""
-        if step < self.state.ledger.steps and self.journal is not None:
-            return msgspec.msgpack.encode(self._snapshot(state_after(self.state, self.journal, step)))
-        return msgspec.msgpack.encode(self._snapshot(self.state.snapshot()))
+        """The queue's part of a checkpoint of the step, which may be an earlier one that the journal still contains."""
+        state = self.state
+        if step == state.ledger.steps or self.journal is None:
+            return msgspec.msgpack.encode(self._snapshot(state))
+        position = state.prompts.position
+        then = QueueState(state.config, state.prompts, None, state.eval_prompts)
+        try:
+            recover(then, self.journal, until_step=step)
+            return msgspec.msgpack.encode(self._snapshot(then))
+        finally:
+            state.prompts.seek(position)
 
     def checkpoint_wanted(self) -> bool:
         """True if the journal approaches its size limit and a checkpoint may allow segments to be dropped."""
@@ -295,55 +308,12 @@ class Store:
             if self.journal is not None:
                 self.journal.close()
 
-    def _open(self, checkpoint: bytes) -> None:
-        found = None if self.journal is None else recover(self.state, self.journal)
-        if found is not None and found.run_id == self.run_id:
-            self.clock = RunClock(origin_s=found.origin_s, elapsed_s=found.at_s)
-            self.state.wake(self.clock.now(), same_launch=True)
-        elif found is not None:
-            self.clock = RunClock(elapsed_s=found.at_s)
-            self._return_all_leases()
-            self.state.wake(self.clock.now(), same_launch=False)
-        elif checkpoint:
-            self.clock = RunClock(elapsed_s=load_checkpoint(self.state, checkpoint))
-            ledger = self.state.ledger
-            self.trace.forget(ledger.live, issued=ledger.issued, step=ledger.steps)
-            self.state.wake(self.clock.now(), same_launch=False)
-        if self.journal is not None:
-            self.state.coverage.keep(self.journal.segments)
-        if self.journal is not None and (
-            found is None or found.run_id != self.run_id or found.segment != self.journal.current
-        ):
-            self._begin_segment()
-
-    def _return_all_leases(self) -> None:
-        for ticket in list(self.state.ledger.live.values()):
-            if ticket.state is State.LEASED:
-                self.return_leases(ticket.number, ticket.attempt)
-        for _, number, attempt in list(self.state.evaluation.held()):
-            self.return_leases(number, attempt, evaluation=True)
-
-    def return_leases(self, number: int, attempt: int, *, tokens: int | None = None, evaluation: bool = False) -> None:
-        """Returns a lease. `tokens` are those lost; None if its generator did not report them, so that the group may
-        still arrive."""
-        body = {"ticket": number, "attempt": attempt, "evaluation": evaluation}
-        self.record("return", body | {"tokens": tokens or 0, "told": tokens is not None})
-
-    def _begin_segment(self) -> None:
-        assert self.journal is not None
+    def _begin_segment(self, journal: Journal) -> None:
         self.trace.flush()
-        self.journal.rotate()
-        self.state.coverage.begin(self.journal.current, self.state.ledger.steps)
-        self.journal.append(Record("state", self._snapshot(self.state.snapshot())))
-        self.journal.write()
+        journal.rotate()
+        self.state.coverage.began[journal.current] = self.state.ledger.steps
+        journal.append(record_of(self._snapshot(self.state)))
+        journal.write()
 
-    def _snapshot(self, queue: dict[str, Any]) -> dict[str, Any]:
-        """The plain form of a `Snapshot` with this one of the queue's state."""
-        return {
-            "format": FORMAT,
-            "run_id": self.run_id,
-            "origin_s": self.clock.origin_s,
-            "at_s": self.clock.now(),
-            "reported": to_plain(ReportedStats, self.state.reported),
-            "queue": queue,
-        }
+    def _snapshot(self, state: QueueState) -> Snapshot:
+        return Snapshot(FORMAT, self.run_id, self.clock.origin_s, self.clock.now(), state.snapshot())

@@ -26,9 +26,9 @@ import numpy as np
 
 from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError, RunError
+from asyncrl.rewards.pool import MAX_POOL_LOSSES, START_S, RewardPool
+from asyncrl.rewards.reward_worker import PackedEpisode
 from asyncrl.rewards.table import names_in, reward_for
-from asyncrl.rewards.worker_main import PackedEpisode
-from asyncrl.rewards.workers import MAX_POOL_LOSSES, START_S, RewardPool
 from asyncrl.types import Prompt
 from asyncrl.util.processes import PYTHON, end_with_parent
 from asyncrl.util.text import shortened

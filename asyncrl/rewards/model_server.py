@@ -18,12 +18,10 @@ from asyncrl.rewards.calling import describe
 from asyncrl.rewards.reward_model import KEY, WAY_OUT, check_model_folder, model_options
 from asyncrl.util.memory import peak_memory_bytes
 from asyncrl.util.tokenizer import load_tokenizer, render_chat, start_tokens
-from asyncrl.wire.directory import announce
 from asyncrl.wire.endpoints import Endpoints
-from asyncrl.wire.frames import Message
-from asyncrl.wire.kinds import MAX_TEXT_HEADER_BYTES
-from asyncrl.wire.launcher_messages import Memory
-from asyncrl.wire.rpc import Connection, Reply, Server
+from asyncrl.wire.frames import MAX_TEXT_HEADER_BYTES, Message
+from asyncrl.wire.messages import Memory
+from asyncrl.wire.rpc import Connection, Reply, Server, announce
 from asyncrl.wire.service_messages import Error, Score, Scores
 
 log = structlog.get_logger()

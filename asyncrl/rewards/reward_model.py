@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from asyncrl.config.config import Config
 from asyncrl.config.sections import Options
-from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
+from asyncrl.errors import ConfigError, PeerTimeoutError, ProtocolError, RunError
 from asyncrl.rewards.calling import Failed
 from asyncrl.rewards.table import evaluation_config, reward_names
 from asyncrl.util.answers import after_reasoning
@@ -17,7 +17,8 @@ from asyncrl.util.files import read_json, read_tensor_descriptions
 from asyncrl.wire.endpoints import Endpoints
 
 if TYPE_CHECKING:
-    from asyncrl.rewards.model_client import ModelClient
+    from asyncrl.wire.rpc import Connection
+    from asyncrl.wire.service_messages import Scores
 
 NAME = "reward_model"
 KEY = f"reward_options.{NAME}"
@@ -68,15 +69,12 @@ def connect(endpoints: Endpoints | None) -> None:
         _client.close()
     _client = None
     if endpoints is not None and endpoints.reward_model:
-        from asyncrl.rewards.model_client import ModelClient  # which imports numpy
-
         _client = ModelClient(endpoints)
 
 
 def await_reward_model(endpoints: Endpoints, *, timeout_s: float, should_stop: Callable[[], bool]) -> None:
     """Returns when the process at `endpoints.reward_model` has loaded its model, or on `should_stop()`: loading must
     not count towards the deadlines of rewards. Raises PeerTimeoutError after `timeout_s`."""
-    from asyncrl.rewards.model_client import ModelClient
 
     deadline_s = time.monotonic() + timeout_s
     client = ModelClient(endpoints)
@@ -156,3 +154,64 @@ def _weight_names(folder: Path) -> Iterable[str] | None:
     if not file.is_file():
         return None
     return read_tensor_descriptions(file)
+
+
+MAX_ANSWER_BYTES = 1 << 26
+
+
+class ModelClient:
+    """A connection to the reward model. Create it in the process that uses it: ZeroMQ does not survive a fork."""
+
+    def __init__(self, endpoints: Endpoints) -> None:
+        self._peer = f"the reward model process at {endpoints.reward_model}"
+        self._endpoints = endpoints
+        self._connection: Connection | None = None
+
+    def close(self) -> None:
+        """Closes the connection."""
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = None
+
+    def score(
+        self, prompt: Any, completions: list[str], timeout_s: float, template_options: dict[str, Any] | None = None
+    ) -> list[float | Failed]:
+        """The scores of the completions. Raises PeerTimeoutError when no answer arrives in time, and RunError when the
+        request is too large or refused, or the answer cannot be read."""
+        from asyncrl.wire.messages import MAX_DURATION_S
+        from asyncrl.wire.service_messages import Score  # imports numpy, which most reward workers do not need
+
+        timeout_s = min(max(timeout_s, 0.0), MAX_DURATION_S)
+        try:
+            connection = self._connected(timeout_s)
+            answer = connection.request(
+                Score(prompt, completions, timeout_s, template_options or {}), timeout_s=timeout_s
+            )
+        except PeerTimeoutError as error:
+            self.close()  # the process may be on another host when it is asked again
+            raise PeerTimeoutError(f"{error} (generator.reward_timeout_s)") from None
+        except ProtocolError as error:
+            raise RunError(f"{self._peer} cannot be asked: {error}") from None
+        scores: Scores = answer.body
+        if not len(scores.scores) == len(scores.errors) == len(completions):
+            raise RunError(
+                f"{self._peer} gave {len(scores.scores)} scores and {len(scores.errors)} errors for "
+                f"{len(completions)} completions"
+            )
+        pairs = zip(scores.scores, scores.errors, strict=True)
+        return [Failed(error) if score is None else score for score, error in pairs]
+
+    def _connected(self, timeout_s: float) -> Connection:
+        from asyncrl.wire.rpc import Connection, located
+
+        if self._connection is None:
+            # Requests without an answer are not worth a delay at the end, and are not sent again: their time is over.
+            self._connection = Connection(
+                self._endpoints,
+                located(self._endpoints, self._endpoints.reward_model, timeout_s=timeout_s),
+                "the reward model process",
+                strict=True,
+                linger_s=0.0,
+                max_frame_bytes=MAX_ANSWER_BYTES,
+            )
+        return self._connection

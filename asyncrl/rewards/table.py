@@ -1,35 +1,164 @@
-"""The rewards of a run: the functions that score a row, and the sum of their scores."""
+"""The rewards of a run: functions by name, which of them score a row, and the sum of their scores.
+
+`rewards: auto` is the reward of the environment or, without one, that of each data source, as verl chooses it by the
+same names.
+"""
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
+import os
+import re
 from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
 from typing import Any, cast
 
 from asyncrl.config.config import Config
 from asyncrl.config.sections import ENVIRONMENT, Options, Rewards, RewardSpec
 from asyncrl.errors import ConfigError
-from asyncrl.rewards.calling import CompletedGroup, Score, failure
-from asyncrl.rewards.load import load_reward
-from asyncrl.util.hints import did_you_mean
+from asyncrl.rewards.calling import SAMPLE_ARGUMENTS, CompletedGroup, RewardFunction, Score, failure, parameters_of
+from asyncrl.util.hints import check_options, did_you_mean
+from asyncrl.util.redaction import MIN_SECRET_CHARACTERS, keep_secret
+from asyncrl.util.user_code import resolve_function
+
+REWARDS: dict[str, str] = {
+    ENVIRONMENT: "asyncrl.rewards.builtin:environment",
+    "exact": "asyncrl.rewards.builtin:exact",
+    "number": "asyncrl.rewards.builtin:number",
+    "gsm8k": "asyncrl.rewards.builtin:gsm8k",
+    "math": "asyncrl.rewards.math_reward:math_answer",
+    "choice": "asyncrl.rewards.builtin:choice",
+    "format": "asyncrl.rewards.builtin:matches_format",
+    "overlong": "asyncrl.rewards.builtin:overlong",
+    "truncated": "asyncrl.rewards.builtin:truncated",
+    "code": "asyncrl.rewards.code_reward:code",
+    "reward_model": "asyncrl.rewards.reward_model:reward_model",
+}
+"""Module and function of each built-in reward, imported when it is used."""
+
+VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
+"""In a text option of a user's own function, stands for the value of the environment variable."""
+
+
+def load_reward(name: str, options: Mapping[str, Any] | None = None) -> RewardFunction:
+    """Returns the reward of this name in REWARDS, or the user's own, with its options.
+
+    In the options of a user's own function, `${NAME}` becomes the value of the environment variable: here and not
+    before, so that no file that a run writes has the secret. Raises ConfigError as `resolve` does, and for parameters
+    that a reward is not given and wrong options.
+    """
+    function = resolve_function("rewards", name, REWARDS)
+    if inspect.isclass(function):
+        raise ConfigError(
+            f"rewards: {name} is a class; make an instance in its file, score = {function.__name__}(), and name that"
+        )
+    parameters_of(name, function)
+    key, given = f"reward_options.{name}", dict(options or {})
+    if name not in REWARDS:
+        given = {option: _filled_in(f"{key}.{option}", value) for option, value in given.items()}
+    check_options(key, name, function, given, hidden=SAMPLE_ARGUMENTS)
+    return RewardFunction(name, function, given, is_built_in=name in REWARDS)
+
+
+def _filled_in(key: str, value: Any) -> Any:
+    """Returns the option with environment variables filled in, whose values logs hide from now on.
+
+    Raises ConfigError for a variable that is not set.
+    """
+
+    def fill_in(match: re.Match[str]) -> str:
+        variable = match[1]
+        if variable not in os.environ:
+            raise ConfigError(
+                f"{key} = {value!r}: the environment has no {variable}; export {variable}=... before the command"
+            )
+        if len(os.environ[variable]) >= MIN_SECRET_CHARACTERS:
+            keep_secret(os.environ[variable])
+        return os.environ[variable]
+
+    return VARIABLE.sub(fill_in, value) if isinstance(value, str) else value
+
+
+UNKNOWN = "exact"
+"""The reward of a data source that matches no pattern in BY_SOURCE."""
+
+BY_SOURCE = {
+    "gsm8k": ("openai/gsm8k", "gsm8k"),
+    "math": (
+        "lighteval/MATH*",
+        "DigitalLearningGmbH/MATH-lighteval",
+        "HuggingFaceH4/MATH-500",
+        "math",
+        "math_dapo*",
+        "aime*",
+        "numina_*",
+        "hiyouga/geometry3k",
+    ),
+    "code": ("codecontests", "apps", "codeforces", "taco"),
+    "choice": ("Rowan/hellaswag", "hellaswag", "allenai/ai2_arc", "cais/mmlu", "TIGER-Lab/MMLU-Pro"),
+    "exact": ("arithmetic",),
+}
+"""Reward -> patterns of the data sources that it is for."""
+
+
+def known_reward(data_source: str) -> str | None:
+    """Returns the built-in reward for a data source; None if it matches no pattern in BY_SOURCE."""
+    for reward, patterns in BY_SOURCE.items():
+        if any(fnmatchcase(data_source, pattern) for pattern in patterns):
+            return reward
+    return None
+
+
+def choose_rewards(config: Config, sources: Mapping[str, int]) -> Rewards:
+    """Returns the rewards that `auto` stands for, with `sources` as the number of rows of each data source. Raises
+    ConfigError for data without ground truths, unless an environment gives the reward."""
+    if config.environment.name is not None:
+        return ENVIRONMENT
+    if config.data.columns.ground_truth is None:
+        raise ConfigError(
+            "rewards = 'auto': chooses among rewards that compare with a ground truth, and "
+            "data.columns.ground_truth is null; name a reward, such as rewards=reward_model or rewards=file.py:function"
+        )
+    chosen: dict[str, str] = {source: known_reward(source) or UNKNOWN for source in sorted(sources)}
+    rewards = set(chosen.values())
+    return rewards.pop() if len(rewards) == 1 else dict(chosen)
+
+
+def describe_choice(sources: Mapping[str, int]) -> list[str]:
+    """Returns one line for the known data sources and one for the others; no line for neither."""
+    known = {source: reward for source in sorted(sources) if (reward := known_reward(source))}
+    others = [f"{source!r} ({sources[source]:,} rows)" for source in sorted(sources.keys() - known.keys())]
+    lines = []
+    if known:
+        chosen = [f"{reward} for {source!r} ({sources[source]:,} rows)" for source, reward in known.items()]
+        lines.append(f"rewards: {', '.join(chosen)}, by data source")
+    if others:
+        lines.append(
+            f"warning: rewards: {UNKNOWN} (1 if the completion equals the ground truth, else 0) for the data source "
+            f"{', '.join(others)}, for which none is known; name one with rewards=NAME (see `asyncrl list`) or "
+            "rewards=file.py:function"
+        )
+    return lines
+
 
 CHECKS: dict[str, str] = {
-    ENVIRONMENT: "asyncrl.rewards.builtin.environment:check_environment_reward",
-    "format": "asyncrl.rewards.builtin.text:check_format",
-    "choice": "asyncrl.rewards.builtin.text:check_choice",
-    "overlong": "asyncrl.rewards.builtin.length:check_overlong",
-    "code": "asyncrl.rewards.builtin.code:check_code",
+    ENVIRONMENT: "asyncrl.rewards.builtin:check_environment_reward",
+    "format": "asyncrl.rewards.builtin:check_format",
+    "choice": "asyncrl.rewards.builtin:check_choice",
+    "overlong": "asyncrl.rewards.builtin:check_overlong",
+    "code": "asyncrl.rewards.code_reward:check_code",
     "reward_model": "asyncrl.rewards.reward_model:check_reward_model",
 }
 """Built-in reward -> function that checks the config for it and raises ConfigError."""
 
 TRUTHS: dict[str, str] = {
-    "number": "asyncrl.rewards.builtin.text:number_truth",
-    "gsm8k": "asyncrl.rewards.builtin.text:gsm8k_truth",
-    "math": "asyncrl.rewards.builtin.math:math_truth",
-    "choice": "asyncrl.rewards.builtin.text:choice_truth",
-    "code": "asyncrl.rewards.builtin.code:parse_tests",
+    "number": "asyncrl.rewards.builtin:number_truth",
+    "gsm8k": "asyncrl.rewards.builtin:gsm8k_truth",
+    "math": "asyncrl.rewards.math_reward:math_truth",
+    "choice": "asyncrl.rewards.builtin:choice_truth",
+    "code": "asyncrl.rewards.code_reward:parse_tests",
 }
 """Built-in reward -> its parser of ground truths, which raises ValueError. `exact` compares with any text."""
 

@@ -60,7 +60,7 @@ from asyncrl.weights.version_store import (
     views_of,
 )
 from asyncrl.wire.endpoints import Endpoints
-from asyncrl.wire.version_messages import Announced, Follower, Following
+from asyncrl.wire.messages import Announced, Follower, Following
 
 log = structlog.get_logger()
 

@@ -21,8 +21,8 @@ import msgspec
 
 from asyncrl.errors import AsyncrlError, PeerTimeoutError
 from asyncrl.weights.transports import Wait, problem
-from asyncrl.wire.directory import located
 from asyncrl.wire.endpoints import Endpoints
+from asyncrl.wire.rpc import located
 from asyncrl.wire.store import Store, StoreClient
 
 TRANSPORT_KEY = "transport"

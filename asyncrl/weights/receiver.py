@@ -68,14 +68,12 @@ from asyncrl.weights.transports import (
     problem,
     queued,
 )
-from asyncrl.wire import weight_messages as messages
-from asyncrl.wire.bounds import MAX_NUMBER, Body
-from asyncrl.wire.channel import BadServerError, ChannelClient, ServerLostError
-from asyncrl.wire.kinds import TO_RECEIVER
-from asyncrl.wire.service_messages import StoreReply
+from asyncrl.wire import service_messages as messages
+from asyncrl.wire.frames import TO_RECEIVER
+from asyncrl.wire.messages import MAX_NUMBER, Announced, Body, Following
+from asyncrl.wire.rpc import BadServerError, ChannelClient, ServerLostError
+from asyncrl.wire.service_messages import Go, Holding, Left, Loaded, Offer, Ready, Received, Sent, StoreReply, Up
 from asyncrl.wire.store import RemoteStore
-from asyncrl.wire.version_messages import Announced, Following
-from asyncrl.wire.weight_messages import Go, Holding, Left, Loaded, Offer, Ready, Received, Sent, Up
 
 log = structlog.get_logger()
 

@@ -79,15 +79,24 @@ from asyncrl.weights.transports import (
     problem,
     queued,
 )
-from asyncrl.wire import weight_messages as messages
-from asyncrl.wire.bounds import MAX_NUMBER, Body
-from asyncrl.wire.channel import ChannelServer
+from asyncrl.wire import service_messages as messages
 from asyncrl.wire.endpoints import Endpoints
-from asyncrl.wire.kinds import KINDS, TO_SENDER
-from asyncrl.wire.service_messages import StoreRequest
+from asyncrl.wire.frames import KINDS, TO_SENDER
+from asyncrl.wire.messages import MAX_NUMBER, Body
+from asyncrl.wire.rpc import ChannelServer
+from asyncrl.wire.service_messages import (
+    MIN_BUCKET_BYTES,
+    Abort,
+    Go,
+    Manifest,
+    Patience,
+    Ready,
+    Received,
+    Sent,
+    StoreRequest,
+)
 from asyncrl.wire.store import Store
 from asyncrl.wire.torch_store import GROUP_KEYS
-from asyncrl.wire.weight_messages import MIN_BUCKET_BYTES, Abort, Go, Manifest, Patience, Ready, Received, Sent
 
 log = structlog.get_logger()
 

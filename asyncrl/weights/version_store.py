@@ -38,8 +38,7 @@ from asyncrl.errors import ConfigError, ProtocolError
 from asyncrl.util.files import sync_folder
 from asyncrl.weights import deltas
 from asyncrl.weights.layout import Entry, RankSlices, WeightManifest, slices_of
-from asyncrl.wire.bounds import MAX_INDEX, Count, Index, Number
-from asyncrl.wire.version_messages import Announced, FolderName, Sha256
+from asyncrl.wire.messages import MAX_INDEX, Announced, Count, FolderName, Index, Number, Sha256
 
 log = structlog.get_logger()
 

@@ -12,7 +12,7 @@ NAMED = "run:"
 @dataclass(frozen=True, slots=True)
 class Endpoints:
     """The addresses of a run's processes. On one machine the ZeroMQ addresses are unix sockets in `folder`. Otherwise
-    all but that of the replay queue are names, `run:weights`, whose addresses the queue knows (`wire/directory.py`)."""
+    all but that of the replay queue are names, `run:weights`, whose addresses the queue knows (`wire/rpc.py`)."""
 
     run_id: str
     """Known to the run's processes only: a message without it comes from outside the run."""
@@ -37,7 +37,7 @@ class Endpoints:
     folder: str = ""
     """Folder of the run's unix sockets, which only its owner can enter; empty when the run listens on ports."""
     keys: str = field(default="", repr=False)
-    """The run's CURVE keys as JSON text (`wire/curve_keys.py`), a secret; empty when nothing is encrypted."""
+    """The run's CURVE keys as JSON text (`wire/sockets.py`), a secret; empty when nothing is encrypted."""
 
     @property
     def announces(self) -> bool:

@@ -1,7 +1,7 @@
 """The wire: one msgpack header and raw array buffers as frames of their own. No pickle.
 
 A message is `[header, frame, frame, ...]`. The header is a map with the schema version, the run id, the kind, the
-sequence number that pairs a reply with its request, the time on the server's clock (in a reply), a body, and the dtype
+sequence number that pairs a reply with its request, the time on the server clock (in a reply), a body, and the dtype
 and shape of every array. A frame holds one array, or several one after another, each at a multiple of ALIGNMENT bytes.
 `decode` validates every message against the body of its kind.
 """
@@ -10,30 +10,281 @@ from __future__ import annotations
 
 import hmac
 import math
+import re
 import reprlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Annotated, Any, Literal
+from itertools import accumulate, pairwise
+from typing import Annotated, Any, Literal, get_origin
 
+import msgpack
 import msgspec
 import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
 from asyncrl.errors import BodyError, ProtocolError, StrangerError
-from asyncrl.wire.bounds import MAX_DOCUMENT_CHARACTERS, MAX_ITEMS, Body, Name, Number, Time
-from asyncrl.wire.kinds import (
-    BODIES,
-    KINDS,
-    MAX_HEADER_BYTES,
-    MAX_REQUEST_HEADER_BYTES,
-    REQUESTS,
-    WITH_ARRAYS,
-    max_header_bytes,
+from asyncrl.wire.messages import (
+    MAX_DOCUMENT_CHARACTERS,
+    MAX_ITEMS,
+    Announce,
+    Ask,
+    Begin,
+    Begun,
+    Body,
+    Commit,
+    Committed,
+    Evaluated,
+    EvaluationResult,
+    Finished,
+    Followers,
+    GroupHeader,
+    LeaseHeader,
+    Leases,
+    Located,
+    LookUp,
+    Lost,
+    Memory,
+    Name,
+    NextEvaluation,
+    Number,
+    Publish,
+    ReadStatus,
+    ReadSummary,
+    Release,
+    Scale,
+    ShardHeader,
+    Shutdown,
+    Stop,
+    Take,
+    Time,
 )
-from asyncrl.wire.packing import UNREADABLE, make_encoder, problem_of, unpack
+from asyncrl.wire.service_messages import (
+    Abort,
+    Closed,
+    Dropped,
+    Error,
+    Go,
+    Holding,
+    Join,
+    Leave,
+    Left,
+    Manifest,
+    Offer,
+    Ok,
+    Patience,
+    Ping,
+    Pong,
+    Ready,
+    Received,
+    Restore,
+    Save,
+    Score,
+    Scores,
+    Sent,
+    StoreReply,
+    StoreRequest,
+    Train,
+    Trained,
+    Turns,
+    Up,
+    Value,
+    Values,
+    Wishes,
+)
 from asyncrl.wire.sockets import MAX_FRAME_BYTES
+
+MAX_PROBLEM_CHARACTERS = 500
+"""Maximum length of a description of a bad message, which is logged and sent back."""
+UNREADABLE = (msgspec.MsgspecError, ValueError, TypeError, RecursionError)
+"""Errors that a decoder raises for invalid data."""
+_PLACE = re.compile(r"(.*) - at `(?:key` in `)?\$\.?(.*)`", re.DOTALL)
+
+
+def make_encoder() -> msgspec.msgpack.Encoder:
+    """Returns an encoder that accepts numpy's float64, which is a float, too."""
+    return msgspec.msgpack.Encoder(enc_hook=_plain)
+
+
+def problem_of(error: Exception) -> str:
+    """The problem with the data, after its path if there is one."""
+    text = str(error) or type(error).__name__
+    place = _PLACE.fullmatch(text)
+    if place is not None and place[2]:
+        text = f"{place[2]}: {place[1]}"
+    elif place is not None:
+        text = place[1]
+    return text[:MAX_PROBLEM_CHARACTERS]
+
+
+def _plain(value: Any) -> Any:
+    for kind in (float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    raise NotImplementedError(f"a {type(value).__name__} cannot be sent")
+
+
+def unpack(
+    data: bytes | memoryview, what: str, *, max_bytes: int, max_values: int, max_items: int, max_characters: int
+) -> Any:
+    """Returns the value in untrusted `data`, of at most `max_values` values in all lists and maps together, `max_items`
+    items in one of them, and `max_characters` bytes in one text. Raises ProtocolError that names `what` it is."""
+    size = memoryview(data).nbytes
+    if size > max_bytes:
+        raise ProtocolError(f"a {what} of {size} bytes, at most {max_bytes} are read")
+    # Every value takes at least one byte: a short message cannot have too many.
+    count = _Values(max_values).count if size > max_values else None
+    try:
+        return msgpack.unpackb(
+            data,
+            strict_map_key=True,
+            use_list=True,
+            list_hook=count,
+            object_hook=count,
+            max_array_len=max_items,
+            max_map_len=max_items,
+            max_str_len=max_characters,
+            max_bin_len=max_bytes,
+            max_ext_len=0,
+        )
+    except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
+        problem = str(error) or type(error).__name__
+        raise ProtocolError(f"{what} is not msgpack: {problem[:MAX_PROBLEM_CHARACTERS]}") from None
+
+
+class _Values:
+    """Counts values while unpacking: a value of one byte can take a hundred bytes of memory."""
+
+    def __init__(self, most: int) -> None:
+        self._most = self._left = most
+
+    def count(self, container: Any) -> Any:
+        self._left -= 1 + len(container)
+        if self._left < 0:
+            raise ValueError(f"more than {self._most} values")
+        return container
+
+
+BODIES: dict[str, Any] = {
+    "ask": Ask,
+    "leases": Leases[LeaseHeader],
+    "finish": GroupHeader,
+    "finished": Finished,
+    "evaluated": Evaluated,
+    "release": Release,
+    "begin": Begin,
+    "begun": Begun,
+    "take": Take,
+    "shard": ShardHeader,
+    "commit": Commit,
+    "committed": Committed,
+    "publish": Publish,
+    "followers": Followers,
+    "next_evaluation": NextEvaluation,
+    "evaluation": EvaluationResult,
+    "lost": Lost,
+    "scale": Scale,
+    "memory": Memory,
+    "status": ReadStatus,
+    "summary": ReadSummary,
+    "stop": Stop,
+    "shutdown": Shutdown,
+    "announce": Announce,
+    "look_up": LookUp,
+    "located": Located,
+    "value": Value,
+    "values": Values,
+    "train": Train,
+    "trained": Trained,
+    "save": Save,
+    "restore": Restore,
+    "leave": Leave,
+    "score": Score,
+    "scores": Scores,
+    "turns": Turns,
+    "wishes": Wishes,
+    "store": StoreRequest,
+    "stored": StoreReply,
+    "join": Join,
+    "up": Up,
+    "ready": Ready,
+    "holding": Holding,
+    "received": Received,
+    "left": Left,
+    "ping": Ping,
+    "manifest": Manifest,
+    "offer": Offer,
+    "go": Go,
+    "patience": Patience,
+    "sent": Sent,
+    "abort": Abort,
+    "dropped": Dropped,
+    "closed": Closed,
+    "pong": Pong,
+    "ok": Ok,
+    "error": Error,
+}
+"""Every kind of message, with its body."""
+
+KINDS: dict[type[Body], str] = {get_origin(body) or body: kind for kind, body in BODIES.items()}
+"""The kind of each body."""
+
+ANSWERS: dict[str, str] = {
+    "ask": "leases",
+    "finish": "finished",
+    "evaluated": "finished",
+    "release": "ok",
+    "begin": "begun",
+    "take": "shard",
+    "commit": "committed",
+    "publish": "followers",
+    "next_evaluation": "evaluation",
+    "value": "values",
+    "train": "trained",
+    "save": "ok",
+    "restore": "ok",
+    "score": "scores",
+    "turns": "wishes",
+    "store": "stored",
+    "lost": "ok",
+    "scale": "ok",
+    "memory": "ok",
+    "status": "ok",
+    "summary": "ok",
+    "stop": "ok",
+    "shutdown": "ok",
+    "announce": "ok",
+    "look_up": "located",
+}
+"""The kind of the answer to each request."""
+
+TO_SENDER = frozenset({"join", "up", "ready", "holding", "received", "left", "ping", "store"})
+"""Kinds that a receiver of weights sends."""
+TO_RECEIVER = frozenset({"manifest", "offer", "go", "patience", "sent", "abort", "dropped", "closed", "pong", "stored"})
+"""Kinds that the sender of weights sends."""
+
+REQUESTS = frozenset(BODIES) - frozenset(ANSWERS.values()) - TO_RECEIVER - {"error"}
+"""Kinds that are sent to a listening socket."""
+
+WITH_ARRAYS = frozenset({"leases", "finish", "evaluated", "shard", "value", "values", "train", "turns", "wishes"})
+"""Kinds that may carry arrays."""
+
+MAX_HEADER_BYTES = 1 << 28
+"""Maximum size of an answer's header, which may hold many prompts with their documents."""
+MAX_REQUEST_HEADER_BYTES = 1 << 21
+"""Maximum size of a request's header. Any peer can send one, and nested lists take forty bytes of memory per byte while
+they are decoded. A thousand trajectories with ten reward parts and an error each take less than half of it."""
+MAX_TEXT_HEADER_BYTES = 1 << 26
+"""The same of a request to the reward model, which has prompt and completions as text, and to an environment host,
+which has rows of the data."""
+
+
+def max_header_bytes(kind: str) -> int:
+    """Maximum size of the header of a message of this kind."""
+    if kind in ("score", "turns"):
+        return MAX_TEXT_HEADER_BYTES
+    return MAX_REQUEST_HEADER_BYTES if kind in REQUESTS else MAX_HEADER_BYTES
+
 
 SCHEMA = 8
 MAX_FRAMES = 1 << 16
@@ -263,3 +514,25 @@ def zeros(specs: Sequence[tuple[np.dtype[Any], int]]) -> Block:
     frame = np.zeros(begins[-2] + sizes[-1], dtype=np.uint8)
     arrays = [frame[at : at + size].view(dtype) for at, size, (dtype, _) in zip(begins, sizes, specs, strict=False)]
     return Block(arrays, frame.data)
+
+
+def pack_lists(lists: Sequence[Array]) -> list[Arrays]:
+    """The arrays of a message with these lists of tokens, each int32 [tokens]."""
+    if not lists:
+        return []
+    return [joined([[np.array([len(one) for one in lists], dtype=np.int32)], lists])]
+
+
+def unpack_lists(message: Message, count: int) -> list[Array]:
+    """The lists of a message, which should have this many. Raises ProtocolError if it does not."""
+    if not count and not message.arrays:
+        return []
+    if [(array.dtype, array.ndim) for array in message.arrays] != [(np.dtype(np.int32), 1)] * 2:
+        raise ProtocolError(f"{message.kind}: its arrays are not the lengths and the tokens of {count} lists")
+    lengths, tokens = message.arrays
+    ends = [0, *np.cumsum(lengths, dtype=np.int64).tolist()]
+    if len(lengths) != count or ends[-1] != len(tokens) or (count and lengths.min() < 0):
+        raise ProtocolError(
+            f"{message.kind}: {len(lengths)} lists of {ends[-1]} tokens in all, not {count} of {len(tokens)}"
+        )
+    return [tokens[begin:end] for begin, end in pairwise(ends)]

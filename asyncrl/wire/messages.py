@@ -1,33 +1,106 @@
-"""The messages of generators to the replay queue, and their answers.
+"""The messages between generators, learners, the launcher and the replay queue, and the bounds of their values.
 
-Each body says who sends it and how it is answered; `kinds` has the tables.
+Each body says who sends it and how it is answered; `frames` has the tables of kinds. Numbers, texts and lists have
+bounds, so that a valid message fits the columns and arrays that it is written to.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from typing import Annotated, Any, Generic, Self, TypeVar
+from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
+import msgspec
 from msgspec import Meta
 
-from asyncrl.types import EpisodeEnd, Status
+from asyncrl.types import MAX_NAME_CHARACTERS, NO_VERSION, EpisodeEnd, Status
 from asyncrl.util.processes import GENERATOR_ACTIVITIES, GENERATOR_PHASES
-from asyncrl.wire.bounds import (
-    MAX_PARTS,
-    MAX_WEIGHT,
-    Body,
-    Count,
-    Document,
-    Index,
-    Items,
-    Name,
-    Number,
-    Reward,
-    Text,
-    Time,
-    Version,
-)
-from asyncrl.wire.version_messages import Announced, Following
+
+MAX_COUNT = (1 << 31) - 1
+MAX_NUMBER = 1 << 62
+MAX_INDEX = (1 << 16) - 1
+MAX_ITEMS = 1 << 16
+MAX_PARTS = 256
+"""Maximum number of parts of one trajectory's reward."""
+MAX_REWARD = 1e30
+"""Larger rewards do not fit float32, or their squares do not fit float64."""
+MAX_WEIGHT = 1e3
+MAX_TEXT_CHARACTERS = 1 << 16
+MAX_DOCUMENT_CHARACTERS = 1 << 24
+MAX_DURATION_S = 3600.0
+
+_T = TypeVar("_T")
+Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+Version = Annotated[int, Meta(ge=NO_VERSION, le=MAX_COUNT)]
+Number = Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
+"""A ticket, a row, or a sum over the run."""
+Index = Annotated[int, Meta(ge=0, le=MAX_INDEX)]
+"""Index of a generator or a learner rank. Its bound limits the memory kept for each of them."""
+Time = Annotated[float, Meta(ge=-1e12, le=1e12)]
+"""Seconds. NaN is refused, as by every type with bounds."""
+Duration = Annotated[float, Meta(ge=0.0, le=MAX_DURATION_S)]
+"""Seconds."""
+Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+Reward = Annotated[float, Meta(ge=-MAX_REWARD, le=MAX_REWARD)]
+Name = Annotated[str, Meta(max_length=MAX_NAME_CHARACTERS)]
+Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARACTERS)]
+Document = Annotated[str, Meta(max_length=MAX_DOCUMENT_CHARACTERS)]
+Items = Annotated[list[_T], Meta(max_length=MAX_ITEMS)]
+Metrics = Annotated[dict[Annotated[str, Meta(max_length=1000)], float], Meta(max_length=MAX_ITEMS)]
+
+
+class Body(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of a message, or a part of one. It has no optional fields: a message has all of them, and no others."""
+
+
+FolderName = Annotated[str, Meta(max_length=19, pattern=r"\Av[0-9]{6,10}-[0-9a-f]{8}\Z")]
+"""The folder of a version in a store."""
+Sha256 = Annotated[str, Meta(max_length=64, pattern=r"\A[0-9a-f]{64}\Z")]
+
+
+class Announced(Body):
+    """A version that is complete in the store, and what proves it. Part of `Publish` and `Leases`."""
+
+    version: Count
+    folder: FolderName
+    sha256: Sha256
+    """The digest of the manifest."""
+
+
+class Following(Body):
+    """The versions in the store that a generator has. Part of `GeneratorStats`."""
+
+    held: Version
+    """The last version that it has fetched; NO_VERSION before the first one."""
+    fetching: Version
+    """The version that it fetches; NO_VERSION while it fetches none."""
+    unread: FolderName | None
+    """The version that it could not read last; None once it has read another one."""
+    problem: Text
+    """Why."""
+
+
+class Publish(Body):
+    """Sent by learner rank 0 for each version that it has published, and from time to time again; answered by
+    `Followers`."""
+
+    epoch: Count
+    """As in the run's endpoints."""
+    announced: Announced
+
+
+class Follower(Body):
+    """Part of `Followers`: a live generator."""
+
+    generator: Index
+    following: Following
+
+
+class Followers(Body):
+    """The answer of the queue to `Publish`."""
+
+    followers: Items[Follower]
+
 
 T = TypeVar("T")
 
@@ -236,7 +309,7 @@ class Finished(Body):
 
 class Evaluated(Body):
     """Sent by a generator for each evaluation prompt it has completed; answered by `Finished`. Its arrays are the
-    completions (`asyncrl.replay.evaluation.samples`), or there are none."""
+    completions (`asyncrl.replay.evaluation`), or there are none."""
 
     ticket: Number
     attempt: Count
@@ -271,3 +344,150 @@ class Release(Body):
     generator: Index
     leases: Items[ReleasedLease]
     evaluations: Items[ReleasedEvaluation]
+
+
+TakeOutcome = Literal["shard", "wait", "stop"]
+EvaluationOutcome = Literal["ended", "wait", "none"]
+
+
+class Begin(Body):
+    """Sent by each learner rank when it starts; answered by `Begun`."""
+
+    rank: Index
+    epoch: Count
+    """As in the run's endpoints. From now on, messages of lower epochs are refused."""
+    step: Count
+    """Step of the checkpoint that the rank starts from; 0 without one."""
+
+
+class Begun(Body):
+    """The answer of the queue to `Begin`."""
+
+    steps: Count
+    """Committed steps: up to this one the rank takes the same batches again."""
+
+
+class Take(Body):
+    """Sent by each learner rank for its part of a step's batch; answered by `ShardHeader`."""
+
+    rank: Index
+    epoch: Count
+    step: Count
+
+
+class ShardHeader(Body):
+    """The answer of the queue to `Take`. "wait": the batch is not complete, ask again; "stop": there are no more
+    batches."""
+
+    step: Count
+    outcome: TakeOutcome
+    groups: Items[GroupHeader]
+
+
+class Commit(Body):
+    """Sent by learner rank 0 after each optimizer step; answered by `Committed`."""
+
+    epoch: Count
+    step: Count
+    metrics: Metrics
+    saving: bool
+    """A checkpoint of this step follows: the answer contains the queue's state."""
+    checkpoints: Items[Count]
+    """Steps of the complete checkpoints that exist."""
+
+
+class Committed(Body):
+    """The answer of the queue to `Commit`."""
+
+    metrics: Metrics
+    """The queue's own metrics of the step; the same when it is committed again."""
+    state: bytes
+    """The queue's part of a checkpoint of this step; empty unless asked for."""
+    checkpoint_wanted: bool
+    """The journal approaches its size limit: a checkpoint would allow segments to be dropped."""
+    stopping: bool
+    """The run is to end with this step, even if the batch of the next one is taken already."""
+    batches: Count
+    """Batches that are not trained yet; 0 unless the next one is complete."""
+    collapsed: bool
+    """The run ends by `learner.on_collapse`: a checkpoint of this step would be of no use."""
+
+
+class NextEvaluation(Body):
+    """Sent by learner rank 0 after its last commit; answered by `EvaluationResult`."""
+
+    epoch: Count
+    after: Count
+    """Number of evaluations that the sender has received in this way."""
+
+
+class EvaluationResult(Body):
+    """The answer of the queue to `NextEvaluation`. "ended": a result; "wait": evaluations are running, ask again;
+    "none": there are no more."""
+
+    outcome: EvaluationOutcome
+    step: Count
+    metrics: Metrics
+
+
+class Lost(Body):
+    """Sent by the launcher when the process of a generator has ended; answered by `Ok`."""
+
+    generator: Index
+
+
+class Scale(Body):
+    """Sent by `asyncrl scale` to set the number of generators; answered by `Ok`."""
+
+    generators: Index
+
+
+class Memory(Body):
+    """Sent by the reward model every few seconds; answered by `Ok`."""
+
+    role: Literal["reward_model"]
+    peak_memory_bytes: Number
+    """As `asyncrl.util.memory` measures it."""
+
+
+class ReadStatus(Body):
+    """Sent by the launcher for the state of the run; answered by `Ok` with it."""
+
+
+class ReadSummary(Body):
+    """Sent by the launcher for the queue's part of the run's summary; answered by `Ok` with it."""
+
+
+class Stop(Body):
+    """Sent by the launcher to end the run early; answered by `Ok`."""
+
+    reason: Text
+
+
+class Shutdown(Body):
+    """Sent by the launcher to end the replay process; answered by `Ok`."""
+
+
+class Announce(Body):
+    """Sent by a server that listens; answered by `Ok`."""
+
+    name: Name
+    address: Name
+    """ZeroMQ address."""
+    epoch: Count
+    """As in the run's endpoints; a lower one than the name's latest is refused."""
+
+
+class LookUp(Body):
+    """Sent by a client that will connect; answered by `Located`."""
+
+    name: Name
+    epoch: Count
+    """Announcements of earlier epochs do not count."""
+
+
+class Located(Body):
+    """The answer of the queue to `LookUp`."""
+
+    address: Name
+    """Empty if no process has announced the name."""

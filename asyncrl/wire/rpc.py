@@ -1,27 +1,134 @@
-"""Requests and their answers over ZeroMQ: the connection of a client, and the server."""
+"""Requests and answers, pushed messages, and look-ups of addresses over ZeroMQ."""
 
 from __future__ import annotations
 
 import math
+import os
+import select
+import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import closing, suppress
+from typing import Any, NamedTuple, TypeVar
 
 import structlog
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from asyncrl.errors import InvariantError, PeerTimeoutError, ProtocolError, RunError, StrangerError
-from asyncrl.wire.bad_peers import BadPeers
-from asyncrl.wire.bounds import Body
-from asyncrl.wire.clock_offset import ClockOffset
-from asyncrl.wire.endpoints import Endpoints
-from asyncrl.wire.frames import MAX_HEADER_VALUES, Arrays, Message, decode, encode
-from asyncrl.wire.guard import GuardedRouter
-from asyncrl.wire.kinds import ANSWERS, KINDS, MAX_HEADER_BYTES, MAX_REQUEST_HEADER_BYTES
+from asyncrl.errors import BodyError, InvariantError, PeerTimeoutError, ProtocolError, RunError, StrangerError
+from asyncrl.wire.endpoints import NAMED, Endpoints
+from asyncrl.wire.frames import (
+    ANSWERS,
+    KINDS,
+    MAX_HEADER_BYTES,
+    MAX_HEADER_VALUES,
+    MAX_REQUEST_HEADER_BYTES,
+    Arrays,
+    Message,
+    decode,
+    encode,
+)
+from asyncrl.wire.messages import Announce, Body, Located, LookUp
 from asyncrl.wire.service_messages import Error
-from asyncrl.wire.sockets import LINGER_S, MAX_FRAME_BYTES, bind_router, connect_dealer
+from asyncrl.wire.sockets import LINGER_S, MAX_FRAME_BYTES, GuardedRouter, bind_router, connect_dealer
+
+MAX_BAD_MESSAGES = 16
+"""A peer that sends more is cut off: it has a defect or is an attacker, and decoding its messages costs time."""
+MAX_PEERS = 4096
+"""Peers remembered; the one silent for the longest time is forgotten first."""
+
+
+class BadPeers:
+    """Counts the bad messages of each peer, in bounded memory."""
+
+    def __init__(self, *, max_bad_messages: int = MAX_BAD_MESSAGES, max_peers: int = MAX_PEERS) -> None:
+        self.bad_messages = 0
+        """Bad messages of all peers."""
+        self.cut_off = 0
+        """Peers cut off so far."""
+        self._max_bad_messages = max_bad_messages
+        self._max_peers = max_peers
+        self._counts: OrderedDict[bytes, int] = OrderedDict()
+
+    def note(self, peer: bytes) -> bool:
+        """Counts a bad message; True when the peer is cut off by it."""
+        self.bad_messages += 1
+        count = self._counts.pop(peer, 0) + 1
+        self._counts[peer] = count
+        if len(self._counts) > self._max_peers:
+            self._counts.popitem(last=False)
+        if count != self._max_bad_messages + 1:
+            return False
+        self.cut_off += 1
+        return True
+
+    def ignores(self, peer: bytes) -> bool:
+        """True if the peer is cut off: its messages are dropped without decoding."""
+        if self._counts.get(peer, 0) <= self._max_bad_messages:
+            return False
+        self._counts.move_to_end(peer)
+        return True
+
+
+MAX_ANSWERS = 64
+"""The last answers, which count; also the most requests that are remembered without one."""
+MAX_DRIFT = 200e-6
+"""More than two clocks drift apart, in seconds per second."""
+
+
+class Answered(NamedTuple):
+    """When a request was first sent and when its answer arrived, and the server's clock in between."""
+
+    sent_s: float
+    received_s: float
+    at_s: float
+
+
+class ClockOffset:
+    """Bounds the offset from both sides: the server answered after the request was sent, and before the answer came.
+    Monotonic clocks of two machines have nothing else to do with one another.
+
+    A process may read its answers late, such as a generator between two steps of its engine. What it has sent is
+    there after half of the shortest round trip, so that the bound by the requests is the better one.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._sent_s: dict[int, float] = {}
+        self._answers: deque[Answered] = deque(maxlen=MAX_ANSWERS)
+        self._shortest_s = math.inf
+        """The shortest round trip so far."""
+
+    def asked(self, seq: int) -> None:
+        """A request is sent, perhaps again: the answer may be to the first time."""
+        self._sent_s.setdefault(seq, self._clock())
+        if len(self._sent_s) > MAX_ANSWERS:
+            del self._sent_s[next(iter(self._sent_s))]
+
+    def answered(self, seq: int, at_s: float | None) -> None:
+        """An answer arrived, sent at this time of the server's clock. One to several requests has the number 0, and
+        says nothing here."""
+        if (sent_s := self._sent_s.pop(seq, None)) is not None and at_s is not None:
+            answer = Answered(sent_s, self._clock(), at_s)
+            self._answers.append(answer)
+            self._shortest_s = min(self._shortest_s, answer.received_s - sent_s)
+
+    @property
+    def seconds(self) -> float:
+        """To add to a time of this process's clock for the same time by the server's; 0 before the first answer.
+
+        0, so that times stay as they are to the last bit, if both may be one clock, as on one machine: then 0 is within
+        the bounds. Boot ids would say the same, but not of namespaces with a clock of their own."""
+        if not self._answers:
+            return 0.0
+        now_s = self._clock()
+        highest_s = min(one.at_s - one.sent_s + MAX_DRIFT * (now_s - one.sent_s) for one in self._answers)
+        lowest_s = max(one.at_s - one.received_s - MAX_DRIFT * (now_s - one.sent_s) for one in self._answers)
+        if lowest_s <= 0.0 <= highest_s:
+            return 0.0
+        return max(lowest_s, highest_s - self._shortest_s / 2)
+
 
 log = structlog.get_logger()
 
@@ -299,3 +406,238 @@ class Server:
             log.error(f"a peer of the {self.what} was cut off for its bad messages", peer=peer.hex())
         if not isinstance(error, StrangerError):
             self.reply(peer, seq, Reply(Error(str(error))))
+
+
+ANSWER_S = 10.0
+"""Deadline of the replay queue's answer, long enough for a restart of its process."""
+RESEND_S = 2.0
+LOOK_UP_PAUSE_S = 0.2
+"""Pause between two look-ups of a server that has not announced itself."""
+
+
+def announce(endpoints: Endpoints, address: str, bound: str) -> None:
+    """Tells the replay queue that the server of this name listens on the ZeroMQ address `bound`; does nothing for an
+    address without a name. Raises PeerTimeoutError if the queue does not answer, and RunError if a process of a later
+    epoch has the name."""
+    if not address.startswith(NAMED):
+        return
+    with closing(Connection(endpoints, resend_s=RESEND_S)) as queue:
+        body = Announce(address.removeprefix(NAMED), bound, endpoints.epoch)
+        queue.request(body, timeout_s=ANSWER_S)
+
+
+def located(
+    endpoints: Endpoints,
+    address: str,
+    *,
+    timeout_s: float,
+    own_epoch: bool = False,
+    check: Callable[[], None] = lambda: None,
+) -> str:
+    """Returns the ZeroMQ address of a server, once it has announced itself; an address without a name is returned as it
+    is. With `own_epoch`, announcements of earlier epochs do not count. `check` is called while waiting and may raise.
+    Raises PeerTimeoutError if the server does not announce itself in time."""
+    if not address.startswith(NAMED):
+        return address
+    name, deadline_s = address.removeprefix(NAMED), time.monotonic() + timeout_s
+    with closing(Connection(endpoints, resend_s=RESEND_S)) as queue:
+        while True:
+            check()
+            body = LookUp(name, endpoints.epoch if own_epoch else 0)
+            found: Located = queue.request(body, timeout_s=ANSWER_S).body
+            if found.address:
+                return found.address
+            if time.monotonic() > deadline_s:
+                raise PeerTimeoutError(f"no process listens for {name!r}: none has said so within {timeout_s:g} s")
+            time.sleep(LOOK_UP_PAUSE_S)
+
+
+LISTEN_S = 0.05
+"""Interval of the checks whether a client's wait should be abandoned."""
+_BATCH = 64
+"""Messages that a server takes from its socket at once."""
+
+
+class ServerLostError(PeerTimeoutError):
+    """The server of a channel is gone or does not answer."""
+
+
+class BadServerError(ProtocolError):
+    """The server of a channel sent a bad message."""
+
+
+class ChannelServer:
+    """Listens at an address. A thread of its own reads the messages; any thread may send.
+
+    That thread waits for messages, woken by the socket, by `close`, and by `send` if messages have come meanwhile; it
+    has no deadline.
+    """
+
+    def __init__(self, address: str, what: str, accepts: Set[str], *, run_id: str = "", keys: str = "") -> None:
+        """`what` names the server in errors and logs; `accepts` are the kinds of messages that it handles. With `keys`
+        only clients with the run's keys are admitted. Raises ConfigError if the address is in use."""
+        self.bad_peers = BadPeers()
+        self._what, self._accepts, self._run_id = what, accepts, run_id
+        self._socket = bind_router(address, what, keys=keys, max_frame_bytes=MAX_REQUEST_HEADER_BYTES)
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        """The ZeroMQ address that it listens on."""
+        self._lock = threading.Lock()
+        self._wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._closing = False
+        self._thread = threading.Thread(target=self._serve, name=f"channel-{what}", daemon=True)
+
+    def start(
+        self,
+        handle: Callable[[bytes, Any], None],
+        refuse: Callable[[bytes, str, str], None] = lambda peer, kind, problem: None,
+    ) -> None:
+        """Starts the thread, which calls `handle(peer, body)`, and `refuse(peer, kind, problem)` for a message of an
+        accepted kind whose body does not fit."""
+        self._handle, self._refuse = handle, refuse
+        self._thread.start()
+
+    def send(self, peer: bytes, body: Body) -> None:
+        """Sends a message; one to a peer that is gone, or does not read, is dropped. Never blocks."""
+        frames = encode(self._run_id, body)
+        with self._lock:
+            if self._socket.closed:
+                return
+            with suppress(zmq.Again):
+                self._socket.send_multipart([peer, *frames], zmq.DONTWAIT)
+            # Sending takes the signal that messages are there from the socket's file descriptor.
+            if self._socket.poll(0):
+                os.eventfd_write(self._wakes, 1)
+
+    def close(self) -> None:
+        """Stops serving; idempotent."""
+        if not self._closing:
+            self._closing = True
+            os.eventfd_write(self._wakes, 1)
+            self._thread.join()
+            os.close(self._wakes)
+
+    # --- the thread
+
+    def _serve(self) -> None:
+        poller = select.poll()
+        poller.register(self._socket.FD, select.POLLIN)
+        poller.register(self._wakes, select.POLLIN)
+        batch: list[list[bytes]] = [[]]
+        while not self._closing:
+            if not batch:
+                poller.poll()
+                with suppress(BlockingIOError):
+                    os.eventfd_read(self._wakes)
+            batch = self._take()
+            for peer, *frames in batch:
+                self._receive(peer, frames)
+        with self._lock:
+            self._socket.close()
+
+    def _take(self) -> list[list[bytes]]:
+        batch: list[list[bytes]] = []
+        with self._lock, suppress(zmq.Again):
+            while len(batch) < _BATCH:
+                batch.append(self._socket.recv_multipart(zmq.DONTWAIT))
+        return batch
+
+    def _receive(self, peer: bytes, frames: list[bytes]) -> None:
+        if self.bad_peers.ignores(peer):
+            return
+        try:
+            body = _read(self._run_id, frames, self._accepts, MAX_REQUEST_HEADER_BYTES)
+        except ProtocolError as error:
+            self.bad_peers.note(peer)
+            total = self.bad_peers.bad_messages
+            if total.bit_count() == 1:  # one line for each doubling
+                log.warning("bad message", to=self._what, error=str(error), total=total)
+            if isinstance(error, BodyError) and error.kind in self._accepts:
+                self._refuse(peer, error.kind, str(error))
+            return
+        self._handle(peer, body)
+
+
+class ChannelClient:
+    """A connection to a server, as soon as one listens at the address. Thread-safe; `listen` receives messages."""
+
+    def __init__(
+        self,
+        address: str,
+        accepts: Set[str],
+        handle: Callable[[Any], None],
+        *,
+        run_id: str = "",
+        keys: str = "",
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`accepts` are the kinds of messages that `listen` passes to `handle(body)`. `check` is called during each
+        wait and may raise to end it."""
+        self.check = check
+        self.heard_s = time.monotonic()
+        """When the server's last message arrived."""
+        self.address = address
+        self._accepts, self._run_id, self._handle = accepts, run_id, handle
+        self._lock = threading.RLock()
+        self._lost = False
+        self._socket = connect_dealer(address, keys=keys)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+
+    def send(self, body: Body) -> None:
+        """Sends a message; never blocks. Raises ServerLostError if the server has not taken many messages before, or
+        has refused the keys."""
+        with self._lock:
+            try:
+                self._socket.send_multipart(encode(self._run_id, body), zmq.DONTWAIT)
+            except zmq.Again:
+                raise ServerLostError(f"no message can be sent to {self.address}") from None
+
+    def listen(self, seconds: float) -> bool:
+        """Handles the messages that wait, or the first ones that arrive within `seconds`; True if there was one. Raises
+        ServerLostError if the server is gone, BadServerError for a bad message, and what `check` raises."""
+        deadline_s = time.monotonic() + seconds
+        while True:
+            self.check()
+            left_s = max(deadline_s - time.monotonic(), 0.0)
+            with self._lock:
+                if self._lost:  # ZeroMQ would connect to a new server, which does not know this client
+                    raise ServerLostError(f"the process that listened at {self.address} is gone")
+                ready = dict(self._poller.poll(math.ceil(1e3 * min(left_s, LISTEN_S))))
+                if self._socket in ready:
+                    self._receive_all()
+                    return True
+                if self._monitor in ready:
+                    recv_monitor_message(self._monitor)
+                    self._lost = True
+                    continue
+            if left_s <= LISTEN_S:
+                return False
+
+    def close(self) -> None:
+        """Closes the connection; idempotent."""
+        with self._lock:
+            if not self._socket.closed:
+                self._socket.disable_monitor()
+                self._monitor.close()
+                self._socket.close()
+
+    def _receive_all(self) -> None:
+        with suppress(zmq.Again):
+            while True:
+                frames = self._socket.recv_multipart(zmq.DONTWAIT)
+                self.heard_s = time.monotonic()
+                try:
+                    body = _read(self._run_id, frames, self._accepts, MAX_HEADER_BYTES)
+                except ProtocolError as error:
+                    raise BadServerError(str(error)) from None
+                self._handle(body)
+
+
+def _read(run_id: str, frames: list[bytes], accepts: Set[str], max_bytes: int) -> Any:
+    """The body of a message. Raises ProtocolError if it is not valid, or not of a kind in `accepts`."""
+    message = decode(run_id, frames, max_bytes=max_bytes)
+    if message.kind not in accepts:
+        raise ProtocolError(f"unexpected kind {message.kind!r}")
+    return message.body

@@ -1,4 +1,4 @@
-"""The messages of the other servers (critics, the reward model, stores), and the answers of every server."""
+"""The messages of services: environment hosts, critics, the reward model, stores, and the transfer of weights."""
 
 from __future__ import annotations
 
@@ -6,7 +6,25 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from asyncrl.wire.bounds import MAX_NUMBER, Body, Count, Duration, Finite, Index, Items, Metrics, Number, Text
+from asyncrl.types import EpisodeEnd
+from asyncrl.wire.messages import (
+    MAX_INDEX,
+    MAX_NUMBER,
+    MAX_PARTS,
+    Body,
+    Count,
+    Document,
+    Duration,
+    Finite,
+    Index,
+    Items,
+    Metrics,
+    Name,
+    Number,
+    Reward,
+    Text,
+    Time,
+)
 
 MAX_KEY_CHARACTERS = 512
 MAX_KEYS_ASKED = 1 << 10
@@ -129,3 +147,232 @@ class Error(Body):
     """The answer to a bad request."""
 
     text: Text
+
+
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 200
+TurnStatus = Literal["completed", "truncated"]
+EpisodeStatus = Literal["completed", "truncated", "failed"]
+Parts = Annotated[dict[Name, float], Meta(max_length=MAX_PARTS)]
+
+
+class GroupPlace(Body):
+    """Part of `EpisodeStart`: the place of an episode in its group."""
+
+    group: Name
+    member: Index
+    size: Annotated[int, Meta(ge=1)]
+    """Members of the group."""
+
+
+class EpisodeStart(Body):
+    """Part of `Turns`: an episode that starts. Its prompt's tokens are a list of the message."""
+
+    episode: Name
+    row: Number
+    ground_truth: Document
+    data_source: Name
+    extra_info: dict[str, Any]
+    chat: list[dict[str, Any]] | None
+    columns: dict[str, Any]
+    seed: Number
+    evaluation: bool
+    place: GroupPlace | None
+    """None for an episode that is played alone."""
+
+
+class Said(Body):
+    """Part of `Turns`: the policy's turn in a branch, whose tokens are a list of the message."""
+
+    episode: Name
+    branch: Index
+    status: TurnStatus
+
+
+class Turns(Body):
+    """Sent by a generator to a host. Its lists are the tokens of `started`, then those of `said`."""
+
+    started: Items[EpisodeStart]
+    said: Items[Said]
+    dropped: Items[Name]
+
+
+class SayNext(Body):
+    """Part of `Wishes`: the policy's next turn is to be sampled, behind what the environment says, which is a list of
+    the message.
+
+    A branch is one sequence of tokens; an episode has several if its conversation was rewritten, and those are numbered
+    from 0. A branch that is named for the first time begins with the first `keep` tokens of the branch `source`, and
+    branch 0 with those of the row's prompt. Of others `keep` is their length.
+    """
+
+    episode: Name
+    branch: Index
+    source: Index
+    keep: Number
+    max_tokens: Annotated[int, Meta(ge=1)]
+    stop: Annotated[
+        list[Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]], Meta(max_length=MAX_STOPS)
+    ]
+    """Texts that end the turn, beside those of `generator.stop`."""
+
+
+class EpisodeEnded(Body):
+    """Part of `Wishes`: an episode is over."""
+
+    episode: Name
+    status: EpisodeStatus
+    ended: EpisodeEnd
+    reward: Reward
+    parts: Parts
+    turn_rewards: Items[Reward]
+    """Reward of each turn, in the order in which they were asked for; none if the reward is only one of the complete
+    episode."""
+    unused: Items[Index]
+    """Numbers of the turns, in the same order, that nobody has read. Each is the last of its branch."""
+    environment_s: Time
+    """Time in the environment's methods."""
+    error: Text
+    """Why it failed; empty otherwise."""
+    scored_together: bool
+    """The members of its group are scored together: without it the others have no reward."""
+    group_wait_s: Time
+    """Time in which it waited for the others, to be scored with them."""
+    messages: bytes
+    """What was said under a chat template from the policy's first turn to its last one, as JSON: for reward functions,
+    and empty if there are none."""
+
+
+class Wishes(Body):
+    """Sent by a host to its generator, also as a sign of life."""
+
+    says: Items[SayNext]
+    ended: Items[EpisodeEnded]
+    stuck: Index
+    """Calls of the user's methods that did not return in time, and occupy a thread each."""
+
+
+MIN_BUCKET_BYTES = 1 << 16
+"""Minimum size of a bucket, so that a model does not have millions of them."""
+_Name = Annotated[str, Meta(min_length=1, max_length=200)]
+_Round = Annotated[int, Meta(ge=1, le=MAX_NUMBER)]
+_Rank = Annotated[int, Meta(ge=1, le=MAX_INDEX + 1)]
+
+
+# --- of a receiver
+
+
+class Join(Body):
+    """Begins a session. The sender answers with "manifest"; a later session of the rank replaces this one."""
+
+    rank: _Rank
+    device: _Name
+    host: _Name
+
+
+class Up(Body):
+    """The engine runs: the sender may make offers."""
+
+
+class Loaded(Body):
+    """Part of "ready": the version that the engine runs on, if it arrived in this session."""
+
+    version: Number
+    checksum: Number
+
+
+class Ready(Body):
+    """Staging is free for the next version; sent before the offer if it is free then. The sender answers with "go"."""
+
+    round: _Round
+    loaded: Loaded | None
+
+
+class Holding(Body):
+    """The engine keeps its version for now, or more buckets have come. Extends the deadline for the next answer."""
+
+    round: _Round
+
+
+class Received(Body):
+    """The checksum of the bytes received, or the reason why the transfer failed."""
+
+    round: _Round
+    checksum: Number
+    error: Text
+
+
+class Left(Body):
+    """Ends the session."""
+
+
+class Ping(Body):
+    """Asks whether the sender lives; answered by "pong", or by "dropped" if the session has ended."""
+
+
+# --- of the sender
+
+
+class Manifest(Body):
+    """Names, shapes and dtypes of the weights, as JSON (`WeightManifest.to_json`)."""
+
+    text: Document
+    senders: Annotated[int, Meta(ge=1, le=MAX_INDEX + 1)]
+    """Learner ranks, each of which sends a share of them (`weights/layout.py`)."""
+    by_parameter: bool
+    """True if each bucket is a part of one parameter."""
+
+
+class Offer(Body):
+    """Starts a round. The receiver answers with "ready", unless it has sent that before."""
+
+    round: _Round
+    version: Number
+    transport: _Name
+    bucket_bytes: Annotated[int, Meta(ge=MIN_BUCKET_BYTES, le=MAX_NUMBER)]
+    urgent: bool
+    """True if the learner waits for the round: a receiver whose engine keeps its version says "holding" at once."""
+
+
+class Go(Body):
+    """The rank of the receiver among the `size` members of the link number `group` of each sender, which it connects to
+    now."""
+
+    round: _Round
+    group: Number
+    rank: _Rank
+    size: Annotated[int, Meta(ge=2, le=MAX_INDEX + 2)]
+
+
+class Patience(Body):
+    """The sender waits for other receivers, or sends to them. Extends the deadline for its next message."""
+
+    round: _Round
+
+
+class Sent(Body):
+    """The checksum of the bytes sent."""
+
+    round: _Round
+    checksum: Number
+
+
+class Abort(Body):
+    """The reason why the broadcast was aborted. The receiver answers with "received", unless it has sent that."""
+
+    round: _Round
+    reason: Text
+
+
+class Dropped(Body):
+    """The reason why the sender has ended the session. The receiver joins again."""
+
+    reason: Text
+
+
+class Closed(Body):
+    """The sender closes."""
+
+
+class Pong(Body):
+    """The sender lives."""

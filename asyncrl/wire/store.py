@@ -1,6 +1,6 @@
 """A key-value store in which the members of a process group find one another.
 
-One process holds the values and serves them over a channel (`asyncrl.wire.channel`), which authenticates the clients;
+One process holds the values and serves them over a channel (`asyncrl.wire.rpc`), which authenticates the clients;
 its size is bounded. Torch's own store has neither. `torch_store.py` adapts it to torch.
 """
 
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from asyncrl.errors import AsyncrlError
-from asyncrl.wire.channel import LOOK_S, ChannelClient, ChannelServer, ServerLostError
+from asyncrl.wire.rpc import LISTEN_S, ChannelClient, ChannelServer, ServerLostError
 from asyncrl.wire.service_messages import MAX_KEY_CHARACTERS, StoreAction, StoreReply, StoreRequest
 
 ANSWER_S = 30.0
@@ -164,7 +164,7 @@ class RemoteStore:
                     raise too_late([key for key, one in zip(keys, there, strict=True) if one is None], limit_s)
                 if left_s < 0:
                     raise ServerLostError(f"nobody answered at {self._client.address} within {limit_s:g} s")
-                self._client.listen(min(left_s, LOOK_S))
+                self._client.listen(min(left_s, LISTEN_S))
         if reply.error:
             raise StoreError(reply.error)
         return reply

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from asyncrl.launch.fork_server import ForkServer
-from asyncrl.replay.journal.samples import JournalSamples
+from asyncrl.replay.history import JournalSamples
 from asyncrl.samples import Samples
 from tests.chaos.runs import Chaos, check_complete
 from tests.helpers.preloaded import Command

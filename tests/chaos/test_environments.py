@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 from asyncrl.data.demo import make_demo_rows
 from asyncrl.data.files import write_rows
 from asyncrl.launch.fork_server import ForkServer
-from asyncrl.replay.journal.history import JournalBatches
+from asyncrl.replay.history import JournalBatches
 from asyncrl.types import EPISODE_ENDS, Group, Trajectory
 from tests.chaos.runs import Chaos, check_complete
 from tests.helpers.preloaded import Command

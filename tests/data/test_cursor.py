@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import islice
 
-import msgpack
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -16,7 +15,7 @@ from asyncrl.data.cursor import PromptCursor
 from asyncrl.data.prompts import fit
 from asyncrl.errors import ConfigError
 from asyncrl.types import Prompt, PromptPosition
-from asyncrl.util.durable import of_plain, to_plain
+from asyncrl.util.durable import of_bytes, to_bytes
 from tests.data.conftest import row
 from tests.helpers.examples import examples
 
@@ -28,7 +27,7 @@ def rows(cursor: PromptCursor, count: int) -> list[int]:
 
 
 def through_msgpack(position: PromptPosition) -> PromptPosition:
-    return of_plain(PromptPosition, msgpack.unpackb(msgpack.packb(to_plain(PromptPosition, position))))
+    return of_bytes(PromptPosition, to_bytes(PromptPosition, position))
 
 
 def test_every_epoch_has_every_row_once_in_another_order(dataset: Write) -> None:
@@ -127,52 +126,6 @@ def test_a_weighted_file_in_which_nothing_fits_is_an_error(dataset: Write) -> No
     )
     with pytest.raises(ConfigError, match=r"part1.parquet: all 2 prompts are longer than 6 tokens"):
         rows(cursor, 100)
-
-
-def kept_rows(cursor: PromptCursor, count: int, keeps: Callable[[int], bool]) -> list[tuple[int, int]]:
-    taken = [cursor.next_kept(keeps) for _ in range(count)]
-    return [(prompt.row, place.pool) for prompt, place in taken]
-
-
-def test_the_place_of_a_skipped_row_goes_to_the_next_row_of_its_file(dataset: Write) -> None:
-    files = [row(i) for i in range(40)], [row(i) for i in range(10)]
-    config = dataset(*files, data__weights=[3.0, 1.0], data__selection="on")
-    asked: list[int] = []
-
-    def keeps(number: int) -> bool:
-        asked.append(number)
-        return number >= 40 or number % 8 == 0
-
-    cursor = PromptCursor(config, limit_tokens=10)
-    seen = kept_rows(cursor, 2000, keeps)
-    assert {number for number, _ in seen} == {0, 8, 16, 24, 32, *range(40, 50)}
-    assert all(pool == (number >= 40) for number, pool in seen)
-    assert sum(pool == 0 for _, pool in seen) == pytest.approx(1500, abs=80), "the files keep their shares"
-    assert len(asked) > 10_000
-    first = [number for number in asked if number < 40]
-    assert all(sorted(first[i : i + 40]) == list(range(40)) for i in range(0, len(first) - 40, 40))
-    epochs = [place.epoch for _, place in (cursor.next_kept(keeps) for _ in range(30))]
-    assert epochs[0] is not None and epochs[0] > 10 and len(set(epochs)) > 5
-    position = through_msgpack(cursor.position)
-    resumed = PromptCursor(config, limit_tokens=10)
-    resumed.seek(position)
-    assert kept_rows(resumed, 50, keeps) == kept_rows(cursor, 50, keeps)
-
-
-@settings(max_examples=examples(10), suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(before=st.integers(0, 23))
-def test_skipping_is_the_same_ahead_and_row_by_row(dataset: Write, before: int) -> None:
-    """A resumed cursor, and one whose rows come from the pipeline, ask for the same rows."""
-    config = dataset([row(i, prompt="1234567" if i == 2 else f"{i}=") for i in range(7)], data__selection="on")
-    cursor, resumed = PromptCursor(config, limit_tokens=6), PromptCursor(config, limit_tokens=6)
-
-    def keeps(number: int) -> bool:
-        return number % 3 != 0
-
-    kept_rows(cursor, before, keeps)
-    resumed.start()
-    resumed.seek(cursor.position)
-    assert kept_rows(resumed, 20, keeps) == kept_rows(cursor, 20, keeps)
 
 
 def test_another_dataset_is_not_resumed(dataset: Write) -> None:

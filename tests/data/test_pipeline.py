@@ -21,7 +21,7 @@ from asyncrl.data.pipeline import Pipeline, approximate_bytes
 from asyncrl.data.prompts import TrainingRows
 from asyncrl.errors import DataError, PeerTimeoutError, RunError
 from asyncrl.types import Prompt, PromptPosition
-from asyncrl.util.durable import of_plain, to_plain
+from asyncrl.util.durable import of_bytes, to_bytes
 from tests.data.conftest import row
 from tests.helpers.examples import examples
 
@@ -94,7 +94,7 @@ def test_resumes_exactly_at_any_points_in_any_order(
     restarted = PromptCursor(config, limit_tokens=10)
     for number, (place, count) in enumerate(moves):
         for one in (cursor, restarted):
-            stored = of_plain(PromptPosition, to_plain(PromptPosition, places[place]))
+            stored = of_bytes(PromptPosition, to_bytes(PromptPosition, places[place]))
             one.seek(stored)
             assert one.position == places[place]
             taken = min(count, 40 - place)

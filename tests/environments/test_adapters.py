@@ -14,10 +14,9 @@ import psutil
 import pytest
 
 from asyncrl.config.sections import Options
-from asyncrl.environments.dialogue import Dialogue
+from asyncrl.environments.dialogue.dialogue import Dialogue
 from asyncrl.environments.environment import Action, Task, ToolCall
-from asyncrl.environments.named import Named
-from asyncrl.environments.table import load_environment
+from asyncrl.environments.table import Named, load_environment
 from asyncrl.errors import ConfigError
 from tests.helpers import adapters
 from tests.helpers.chat_models import save_chat_model

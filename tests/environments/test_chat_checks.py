@@ -14,8 +14,8 @@ import pytest
 from rich.console import Console
 
 from asyncrl.config.config import Config
-from asyncrl.environments.dialogue import Dialogue
-from asyncrl.environments.dialogue.display import Display, Shown
+from asyncrl.environments.dialogue.conversation import Display, Shown
+from asyncrl.environments.dialogue.dialogue import Dialogue
 from asyncrl.errors import ConfigError
 from asyncrl.launch.checks import check_environments
 from asyncrl.launch.commands.play import play

@@ -12,8 +12,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from asyncrl.environments import Message, ToolCall
-from asyncrl.environments.dialogue import MARK, ChatDialogue, Dialogue, DialogueError
 from asyncrl.environments.dialogue.checks import call_turn
+from asyncrl.environments.dialogue.dialogue import MARK, ChatDialogue, Dialogue
+from asyncrl.environments.dialogue.rendering import DialogueError
 from asyncrl.errors import ConfigError
 from asyncrl.util.tokenizer import TEMPLATE_COLUMN
 from tests.helpers.chat_models import CALLING, FAMILIES, QWEN, STRIPPING, save_chat_model

@@ -19,7 +19,7 @@ from asyncrl.environments.pool import EnvironmentPool, NextTurn
 from asyncrl.errors import RunError
 from asyncrl.types import Prompt
 from asyncrl.wire.endpoints import Endpoints
-from asyncrl.wire.environment_messages import EpisodeEnded, GroupPlace
+from asyncrl.wire.service_messages import EpisodeEnded, GroupPlace
 from tests.helpers.reward_pool import save_tokenizer, tokens
 
 EXTRA = "?<>.[]*"

@@ -8,7 +8,7 @@ import pytest
 
 from asyncrl.config.config import Config
 from asyncrl.environments import Task
-from asyncrl.environments.builtin.guess import GuessNumber
+from asyncrl.environments.builtin import GuessNumber
 from asyncrl.environments.table import EnvironmentTable, check_environment, environment_for
 from asyncrl.errors import ConfigError
 

@@ -6,11 +6,11 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from asyncrl.environments.dialogue import Dialogue
+from asyncrl.environments.dialogue.dialogue import Dialogue
 from asyncrl.environments.episode import Limits, Turn
 from asyncrl.environments.player import Player, play_alone
 from asyncrl.environments.table import Named, load_environment
-from asyncrl.wire.environment_messages import EpisodeStart, SayNext
+from asyncrl.wire.service_messages import EpisodeStart, SayNext
 from tests.helpers.chat_models import save_chat_model
 
 PAGE = Path(__file__).parents[2] / "docs" / "environments.md"
@@ -27,7 +27,7 @@ def test_the_example_with_tools(tmp_path: Path) -> None:
     def say(player: Player, wish: SayNext, observation: list[int]) -> None:
         read.append(dialogue.chat.decode(observation))
         said = [*dialogue.chat.rendering.encode(texts.pop(0)), dialogue.chat.ends.last]
-        player.hear(wish.branch, Turn(said, "completed"))
+        player.receive(wish.branch, Turn(said, "completed"))
 
     chat = [{"role": "user", "content": "What do 3 apples cost?"}]
     prices = {"prices": {"apple": 0.5, "plum": 0.25}}

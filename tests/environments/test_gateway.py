@@ -13,12 +13,10 @@ import openai
 import pytest
 
 from asyncrl.environments.episode import Limits, Turn
-from asyncrl.environments.gateway.access import Access
-from asyncrl.environments.gateway.errors import BadRequestError, EpisodeOverError
-from asyncrl.environments.gateway.requests import chat_request
+from asyncrl.environments.gateway.api import Access, BadRequestError, EpisodeOverError, chat_request
 from asyncrl.environments.gateway.server import Gateway
 from asyncrl.environments.gateway.session import Session
-from asyncrl.wire.environment_messages import SayNext
+from asyncrl.wire.service_messages import SayNext
 from tests.helpers.dialogues import CharacterDialogue, turn
 
 WINDOW = 400
@@ -54,7 +52,7 @@ class Policy:
         cut = text.endswith("~")
         said = [*map(ord, text[:-1])] if cut else turn(text)
         self.branches[wish.branch] += said
-        self.session.hear(wish.branch, Turn(said, "truncated" if cut else "completed"))
+        self.session.receive(wish.branch, Turn(said, "truncated" if cut else "completed"))
 
 
 def play(

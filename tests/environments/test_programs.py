@@ -18,15 +18,14 @@ import pytest
 
 from asyncrl.config.sections import Options
 from asyncrl.environments.episode import Limits, Turn
-from asyncrl.environments.gateway.access import Access
+from asyncrl.environments.gateway.api import Access
 from asyncrl.environments.gateway.server import Gateway
-from asyncrl.environments.programs import foreign_program
-from asyncrl.environments.programs.foreign_program import ForeignProgram
-from asyncrl.environments.programs.load import load_agent
-from asyncrl.environments.programs.player import ProgramPlayer
+from asyncrl.environments.programs import agent_client
+from asyncrl.environments.programs.agent_client import SubprocessProgram, load_agent
 from asyncrl.environments.programs.program import CommandProgram, FunctionProgram
+from asyncrl.environments.programs.program_player import ProgramPlayer
 from asyncrl.errors import ConfigError
-from asyncrl.wire.environment_messages import EpisodeEnded, EpisodeStart, SayNext
+from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, SayNext
 from tests.helpers.dialogues import CharacterDialogue, turn
 
 START = EpisodeStart("0.0.0", 7, "42", "test", {}, None, {}, 5, False, None)
@@ -91,7 +90,7 @@ def curious(task, base_url, api_key):
     import importlib.util, subprocess
     ask(base_url, api_key, "x")
     read = subprocess.run([sys.executable, "-c", "import sys; print(len(sys.stdin.read()))"], capture_output=True)
-    return {"score": float(read.stdout), "found": float(importlib.util.find_spec("foreign_program") is not None)}
+    return {"score": float(read.stdout), "found": float(importlib.util.find_spec("agent_client") is not None)}
 
 if __name__ == "__main__":
     task = json.load(sys.stdin)
@@ -117,7 +116,7 @@ def play(name: str, *, python: str | None = None, times: int = 1, timeout_s: flo
         await gateway.start()
 
         def say(player: ProgramPlayer, wish: SayNext, tokens: list[int]) -> None:
-            asyncio.get_running_loop().call_later(0.01, player.hear, wish.branch, Turn(turn("42"), "completed"))
+            asyncio.get_running_loop().call_later(0.01, player.receive, wish.branch, Turn(turn("42"), "completed"))
 
         limits = Limits(400, 50, 5, timeout_s, timeout_s)
         players = [
@@ -208,7 +207,7 @@ def test_a_process_that_dies_loses_its_episodes(program: str) -> None:
 HOST = """
 import asyncio, sys
 from asyncrl.environments.gateway.server import Access
-from asyncrl.environments.programs.load import load_agent
+from asyncrl.environments.programs.agent_client import load_agent
 
 async def main():
     agent = load_agent(sys.argv[1], {}, sys.argv[2] if len(sys.argv) > 2 else None)
@@ -267,7 +266,7 @@ def test_programs_that_cannot_start_are_named(program: str, monkeypatch: pytest.
             load_agent(name, {}, python).check()
         assert message in str(refused.value)
     Path("slow.py").write_text("import time\ntime.sleep(60)\n")
-    monkeypatch.setattr(foreign_program, "START_S", 0.5)
+    monkeypatch.setattr(agent_client, "START_S", 0.5)
     with pytest.raises(ConfigError, match=r"has not loaded it within 0.5 s"):
         load_agent("slow.py:run", {}, sys.executable).check()
     with pytest.raises(ConfigError, match="has no 'walk'"):
@@ -277,7 +276,7 @@ def test_programs_that_cannot_start_are_named(program: str, monkeypatch: pytest.
 def test_names_are_told_apart() -> None:
     options: Options = {}
     assert isinstance(load_agent("json:loads", options, None), FunctionProgram)
-    assert isinstance(load_agent("json:loads", options, sys.executable), ForeignProgram)
+    assert isinstance(load_agent("json:loads", options, sys.executable), SubprocessProgram)
     assert isinstance(load_agent("node agent.js", options, None), CommandProgram)
 
 

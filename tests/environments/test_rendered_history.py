@@ -16,15 +16,14 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from asyncrl.environments import Environment, Message, Step
-from asyncrl.environments.dialogue import MARK, ChatDialogue, Dialogue
 from asyncrl.environments.dialogue.conversation import note_refusal
-from asyncrl.environments.episode import Limits, Turn
-from asyncrl.environments.gateway.requests import chat_request
+from asyncrl.environments.dialogue.dialogue import MARK, ChatDialogue, Dialogue
+from asyncrl.environments.episode import Limits, Turn, history_of
+from asyncrl.environments.gateway.api import chat_request
 from asyncrl.environments.gateway.session import Session
-from asyncrl.environments.history import history_of
-from asyncrl.environments.named import Named
 from asyncrl.environments.player import Player, play_alone
-from asyncrl.wire.environment_messages import EpisodeEnded, EpisodeStart, SayNext
+from asyncrl.environments.table import Named
+from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, SayNext
 from tests.helpers.chat_models import FAMILIES, OPENING, QWEN, TEXT_ARGUMENTS, THINKING, save_chat_model
 
 ASK: list[Message] = [{"role": "system", "content": "You help."}, {"role": "user", "content": "What is 12*34?"}]
@@ -125,7 +124,7 @@ def play(
         dialogue=dialogue,
         limits=Limits(window, 300, 5, 10.0, 5.0),
         threads=threads,
-        say=lambda player, wish, tokens: player.hear(wish.branch, policy.turn(wish, tokens)),
+        say=lambda player, wish, tokens: player.receive(wish.branch, policy.turn(wish, tokens)),
     )
     ended = play_alone(player)
     threads.shutdown(wait=False)
@@ -239,7 +238,7 @@ def test_random_turns_are_appended_as_well_by_a_template_that_strips_nothing(tmp
             drifted += chats[0].coders.encode(chats[0].decode(said)) != said
             places = []
             for history, chat in zip((kept, rendered), chats, strict=True):
-                history.hear(said, chat.read(said, ()).message, ())
+                history.receive(said, chat.read(said, ()).message, ())
                 places.append(history.follow([{"role": "user", "content": f"{number}?"}]))
             assert places[0] == places[1]
     assert drifted > 100
@@ -291,7 +290,7 @@ async def talk(dialogue: ChatDialogue, policy: Policy, *, drops: bool, questions
 
     def say(wish: SayNext, tokens: list[int]) -> None:
         turn = policy.turn(wish, tokens)
-        asyncio.get_running_loop().call_soon(session.hear, wish.branch, turn)
+        asyncio.get_running_loop().call_soon(session.receive, wish.branch, turn)
 
     session = Session("7.0.1", dialogue, Limits(2000, 300, 8, 10.0, 10.0), say)
     messages = list(ASK)

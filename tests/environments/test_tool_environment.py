@@ -19,13 +19,13 @@ from tool_environments import AtOnce, Calculator
 from transformers.utils.chat_template_utils import get_json_schema
 
 from asyncrl.environments import Action, Environment, Message, Step
-from asyncrl.environments.dialogue import Dialogue
+from asyncrl.environments.dialogue.dialogue import Dialogue
+from asyncrl.environments.environment import ToolError, tools_of
 from asyncrl.environments.episode import Limits, Turn
 from asyncrl.environments.player import Player, play_alone
 from asyncrl.environments.table import Named, load_environment
-from asyncrl.environments.tools import ToolError, tools_of
 from asyncrl.errors import ConfigError
-from asyncrl.wire.environment_messages import EpisodeEnded, EpisodeStart, SayNext
+from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, SayNext
 from tests.helpers.chat_models import FAMILIES, save_chat_model
 
 ASK: list[Message] = [{"role": "system", "content": "You help."}, {"role": "user", "content": "What is 12*34?"}]
@@ -58,7 +58,7 @@ class Policy:
         is_cut = len(self.read) - 1 in self.cut
         turn = Turn(said if is_cut else [*said, chat.ends.last], "truncated" if is_cut else "completed")
         self.tokens += turn.tokens
-        player.hear(wish.branch, turn)
+        player.receive(wish.branch, turn)
 
 
 def play(

@@ -20,10 +20,8 @@ import psutil
 import zmq
 
 from asyncrl.launch.machine import find_port
-from asyncrl.wire.bounds import MAX_COUNT, Body
-from asyncrl.wire.kinds import ANSWERS, KINDS
-from asyncrl.wire.launcher_messages import ReadStatus, ReadSummary
-from asyncrl.wire.learner_messages import Take
+from asyncrl.wire.frames import ANSWERS, KINDS
+from asyncrl.wire.messages import MAX_COUNT, Body, ReadStatus, ReadSummary, Take
 from tests.fuzz import frames as sound
 from tests.fuzz.mutate import Frames, Mutator
 

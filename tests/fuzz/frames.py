@@ -7,53 +7,67 @@ from collections.abc import Sequence
 import numpy as np
 
 from asyncrl.replay.codec import pack_group, pack_leases
-from asyncrl.replay.evaluation.samples import EvaluatedRow, pack_rows
+from asyncrl.replay.evaluation import EvaluatedRow, pack_rows
 from asyncrl.types import Lease, Prompt
-from asyncrl.wire import weight_messages as weights
-from asyncrl.wire.bounds import Body
-from asyncrl.wire.directory_messages import Announce, Located, LookUp
-from asyncrl.wire.environment_messages import EpisodeEnded, EpisodeStart, GroupPlace, Said, SayNext, Turns, Wishes
-from asyncrl.wire.frames import Arrays, encode
-from asyncrl.wire.kinds import KINDS
-from asyncrl.wire.launcher_messages import Lost, Memory, ReadStatus, ReadSummary, Scale, Shutdown, Stop
-from asyncrl.wire.learner_messages import (
+from asyncrl.wire import service_messages as weights
+from asyncrl.wire.frames import KINDS, Arrays, encode, pack_lists
+from asyncrl.wire.messages import (
+    Announce,
+    Announced,
+    Ask,
     Begin,
     Begun,
+    Body,
     Commit,
     Committed,
-    EvaluationResult,
-    NextEvaluation,
-    ShardHeader,
-    Take,
-)
-from asyncrl.wire.messages import (
-    Ask,
     Evaluated,
+    EvaluationResult,
     Finished,
+    Follower,
+    Followers,
+    Following,
     GeneratorStats,
     LeaseName,
     Leases,
+    Located,
+    LookUp,
+    Lost,
+    Memory,
+    NextEvaluation,
+    Publish,
+    ReadStatus,
+    ReadSummary,
     Release,
     ReleasedEvaluation,
     ReleasedLease,
+    Scale,
+    ShardHeader,
+    Shutdown,
+    Stop,
+    Take,
 )
 from asyncrl.wire.service_messages import (
+    EpisodeEnded,
+    EpisodeStart,
     Error,
+    GroupPlace,
     Leave,
     Ok,
     Restore,
+    Said,
     Save,
+    SayNext,
     Score,
     Scores,
     StoreReply,
     StoreRequest,
     Train,
     Trained,
+    Turns,
     Value,
     Values,
+    Wishes,
 )
-from asyncrl.wire.token_lists import pack_lists
-from asyncrl.wire.version_messages import Announced, Follower, Followers, Following, Publish
 from tests.helpers.replay import PROMPT_TOKENS, make_group
 
 TURNS = Turns(

@@ -6,16 +6,15 @@ import faulthandler
 import logging
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import structlog
 
-from asyncrl.replay import refunds
+from asyncrl.replay import live_group as refunds
 from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.server import run_replay
-from asyncrl.types import Prompt, PromptPosition, RowPlace
+from asyncrl.types import Prompt, PromptPosition
 from tests.fuzz.frames import GROUP_SIZE, RUN_ID, prompt
 from tests.helpers.replay import loopback_endpoints, small_config
 
@@ -30,9 +29,9 @@ class Prompts:
     def __init__(self) -> None:
         self._row = -1
 
-    def next_kept(self, keeps: Callable[[int], bool]) -> tuple[Prompt, RowPlace]:
+    def __next__(self) -> Prompt:
         self._row += 1
-        return prompt(self._row % self.num_rows), RowPlace(0, None)
+        return prompt(self._row % self.num_rows)
 
     def prompt(self, row: int) -> Prompt:
         return prompt(row)

@@ -20,8 +20,7 @@ from asyncrl.replay.codec import check_group
 from asyncrl.weights.layout import WeightManifest
 from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.sender import WeightSender
-from asyncrl.wire.frames import decode
-from asyncrl.wire.kinds import ANSWERS, BODIES, TO_RECEIVER, TO_SENDER, WITH_ARRAYS
+from asyncrl.wire.frames import ANSWERS, BODIES, TO_RECEIVER, TO_SENDER, WITH_ARRAYS, decode
 from asyncrl.wire.sockets import connect_dealer
 from tests.fuzz.drive import fuzz_clients, fuzz_server
 from tests.fuzz.frames import GROUP_SIZE, RUN_ID, answers, requests

@@ -13,8 +13,8 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from asyncrl.replay.client import LeaseReply
-from asyncrl.rewards.worker_main import PackedEpisode
-from asyncrl.rewards.workers import Scored
+from asyncrl.rewards.pool import Scored
+from asyncrl.rewards.reward_worker import PackedEpisode
 from asyncrl.types import Group, Lease, Prompt
 from asyncrl.weights.receiver import StagedWeights
 from asyncrl.wire.messages import Evaluated, GeneratorStats

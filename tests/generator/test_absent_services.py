@@ -20,10 +20,10 @@ from asyncrl.generator.engine import Completion
 from asyncrl.generator.group_runner import GroupRunner
 from asyncrl.generator.groups import make_group
 from asyncrl.replay.codec import pack_group
+from asyncrl.replay.live_group import MIN_FAILURES
 from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
-from asyncrl.replay.refunds import MIN_FAILURES
-from asyncrl.rewards.workers import RewardPool
+from asyncrl.rewards.pool import RewardPool
 from asyncrl.wire.endpoints import LOOPBACK, Endpoints
 from tests.helpers.replay import EndlessPrompts, ask_queue, small_config
 from tests.helpers.reward_pool import save_tokenizer, tokens
@@ -171,7 +171,7 @@ def test_a_service_that_is_away_for_seconds_does_not_end_a_run(
             run.play(for_s=0.5)
     finally:
         pool.close()
-        run.queue.close()
+        run.queue.store.close()
     if asks == "environment":
         assert refunded > MIN_FAILURES, "as many failures in a row do not end a run that has worked before"
     else:

@@ -18,7 +18,7 @@ from generator_model import deterministic_engine, small_config
 from test_episodes import Recording, finish, hf_logprobs
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from asyncrl.environments.dialogue import ChatDialogue
+from asyncrl.environments.dialogue.dialogue import ChatDialogue
 from asyncrl.environments.pool import EnvironmentPool
 from asyncrl.generator.engine import Engine
 from asyncrl.generator.loop import GeneratorLoop

@@ -25,9 +25,9 @@ from asyncrl.generator.evaluator import Evaluator
 from asyncrl.generator.groups import Running
 from asyncrl.generator.loop import GeneratorLoop
 from asyncrl.replay.codec import pack_group
-from asyncrl.replay.refunds import refund_reason
+from asyncrl.replay.live_group import refund_reason
 from asyncrl.types import Group, Prompt
-from asyncrl.wire.environment_messages import EpisodeEnded, GroupPlace
+from asyncrl.wire.service_messages import EpisodeEnded, GroupPlace
 
 MakeEngine = Callable[..., Engine]
 OBSERVATION = [9, 10, 11]

@@ -18,7 +18,7 @@ from asyncrl.generator.engine import Completion, Engine
 from asyncrl.generator.groups import Running, make_evaluated
 from asyncrl.generator.loop import GeneratorLoop
 from asyncrl.replay.client import LeaseReply
-from asyncrl.rewards.workers import Scored
+from asyncrl.rewards.pool import Scored
 from asyncrl.types import NO_VERSION, Lease
 
 Policies = list[Qwen2ForCausalLM]

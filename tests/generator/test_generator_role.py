@@ -69,7 +69,7 @@ def test_the_receiver_joins_before_the_engine_starts_and_receives_when_it_is_up(
         return MagicMock()
 
     monkeypatch.setattr("asyncrl.weights.receiver.WeightReceiver", Receiver)
-    monkeypatch.setattr("asyncrl.rewards.workers.RewardPool", MagicMock())
+    monkeypatch.setattr("asyncrl.rewards.pool.RewardPool", MagicMock())
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr(role, "max_weight_bytes", lambda path, **_: 1)
     monkeypatch.setattr(role, "make_engine", engine)

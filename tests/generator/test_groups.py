@@ -14,10 +14,10 @@ from asyncrl.generator.engine import Completion
 from asyncrl.generator.groups import Running, make_evaluated, make_group
 from asyncrl.generator.scoring import evaluated_rows
 from asyncrl.replay.codec import check_group, pack_group
-from asyncrl.replay.evaluation.samples import pack_rows, unpack_rows
-from asyncrl.rewards.workers import Scored
+from asyncrl.replay.evaluation import pack_rows, unpack_rows
+from asyncrl.rewards.pool import Scored
 from asyncrl.types import EpisodeOutcome, Status
-from asyncrl.wire.environment_messages import EpisodeEnded
+from asyncrl.wire.service_messages import EpisodeEnded
 
 
 def completion(index: int, status: Status, version: int = 3) -> Completion:

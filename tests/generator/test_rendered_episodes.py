@@ -14,7 +14,7 @@ from test_dialogue_episodes import ENVIRONMENT, GROUPS, MESSAGES, TURNS, run
 from test_episodes import hf_logprobs
 from transformers import Qwen2ForCausalLM
 
-from asyncrl.environments.dialogue import ChatDialogue
+from asyncrl.environments.dialogue.dialogue import ChatDialogue
 from asyncrl.generator.engine import Engine
 from asyncrl.util.tokenizer import load_tokenizer
 from tests.helpers.chat_models import THINKING

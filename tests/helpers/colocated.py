@@ -23,13 +23,13 @@ from asyncrl.learner.colocated import SharedCard as LearnerCard
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.loop import Learner
 from asyncrl.replay.client import LeaseReply
-from asyncrl.rewards.workers import Scored
+from asyncrl.rewards.pool import Scored
 from asyncrl.types import NO_VERSION, Group, Lease, Prompt, Shard
 from asyncrl.util.card_lock import Cards
 from asyncrl.util.host_memory import HostMemory
 from asyncrl.weights.receiver import StagedWeights
 from asyncrl.weights.sender import WeightSyncStats
-from asyncrl.wire.learner_messages import Committed
+from asyncrl.wire.messages import Committed
 
 TOKENS = 4
 """Least steps of the engine for a completion."""

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from asyncrl.environments.dialogue import TextDialogue
+from asyncrl.environments.dialogue.dialogue import TextDialogue
 from asyncrl.environments.dialogue.formats import Read, to_message
 from asyncrl.environments.environment import ToolCall
 

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 
-from asyncrl.replay.journal.writer import Journal, Location, Record, read_journal
+from asyncrl.replay.journal import Journal, Location, Record, read_journal
+
+
+def record_with(kind: str, **body: object) -> Record:
+    """A record with any body."""
+    return Record(kind, msgspec.msgpack.encode(body))
+
+
+def body_of(record: Record) -> dict[str, Any]:
+    return msgspec.msgpack.decode(record.body)
 
 
 def group_record(ticket: int, num_tokens: int, attempt: int = 0) -> Record:
@@ -19,7 +30,7 @@ def group_record(ticket: int, num_tokens: int, attempt: int = 0) -> Record:
         rng.standard_normal(num_tokens).astype(np.float32),
         np.full(num_tokens, ticket, dtype=np.int32),
     ]
-    return Record("group", {"ticket": ticket, "attempt": attempt, "rewards": [0.1, float("inf")]}, arrays)
+    return Record("group", msgspec.msgpack.encode({"ticket": ticket, "attempt": attempt}), arrays)
 
 
 def plain(record: Record) -> tuple[object, ...]:

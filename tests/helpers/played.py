@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from asyncrl.environments.dialogue import Dialogue
+from asyncrl.environments.dialogue.dialogue import Dialogue
 from asyncrl.environments.environment import Message
-from asyncrl.environments.named import Named
 from asyncrl.environments.player import Limits, Player, Turn, play_alone
-from asyncrl.wire.environment_messages import EpisodeEnded, EpisodeStart, SayNext
+from asyncrl.environments.table import Named
+from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, SayNext
 from tests.helpers.chat_models import save_chat_model
 
 FIT_STEPS = 150
@@ -52,7 +52,7 @@ class Played:
         turn = Turn([*chat.rendering.encode(next(self._turns)), chat.ends.last], "completed")
         self.tokens = [*self.tokens[: wish.keep], *observation, *turn.tokens]
         self.said = [*self.said[: wish.keep], *[False] * len(observation), *[True] * len(turn.tokens)]
-        player.hear(wish.branch, turn)
+        player.receive(wish.branch, turn)
 
 
 def call(name: str, **arguments: Any) -> str:

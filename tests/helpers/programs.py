@@ -11,9 +11,9 @@ from asyncrl.config.sections import Options
 from asyncrl.environments.environment import Task
 from asyncrl.environments.episode import Limits, Turn
 from asyncrl.environments.gateway.server import Gateway
-from asyncrl.environments.programs.player import ProgramPlayer
+from asyncrl.environments.programs.program_player import ProgramPlayer
 from asyncrl.environments.table import load_environment
-from asyncrl.wire.environment_messages import EpisodeEnded, EpisodeStart, GroupPlace, SayNext
+from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, SayNext
 from tests.helpers.dialogues import CharacterDialogue, turn
 
 
@@ -40,12 +40,11 @@ def play_program(
     python: str | None = None,
     options: Options | None = None,
     limits: Limits | None = None,
-    together: bool = False,
 ) -> list[Played]:
     """Plays an episode of each task at once. `policy` returns what it says in an episode and a turn; a text that ends
-    in ~ is cut there. The episodes are members of one group if they are played `together`."""
+    in ~ is cut there."""
     limits = limits or Limits(2000, 200, 8, 60.0, 60.0)
-    return asyncio.run(_play(name, tasks, policy, python, options or {}, limits, together))
+    return asyncio.run(_play(name, tasks, policy, python, options or {}, limits))
 
 
 async def _play(
@@ -55,7 +54,6 @@ async def _play(
     python: str | None,
     options: Options,
     limits: Limits,
-    together: bool,
 ) -> list[Played]:
     program: Any = load_environment(name, options, python=python)
     dialogue = CharacterDialogue()
@@ -76,16 +74,14 @@ async def _play(
         one.wishes.append(wish)
         branch += said
         asyncio.get_running_loop().call_later(
-            0.01, player.hear, wish.branch, Turn(said, "truncated" if cut else "completed")
+            0.01, player.receive, wish.branch, Turn(said, "truncated" if cut else "completed")
         )
 
     await gateway.start()
-    waiting: dict[str, set[int]] = {}
     try:
-        places = [GroupPlace("0.0", number, len(tasks)) if together else None for number in range(len(tasks))]
         players = [
-            ProgramPlayer(_start(number, task, place), [], program, dialogue, limits, gateway, say, waiting)
-            for number, (task, place) in enumerate(zip(tasks, places, strict=True))
+            ProgramPlayer(_start(number, task), [], program, dialogue, limits, gateway, say)
+            for number, task in enumerate(tasks)
         ]
         for one, ended in zip(played, await asyncio.gather(*(player.play() for player in players)), strict=True):
             one.ended = ended
@@ -95,9 +91,9 @@ async def _play(
     return played
 
 
-def _start(number: int, task: Task, place: GroupPlace | None) -> EpisodeStart:
+def _start(number: int, task: Task) -> EpisodeStart:
     chat = task.prompt if isinstance(task.prompt, list) else [{"role": "user", "content": task.prompt}]
     extra_info, columns = dict(task.extra_info), dict(task.columns)
     return EpisodeStart(
-        str(number), task.row, task.ground_truth, task.data_source, extra_info, chat, columns, task.seed, False, place
+        str(number), task.row, task.ground_truth, task.data_source, extra_info, chat, columns, task.seed, False, None
     )

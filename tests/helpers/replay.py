@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import count
 
 import numpy as np
+from msgspec import structs
 
 from asyncrl.config.config import Config
 from asyncrl.config.load import load_config
+from asyncrl.replay.metrics.stats import ReportedStats
 from asyncrl.replay.queue import ReplayQueue
-from asyncrl.types import NO_VERSION, Group, Lease, Prompt, PromptPosition, RowPlace, Status, Trajectory
+from asyncrl.replay.state import QueueSnapshot
+from asyncrl.types import NO_VERSION, Group, Lease, Prompt, PromptPosition, Status, Trajectory
+from asyncrl.util.durable import of_bytes, to_bytes
 from asyncrl.wire.endpoints import Endpoints
-from asyncrl.wire.messages import GeneratorStats, LeaseName
+from asyncrl.wire.messages import Ask, GeneratorStats, LeaseName
 
 PROMPT_TOKENS = 3
 
@@ -49,16 +53,23 @@ def ask_queue(
     working_on: Sequence[LeaseName] = (),
 ) -> tuple[list[Lease], str]:
     """An ask of a generator, by default the next one of its only session."""
-    return queue.ask(
-        generator,
-        version,
-        num_groups,
-        STATS if stats is None else stats,
-        num_evaluations,
+    ask = Ask(
+        generator=generator,
         session=f"only session of {generator}" if session is None else session,
         number=next(_numbers) if number is None else number,
-        working_on=working_on,
+        version=version,
+        num_groups=num_groups,
+        num_evaluations=num_evaluations,
+        stats=STATS if stats is None else stats,
+        working_on=list(working_on),
     )
+    return queue.ask(ask)
+
+
+def saved_state(queue: ReplayQueue) -> QueueSnapshot:
+    """A snapshot of the queue that shares nothing with it, without the signs of life: no event has them."""
+    stored = structs.replace(queue.state.snapshot(), reported=ReportedStats())
+    return of_bytes(QueueSnapshot, to_bytes(QueueSnapshot, stored))
 
 
 def kill_queue(queue: ReplayQueue) -> None:
@@ -81,13 +92,8 @@ class EndlessPrompts:
         self.num_rows = num_rows
 
     def __next__(self) -> Prompt:
-        return self.next_kept(lambda row: True)[0]
-
-    def next_kept(self, keeps: Callable[[int], bool]) -> tuple[Prompt, RowPlace]:
         self.row += 1
-        while not keeps(self.row % self.num_rows):
-            self.row += 1
-        return self.prompt(self.row % self.num_rows), RowPlace(0, self.row // self.num_rows)
+        return self.prompt(self.row % self.num_rows)
 
     def prompt(self, row: int) -> Prompt:
         return Prompt(row, np.arange(PROMPT_TOKENS, dtype=np.int32), str(row), "test", {"index": row})

@@ -9,7 +9,7 @@ import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from asyncrl.config.config import Config
-from asyncrl.rewards.workers import RewardPool, Scored
+from asyncrl.rewards.pool import RewardPool, Scored
 from asyncrl.types import Prompt
 
 TOKENS = ["<pad>", "<eos>", "<unk>", *"0123456789+="]

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.replay.journal.writer import read_journal
+from asyncrl.replay.journal import read_journal
+from asyncrl.replay.state import GroupEvent, LeaseEvent, Snapshot, event_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,29 +47,32 @@ def second_attempts(run_dir: Path, generator: int, gone_s: float) -> SecondAttem
     found = SecondAttempts(0, [], [], [])
     origin_s, own = 0.0, ""
     leases = 0
-    for _, record in read_journal(run_dir / "journal"):
-        body = record.body
-        if record.kind == "state":
-            origin_s = body["origin_s"]
-        elif record.kind == "lease":
-            after_s = body["at_s"] - (gone_s - origin_s)
-            for ticket, attempt in body["tickets"]:
-                sessions[ticket, attempt] = body["session"] if body["generator"] == generator else ""
-                if after_s > 0 and had.get(ticket, attempt) < attempt:
-                    found.leased_s.append(after_s)
-                elif after_s <= 0 and body["generator"] == generator:
-                    had[ticket], own = attempt, body["session"]
-                elif after_s <= 0:
+    folder = run_dir / "journal"
+    for location, record in read_journal(folder):
+        match event_of(record, location, folder):
+            case Snapshot() as snapshot:
+                origin_s = snapshot.origin_s
+            case LeaseEvent() as lease:
+                after_s = lease.at_s - (gone_s - origin_s)
+                for ticket, attempt in lease.tickets:
+                    sessions[ticket, attempt] = lease.session if lease.generator == generator else ""
+                    if after_s > 0 and had.get(ticket, attempt) < attempt:
+                        found.leased_s.append(after_s)
+                    elif after_s <= 0 and lease.generator == generator:
+                        had[ticket], own = attempt, lease.session
+                    elif after_s <= 0:
+                        had.pop(ticket, None)
+            case GroupEvent(header):
+                ticket, attempt = header.ticket, header.attempt
+                after_s = header.finished_s - (gone_s - origin_s)
+                if after_s <= 0:
                     had.pop(ticket, None)
-        elif record.kind == "group":
-            ticket, attempt = body["ticket"], body["attempt"]
-            after_s = body["finished_s"] - (gone_s - origin_s)
-            if after_s <= 0:
-                had.pop(ticket, None)
-            elif had.get(ticket, attempt) < attempt:
-                found.finished_s.append(after_s)
-            if after_s > 0 and sessions.get((ticket, attempt), own) not in ("", own):
-                found.restarted_s.append(after_s)
+                elif had.get(ticket, attempt) < attempt:
+                    found.finished_s.append(after_s)
+                if after_s > 0 and sessions.get((ticket, attempt), own) not in ("", own):
+                    found.restarted_s.append(after_s)
+            case _:
+                pass
         leases = len(had)
     return SecondAttempts(leases, found.leased_s, found.finished_s, found.restarted_s)
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from asyncrl.environments.dialogue import ChatDialogue
+from asyncrl.environments.dialogue.dialogue import ChatDialogue
 from tests.helpers.chat_models import save_chat_model
 
 WINDOW_TOKENS = 1024

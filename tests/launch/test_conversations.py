@@ -13,8 +13,8 @@ from rich.console import Console
 
 from asyncrl.config.load import load_config
 from asyncrl.environments import Environment, Step
-from asyncrl.environments.dialogue import Dialogue
-from asyncrl.environments.named import Named
+from asyncrl.environments.dialogue.dialogue import Dialogue
+from asyncrl.environments.table import Named
 from asyncrl.launch.commands.samples import show_group, show_samples
 from asyncrl.launch.samples import Query, find_samples, page_samples
 from asyncrl.launch.shown_samples import ShownSamples

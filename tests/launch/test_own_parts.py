@@ -16,7 +16,7 @@ from asyncrl.launch.launcher import LocalLauncher, find_launcher
 from asyncrl.launch.registry import check_parts, print_parts, tables
 from asyncrl.observe.trackers import make_trackers
 from asyncrl.replay.codec import pack_group
-from asyncrl.replay.refunds import refund_reason
+from asyncrl.replay.live_group import refund_reason
 from asyncrl.types import Lease
 from asyncrl.weights.transports import choose_transport, find_transport
 

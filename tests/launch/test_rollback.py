@@ -57,7 +57,7 @@ def collapsed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any],
         assert committed.collapsed == (step == RAISED)
         states[step] = queue.store.snapshot(step)
     summary = queue.summary() | {"status": "failed", "wall_s": 1.0}
-    queue.close()
+    queue.store.close()
     return summary, states
 
 

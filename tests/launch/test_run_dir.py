@@ -32,8 +32,8 @@ from asyncrl.launch.run_dir import (
 )
 from asyncrl.learner.checkpoint import CheckpointManifest, sum_of, write_manifest
 from asyncrl.observe.document import read_metrics
-from asyncrl.wire.curve_keys import read_keys
 from asyncrl.wire.endpoints import Endpoints
+from asyncrl.wire.sockets import read_keys
 from tests.helpers.cli import asyncrl
 from tests.helpers.inputs import make_inputs
 from tests.helpers.replay import loopback_endpoints, small_config

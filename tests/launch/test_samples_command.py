@@ -14,9 +14,9 @@ from asyncrl.config.config import Config
 from asyncrl.config.load import load_config
 from asyncrl.data.files import write_rows
 from asyncrl.replay.codec import pack_group
-from asyncrl.replay.evaluation.samples import EvalSamples, EvaluatedRow
-from asyncrl.replay.journal.samples import JournalSamples
-from asyncrl.replay.journal.writer import Journal
+from asyncrl.replay.evaluation import EvalSamples, EvaluatedRow
+from asyncrl.replay.history import JournalSamples
+from asyncrl.replay.journal import Journal
 from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.samples import Samples

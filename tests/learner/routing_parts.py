@@ -17,7 +17,7 @@ from asyncrl.generator.groups import Running, make_group
 from asyncrl.generator.transformers_backend.engine import TransformersEngine
 from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.model.policy import Policy
-from asyncrl.rewards.workers import Scored
+from asyncrl.rewards.pool import Scored
 from asyncrl.types import Group, Lease, Prompt
 
 FAMILIES = ["mixtral", "qwen3_moe"]

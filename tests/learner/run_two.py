@@ -20,17 +20,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 from worlds import endpoints, make_config, make_groups
 
-import asyncrl.replay.announcer
 import asyncrl.replay.client
-import asyncrl.replay.journal.history
+import asyncrl.replay.history
 import asyncrl.weights.deltas
 import asyncrl.weights.sender
 import asyncrl.weights.version_store
 from asyncrl.learner.role import run_learner, run_offline
 from asyncrl.types import Shard
 from asyncrl.weights.layout import share_of
-from asyncrl.wire.learner_messages import Committed
-from asyncrl.wire.version_messages import Announced
+from asyncrl.wire.messages import Announced, Committed
 
 rank, port, model, out = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4])
 
@@ -116,8 +114,8 @@ STEPS = 4
 asyncrl.replay.client.LearnerClient = Client  # pyright: ignore[reportAttributeAccessIssue]
 asyncrl.weights.sender.WeightSender = Sender  # pyright: ignore[reportAttributeAccessIssue]
 asyncrl.weights.sender.RankShareSender = Sender  # pyright: ignore[reportAttributeAccessIssue]
-asyncrl.replay.journal.history.JournalBatches = JournalBatches  # pyright: ignore[reportAttributeAccessIssue]
-asyncrl.replay.announcer.Announcer = Announcer  # pyright: ignore[reportAttributeAccessIssue]
+asyncrl.replay.history.JournalBatches = JournalBatches  # pyright: ignore[reportAttributeAccessIssue]
+asyncrl.replay.client.Announcer = Announcer  # pyright: ignore[reportAttributeAccessIssue]
 torch.set_num_threads(1)
 by_files = (out / "files").exists()
 if by_files:

@@ -28,8 +28,8 @@ from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.sender import BackgroundSender, RankShareSender, WeightSender
 from asyncrl.weights.version_store import Folder, Reader, manifest_key
 from asyncrl.wire.endpoints import Endpoints
+from asyncrl.wire.messages import Announced, Follower
 from asyncrl.wire.store import StoreServer
-from asyncrl.wire.version_messages import Announced, Follower
 
 BUCKET_BYTES = 1 << 16
 TIMEOUT_S = 60.0

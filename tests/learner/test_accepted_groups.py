@@ -86,7 +86,7 @@ def test_the_learner_can_compute_any_group_that_the_queue_accepts(
     outcome, finished = queue.take(0, 1)
     assert outcome == "shard"
     (kept,) = finished
-    batch = collate([unpack_group(kept.header, kept.arrays)], config, version=0)
+    batch = collate([unpack_group(*kept)], config, version=0)
     for micro in batch.micro_batches:
         assert torch.isfinite(trainer.policy.logprobs(micro)).all()
         assert (micro.versions != NO_VERSION).all()

@@ -19,13 +19,13 @@ from asyncrl.learner.algorithm import make_algorithm
 from asyncrl.learner.batch import Batch, collate
 from asyncrl.learner.step import Scores, estimate, sync_microbatches
 from asyncrl.replay.codec import pack_group, unpack_group
-from asyncrl.replay.journal.writer import Journal
+from asyncrl.replay.journal import Journal
 from asyncrl.replay.metrics.rewards import LATEST_GROUPS, FailedRewards
 from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.rewards.calling import CompletedGroup
+from asyncrl.rewards.pool import Scored
 from asyncrl.rewards.table import RewardTable
-from asyncrl.rewards.workers import Scored
 from asyncrl.types import Group, Lease
 from tests.helpers.replay import EndlessPrompts, ask_queue, kill_queue, small_config
 from tests.helpers.replay import make_group as make_plain_group
@@ -71,7 +71,7 @@ def trained(queue: ReplayQueue) -> tuple[Config, Batch]:
     """The batch of the next step, as a learner packs it."""
     outcome, groups = queue.take(0, 1)
     assert outcome == "shard"
-    shard = [unpack_group(group.header, group.arrays) for group in groups]
+    shard = [unpack_group(header, arrays) for header, arrays in groups]
     return queue.config, collate(shard, queue.config, version=0)
 
 
@@ -104,7 +104,7 @@ def test_a_group_with_one_failed_member_trains_the_others_only(
                         setattr(row, name, getattr(other, name))
                 group.arrays = None
             queue.finish(*pack_group(group))
-        queue.write()
+        queue.store.write()
         kill_queue(queue)
         queue = open_queue(folder, generator__group_size=size, **options)
         queue.begin(0, 0)
@@ -118,7 +118,7 @@ def test_a_group_with_one_failed_member_trains_the_others_only(
         assert metrics["reward/mean"] == pytest.approx(np.mean([-2.35, -2.3, -2.75]))
         assert metrics["reward/failed_fraction"] == (0.25 if size == 4 else 0.0)
         assert queue.summary()["ledger"]["refunded"] == {}
-        queue.close()
+        queue.store.close()
     with_failed, without = found
     assert (0, 1) not in with_failed and (1, 1) not in with_failed
     assert list(with_failed.values()) == pytest.approx(list(without.values()))
@@ -133,7 +133,7 @@ def test_a_reward_that_does_not_apply_is_not_the_best_of_its_group(reward: Rewar
     assert advantages(config, batch) == {
         (ticket, place): pytest.approx(expected[at]) for ticket in (0, 1) for at, place in enumerate((1, 3))
     }
-    queue.close()
+    queue.store.close()
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_a_group_is_refunded_by_its_members_with_a_reward(
     (lease,) = ask_queue(queue, 0, 0, 1)[0]
     queue.finish(*pack_group(scored_group(reward, lease, texts, failed=failed)))
     assert list(queue.ledger.refunded) == ([reason] if reason else [])
-    queue.close()
+    queue.store.close()
 
 
 def test_one_that_failed_and_three_that_were_cut_have_nothing_to_train(reward: RewardTable, tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_one_that_failed_and_three_that_were_cut_have_nothing_to_train(reward: R
         trajectory.status = "failed" if trajectory.error else "truncated"
     queue.finish(*pack_group(group))
     assert list(queue.ledger.refunded) == ["truncated"]
-    queue.close()
+    queue.store.close()
 
 
 def test_many_failed_rewards_are_a_warning_with_examples_each_time_that_they_become_many() -> None:

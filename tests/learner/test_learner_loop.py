@@ -21,7 +21,7 @@ from asyncrl.learner.batch import Batch
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.loop import Learner
 from asyncrl.types import Shard
-from asyncrl.wire.learner_messages import Committed
+from asyncrl.wire.messages import Committed
 
 
 class Batches:

@@ -26,7 +26,7 @@ from asyncrl.learner.loop import Learner
 from asyncrl.learner.model.saving import collect_state
 from asyncrl.observe.trackers import Trackers, make_trackers
 from asyncrl.types import Shard
-from asyncrl.wire.learner_messages import Committed
+from asyncrl.wire.messages import Committed
 
 STEPS = 6
 TOY: dict[str, Any] = {

@@ -28,8 +28,7 @@ from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.types import EpisodeOutcome, Lease, Prompt, Shard
 from asyncrl.util.card_lock import CardLock, card_path
-from asyncrl.wire.learner_messages import Committed
-from asyncrl.wire.messages import Evaluated, GeneratorStats
+from asyncrl.wire.messages import Committed, Evaluated, GeneratorStats
 from tests.helpers.metric_names import documented, undocumented, unwritten
 from tests.helpers.replay import EndlessPrompts, ask_queue, make_group
 
@@ -74,12 +73,12 @@ class QueueBatches:
             return self._take(step)
 
     def _take(self, step: int) -> Shard | None:
-        self.queue.note_memory("reward_model", 1 << 30)
+        self.queue.state.reported.note_memory("reward_model", 1 << 30)
         leases, _ = ask_queue(self.queue, 0, step - 1, 100, 100, stats=STATS)
         for lease in leases:
             self.finish(lease, step - 1)
         outcome, groups = self.queue.take(0, step)
-        return Shard(step, [unpack_group(one.header, one.arrays) for one in groups]) if outcome == "shard" else None
+        return Shard(step, [unpack_group(header, arrays) for header, arrays in groups]) if outcome == "shard" else None
 
     def finish(self, lease: Lease, version: int) -> None:
         rewards = [float(number % 2) for number in range(self.size)]
@@ -103,7 +102,7 @@ class QueueBatches:
         return iter(())
 
     def close(self) -> None:
-        self.queue.close()
+        self.queue.store.close()
 
 
 class Lock(CardLock):

@@ -196,7 +196,7 @@ def test_no_metric_comes_from_both_learner_and_queue(one_rank: Ranks, tiny_model
         queue.finish(*pack_group(make_group(lease, 0)))
     assert queue.take(0, 1)[0] == "shard"
     of_queue = queue.commit(1, {}).metrics
-    queue.close()
+    queue.store.close()
     assert {"staleness/mean", "staleness/max"} <= set(of_queue)
     assert not set(of_learner) & set(of_queue)
 

@@ -20,12 +20,10 @@ from asyncrl.learner.batch import Batch, Name
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.critic import Critic, CriticServer, RemoteCritic, _agreed
 from asyncrl.learner.distributed import Ranks
-from asyncrl.wire.bad_peers import MAX_BAD_MESSAGES
-from asyncrl.wire.bounds import Body
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.frames import Block, Message, encode
-from asyncrl.wire.launcher_messages import ReadStatus
-from asyncrl.wire.rpc import Connection
+from asyncrl.wire.messages import Body, ReadStatus
+from asyncrl.wire.rpc import MAX_BAD_MESSAGES, Connection
 from asyncrl.wire.service_messages import Leave, Ok, Save, Train, Value
 from asyncrl.wire.sockets import connect_dealer
 from tests.helpers.messages import raw_frames

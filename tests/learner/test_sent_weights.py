@@ -17,7 +17,7 @@ from worlds import spawn
 import asyncrl.weights.version_store
 from asyncrl.weights.layout import WeightManifest
 from asyncrl.weights.version_store import Folder, Reader, manifest_key
-from asyncrl.wire.version_messages import Announced
+from asyncrl.wire.messages import Announced
 from benchmarks.families import save_family
 
 FLOAT32 = [{"learner": {"zero_stage": stage}} for stage in range(4)]

@@ -16,15 +16,12 @@ from typing import Any
 import numpy as np
 import zmq
 
-from asyncrl.wire.channel import ChannelServer
 from asyncrl.wire.endpoints import Endpoints
-from asyncrl.wire.frames import Message, encode
-from asyncrl.wire.kinds import TO_SENDER
-from asyncrl.wire.rpc import Connection, Reply, Server
-from asyncrl.wire.service_messages import StoreRequest, Train, Trained
+from asyncrl.wire.frames import TO_SENDER, Message, encode
+from asyncrl.wire.rpc import ChannelServer, Connection, Reply, Server
+from asyncrl.wire.service_messages import Join, StoreRequest, Train, Trained
 from asyncrl.wire.sockets import connect_dealer
 from asyncrl.wire.store import StoreServer
-from asyncrl.wire.weight_messages import Join
 
 RUN_ID = "network"
 RESEND_S, TIMEOUT_S, PAUSE_S, SAY_S = 2.0, 120.0, 0.05, 0.5

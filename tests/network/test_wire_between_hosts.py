@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.wire.curve_keys import new_keys
+from asyncrl.wire.sockets import new_keys
 from tests.network.hosts import Host, Network
 from tests.network.link import Quality
 

@@ -84,8 +84,6 @@ def test_the_lever_for_the_engine_depends_on_how_many_groups_may_run() -> None:
 )
 def test_the_lever_for_the_signal_depends_on_the_groups_without(solved: float, says: str) -> None:
     assert says in sentence(solved, signal=0.4)
-    assert "data.selection=on" in sentence(solved, signal=0.4)
-    assert "data.selection" not in sentence(solved, signal=0.4, config={"data__selection": "on"})
 
 
 def test_good_and_unknown_goodput_has_no_lever() -> None:

@@ -17,9 +17,9 @@ from asyncrl.replay.client import GeneratorClient, LauncherClient, LearnerClient
 from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.server import run_replay
-from asyncrl.wire.clock_offset import ClockOffset
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.messages import GeneratorStats
+from asyncrl.wire.rpc import ClockOffset
 from tests.helpers.replay import EndlessPrompts, loopback_endpoints, make_group, small_config
 
 APART_S = 100_000.0

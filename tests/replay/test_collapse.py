@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from asyncrl.config.config import Config
 from asyncrl.replay.metrics.collapse import CALM_STEPS, CollapseWatch
-from asyncrl.util.durable import of_plain, to_plain
+from asyncrl.util.durable import of_bytes, to_bytes
 from tests.helpers.examples import examples
 from tests.helpers.replay import ask_queue, kill_queue, small_config
 from tests.replay.test_recovery import finish, open_queue
@@ -172,7 +172,7 @@ def test_the_cause_is_named(metrics: dict[str, float], advice: str) -> None:
 
 def test_a_watch_is_stored_after_any_step() -> None:
     for one in watch(recorded("collapsed")):
-        assert of_plain(CollapseWatch, json.loads(json.dumps(to_plain(CollapseWatch, one)))) == one
+        assert of_bytes(CollapseWatch, to_bytes(CollapseWatch, one)) == one
 
 
 def test_an_alarm_is_no_reason_to_stop_while_the_reward_is_as_good_as_before() -> None:
@@ -208,7 +208,7 @@ def test_a_queue_that_dies_in_between_raises_the_same_alarms(tmp_path: Path, on_
         if queue.take(0, step)[0] != "shard":
             break
         committed = queue.commit(step, HEALTHY | {"correction/behavior_kl": 0.2 if step > 2 else 0.0})
-        queue.write()
+        queue.store.write()
         watched = queue.state.measure.collapse
         alarms.append(committed.metrics["collapse/alarms"])
         stopped_at += [step] if committed.collapsed else []
@@ -222,4 +222,4 @@ def test_a_queue_that_dies_in_between_raises_the_same_alarms(tmp_path: Path, on_
     alarm = queue.status()["collapse"]["alarms"][0]
     assert (alarm["since_step"], alarm["raised_step"]) == (3, 5)
     assert queue.summary()["collapse"]["stopped"] == (on_collapse == "stop")
-    queue.close()
+    queue.store.close()

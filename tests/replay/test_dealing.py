@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.replay.dealing import balance, shards_for
+from asyncrl.replay.history import balance, split_between_ranks
 from tests.helpers.examples import examples
 
 
@@ -26,10 +26,10 @@ def test_each_ticket_is_in_one_shard_whatever_launches_were_between(
 ) -> None:
     shards, costs = batch
     shards = [[int(ticket) for ticket in shard] for shard in shards]
-    dealt = shards_for(ranks, shards, costs)
+    dealt = split_between_ranks(ranks, shards, costs)
     assert len(dealt) == ranks
     assert sorted(ticket for shard in dealt for ticket in shard) == sorted(costs)
-    assert dealt == shards_for(ranks, shards, dict(reversed(costs.items())))
+    assert dealt == split_between_ranks(ranks, shards, dict(reversed(costs.items())))
     if ranks == len(shards):
         assert dealt == shards
         return
@@ -37,7 +37,7 @@ def test_each_ticket_is_in_one_shard_whatever_launches_were_between(
     if len(costs) % ranks == 0:
         assert {len(shard) for shard in dealt} == {len(costs) // ranks}
     if between != ranks:
-        assert shards_for(ranks, shards_for(between, shards, costs), costs) == dealt
+        assert split_between_ranks(ranks, split_between_ranks(between, shards, costs), costs) == dealt
 
 
 @settings(max_examples=examples(100))

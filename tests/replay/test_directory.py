@@ -14,15 +14,12 @@ import pytest
 from asyncrl.errors import PeerTimeoutError, ProtocolError, RunError
 from asyncrl.launch.machine import find_port
 from asyncrl.replay.client import GeneratorClient, LearnerClient, LeaseReply
-from asyncrl.replay.directory import MAX_NAMES, Directory
 from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
-from asyncrl.replay.server import run_replay
-from asyncrl.wire.directory import announce, located
+from asyncrl.replay.server import MAX_NAMES, Directory, run_replay
 from asyncrl.wire.endpoints import Endpoints
-from asyncrl.wire.launcher_messages import Stop
-from asyncrl.wire.messages import GeneratorStats
-from asyncrl.wire.rpc import Reply, Server
+from asyncrl.wire.messages import GeneratorStats, Stop
+from asyncrl.wire.rpc import Reply, Server, announce, located
 from asyncrl.wire.service_messages import Ok
 from tests.helpers.replay import EndlessPrompts, loopback_endpoints, make_group, small_config
 

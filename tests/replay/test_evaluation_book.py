@@ -12,8 +12,16 @@ import pytest
 from msgspec import structs
 
 from asyncrl.errors import ProtocolError
-from asyncrl.replay.evaluation.book import EvalBook
-from asyncrl.replay.evaluation.scores import CORRECT, PromptScore, pass_at_k, pass_ks, score_table
+from asyncrl.replay.evaluation import (
+    CORRECT,
+    STRANDED,
+    Evaluations,
+    PromptScore,
+    eval_metrics,
+    pass_at_k,
+    pass_ks,
+    score_table,
+)
 from asyncrl.types import Lease, Prompt
 from asyncrl.wire.messages import Evaluated, ReleasedEvaluation
 from tests.helpers.replay import small_config
@@ -25,7 +33,7 @@ def make_prompts(count: int) -> list[Prompt]:
     return [Prompt(row, np.array([1, 2], dtype=np.int32), str(row), f"source{row % 2}") for row in range(count)]
 
 
-def make_book(prompts: int = 4, samples: int = 2, every: int | None = 2, steps: int = 6) -> EvalBook:
+def make_book(prompts: int = 4, samples: int = 2, every: int | None = 2, steps: int = 6) -> Evaluations:
     config = small_config(
         data__eval="eval.parquet",
         eval__every_steps=every,
@@ -34,7 +42,14 @@ def make_book(prompts: int = 4, samples: int = 2, every: int | None = 2, steps: 
         launch__heartbeat_timeout_s=LEASE_S,
         launch__start_timeout_s=START_S,
     )
-    return EvalBook(config=config, prompts=make_prompts(prompts))
+    return Evaluations(config=config, prompts=make_prompts(prompts))
+
+
+def expire(book: Evaluations, now_s: float) -> None:
+    """As the queue does."""
+    book.release(book.expired(now_s))
+    for version in book.stranded(now_s):
+        book.drop(version, STRANDED)
 
 
 def result_of(lease: Lease, version: int, rewards: Sequence[float] = (0.0, 1.0)) -> Evaluated:
@@ -118,9 +133,9 @@ def test_result_is_complete_counted_once_and_reported_once() -> None:
     assert (result["version"], result["at_step"], result["reward"], result["prompts"]) == (0, 0, 0.5, 4)
     assert (result["source0/pass@1"], result["source1/pass@2"]) == (0.5, 1.0)
     assert (book.prompts_done, book.tokens) == (4, 40)
-    metrics = book.next_metrics()
+    metrics = eval_metrics(book.unreported_results.pop(0))
     assert (metrics["eval/version"], metrics["eval/reward"], metrics["eval/source1/reward"]) == (0.0, 0.5, 0.5)
-    assert book.next_metrics() == {}
+    assert book.unreported(0) is None
     book.finish(result_of(leases[0], 0))
     assert book.prompts_done == 4
 
@@ -133,10 +148,10 @@ def test_released_and_expired_prompts_are_handed_out_again() -> None:
     book.release([ReleasedEvaluation(released.ticket, 0)])
     (again,) = book.lease(1, 0, 9, 2.0)
     assert (again.ticket, again.attempt, again.prompt.row) == (released.ticket, 1, released.prompt.row)
-    book.expire(1.0 + LEASE_S)
+    expire(book, 1.0 + LEASE_S)
     assert not book.left(0)
     book.lease(1, 0, 0, 2.0 + LEASE_S)
-    book.expire(1.5 + LEASE_S)
+    expire(book, 1.5 + LEASE_S)
     (late,) = book.lease(1, 0, 9, 2.0 + LEASE_S)
     assert (late.ticket, late.attempt) == (expired.ticket, 1)
     book.finish(result_of(expired, 0))  # the first attempt comes after all, of the same version
@@ -151,13 +166,13 @@ def test_dropped_with_its_reason_when_no_generator_has_the_version_any_more() ->
     book.finish(result_of(kept, 0))
     book.committed(1, due=False)
     book.lease(1, 1, 9, 2.0)
-    book.expire(3.0)
+    expire(book, 3.0)
     assert book.running, "generator 0 has the version"
     book.lease(0, 1, 9, 4.0)
-    book.expire(5.0)
+    expire(book, 5.0)
     assert book.running, "a prompt is still leased"
     book.release([ReleasedEvaluation(lost.ticket, lost.attempt)])
-    book.expire(6.0)
+    expire(book, 6.0)
     assert not book.running
     reason = "no generator has the version any more"
     assert book.summary()["eval_dropped"] == [{"version": 0, "reason": reason, "done": 1, "prompts": 4}]
@@ -168,9 +183,9 @@ def test_dropped_with_its_reason_when_no_generator_has_the_version_any_more() ->
 def test_a_silent_generator_does_not_hold_an_evaluation_open() -> None:
     book = make_book()
     book.lease(0, 0, 0, 1.0)
-    book.expire(1.0 + LEASE_S + START_S)
+    expire(book, 1.0 + LEASE_S + START_S)
     assert book.running, "a restarted one may still come"
-    book.expire(1.1 + LEASE_S + START_S)
+    expire(book, 1.1 + LEASE_S + START_S)
     assert [one["version"] for one in book.dropped] == [0]
 
 
@@ -208,23 +223,23 @@ class Generator:
     alive: bool = True
     leases: list[Lease] = field(default_factory=list)
 
-    def load(self, newest: int, book: EvalBook) -> None:
+    def load(self, newest: int, book: Evaluations) -> None:
         if not self.alive or self.pinned or self.leases or self.version == newest:
             return
         due = [v for v in range(self.version + 1, newest + 1) if book.config.evaluates(v)]
         self.version = due[0] if due and self.version >= 0 else newest
         self.pinned = book.config.evaluates(self.version)
 
-    def ask(self, count: int, book: EvalBook, now_s: float) -> None:
+    def ask(self, count: int, book: Evaluations, now_s: float) -> None:
         if self.alive and self.version >= 0:
             self.leases += book.lease(self.index, self.version, count if self.pinned else 0, now_s)
             self.pinned = self.pinned and book.left(self.version)
 
-    def finish(self, book: EvalBook) -> None:
+    def finish(self, book: Evaluations) -> None:
         if self.alive and self.leases:
             book.finish(result_of(self.leases.pop(), self.version, (float(self.version),) * 2))
 
-    def stop(self, book: EvalBook, *, cleanly: bool) -> None:
+    def stop(self, book: Evaluations, *, cleanly: bool) -> None:
         """Ends; its place is taken by a new one that loads whatever is newest."""
         if cleanly:
             book.release(ReleasedEvaluation(lease.ticket, lease.attempt) for lease in self.leases)
@@ -253,7 +268,7 @@ def test_any_schedule_ends_with_every_due_version_complete_or_dropped(seed: int,
         if deaths and rng.random() < 0.05:
             one.stop(book, cleanly=rng.random() < 0.5)
             one.alive = rng.random() < 0.7 or sum(g.alive for g in generators) == 1
-        book.expire(now_s)
+        expire(book, now_s)
         if newest == steps and not book.running:
             break
     assert not book.running, "an evaluation hangs"

@@ -17,7 +17,7 @@ from asyncrl.replay.metrics.stats import GeneratorState
 from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.types import GOODPUT_FACTORS, goodput_of
-from asyncrl.util.durable import of_plain, to_plain
+from asyncrl.util.durable import of_bytes, to_bytes
 from asyncrl.wire.messages import GeneratorStats
 from tests.helpers.replay import EndlessPrompts, ask_queue, make_group, small_config
 
@@ -128,7 +128,7 @@ def test_a_run_counts_the_tokens_of_groups_with_signal(tmp_path: Path, monkeypat
     assert again["total"] == pytest.approx(24 / (bare * 11.0))
     assert queue.measure.last_metrics["reward/signal_fraction"] == 1.0
     sums = queue.measure.goodput
-    assert of_plain(GoodputSums, to_plain(GoodputSums, sums)) == sums
+    assert of_bytes(GoodputSums, to_bytes(GoodputSums, sums)) == sums
     assert (sums.finished, sums.finished_signal, sums.trained_signal) == (36, 24, 24)
 
 

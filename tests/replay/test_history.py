@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
-from msgspec import structs
 
 from asyncrl.errors import JournalError
 from asyncrl.replay.codec import pack_group
-from asyncrl.replay.journal.history import JournalBatches, trained_steps
-from asyncrl.replay.journal.writer import Journal, Record
+from asyncrl.replay.history import JournalBatches, read_index
+from asyncrl.replay.journal import Journal, Record
+from asyncrl.replay.metrics.stats import ReportedStats
+from asyncrl.replay.state import CommitEvent, GroupEvent, TakeEvent, record_of
 from asyncrl.types import Group, Lease, Prompt
-from asyncrl.wire.learner_messages import Committed
+from asyncrl.wire.messages import Committed
+from tests.helpers.journal import record_with
 from tests.helpers.replay import make_group
 
 METRICS = {"learner/loss": 0.1, "replay/held_bytes": 7.0, "eval/reward": 0.25}
@@ -27,31 +30,47 @@ def group(ticket: int, attempt: int = 0, *, tokens: int = 2) -> Group:
 
 def record(one: Group, **changes: object) -> Record:
     header, arrays = pack_group(one)
-    return Record("group", structs.asdict(header) | {"refunded": "", "signal": True, **changes}, arrays)
+    made = record_of(GroupEvent(header, refunded="", signal=True), arrays)
+    plain = msgspec.msgpack.decode(made.body)
+    for name, value in changes.items():
+        (plain if name in plain else plain["header"])[name] = value
+    return Record("group", msgspec.msgpack.encode(plain), arrays)
 
 
-def commit(step: int) -> Record:
-    return Record("commit", {"step": step, "metrics": METRICS | {"replay/held_bytes": float(step)}, "own": OWN})
+def commit(step: int, learners: int = 2) -> Record:
+    metrics = METRICS | {"replay/held_bytes": float(step)}
+    return record_of(
+        CommitEvent(
+            step=step,
+            metrics=metrics,
+            own=OWN,
+            reported=ReportedStats(),
+            at_s=1.0,
+            learners=learners,
+            evaluates=False,
+            stops=False,
+        )
+    )
 
 
 def take(step: int, shards: list[list[int]]) -> Record:
-    return Record("take", {"step": step, "shards": shards, "dropped": [], "at_s": 1.0})
+    return record_of(TakeEvent(step, shards, [], 1.0))
 
 
 SEGMENTS = [
     [
-        Record("state", {}),
+        Record("state", b""),
         record(group(0)),
         record(group(3)),
-        Record("lease", {"tickets": [[1, 0], [1, 1]]}),
-        Record("lose", {"tokens": 3}),
+        Record("lease", b""),
+        Record("lose", b""),
         record(group(1, 1)),
         record(group(2, 0, tokens=9), refunded="zero_variance"),
         take(1, [[3, 0], [1]]),
     ],
-    [Record("state", {}), commit(1), record(group(4)), record(group(6))],
-    [Record("state", {}), record(group(5)), take(2, [[4], [6, 5]]), commit(2)],
-    [Record("state", {}), record(group(7)), record(group(8)), take(3, [[7], [8]])],
+    [Record("state", b""), commit(1), record(group(4)), record(group(6))],
+    [Record("state", b""), record(group(5)), take(2, [[4], [6, 5]]), commit(2)],
+    [Record("state", b""), record(group(7)), record(group(8)), take(3, [[7], [8]])],
 ]
 
 
@@ -148,29 +167,35 @@ def test_another_number_of_ranks_gets_the_same_groups(tmp_path: Path) -> None:
 
 
 def test_the_number_of_ranks_that_trained_a_step_is_known(tmp_path: Path) -> None:
-    by_one = commit(2)
-    by_one.body["learners"] = 1
-    folder = make(tmp_path, [SEGMENTS[0], SEGMENTS[1], [*SEGMENTS[2][:-1], by_one]])
-    assert {step: one.learners for step, one in trained_steps(folder).items()} == {1: 2, 2: 1}
+    folder = make(tmp_path, [SEGMENTS[0], SEGMENTS[1], [*SEGMENTS[2][:-1], commit(2, learners=1)]])
+    assert {step: one.learners for step, one in read_index(folder).steps.items()} == {1: 2, 2: 1}
 
 
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"lengths": [5]}, "1 lengths|1 rewards|2 rewards"),
-        ({"lengths": [5, 50]}, "lengths do not add up"),
-        ({"status": None}, "ValidationError: Expected `array`, got `null` - at `\\$.status`"),
+        ({"lengths": [5]}, "group of ticket 0: 1 lengths for 2 trajectories"),
+        ({"lengths": [5, 50]}, "group of ticket 0: lengths do not add up"),
+        (
+            {"status": None},
+            r"row 0: the 'group' there cannot be read: Expected `array`, got `None`",
+        ),
     ],
 )
 def test_a_group_that_the_queue_would_not_write_is_an_error(tmp_path: Path, change: dict, text: str) -> None:
     make(tmp_path, [[record(group(0), **change), take(1, [[0]]), commit(1)]])
-    batches = JournalBatches(tmp_path, 0, ranks=2)
-    assert batches.begin(0) == 1
-    with pytest.raises(JournalError, match=rf"segment 1, record batch 0, row 0: the 'group' there is not .*({text})"):
-        batches.take(1)
+    with pytest.raises(JournalError, match=text):
+        JournalBatches(tmp_path, 0, ranks=1).take(1)
 
 
-def test_other_records_that_the_queue_would_not_write_are_errors(tmp_path: Path) -> None:
-    make(tmp_path, [[take(1, [[0]]), Record("commit", {"step": 1})]])
-    with pytest.raises(JournalError, match=r"row 1: the 'commit' there is not what the replay queue writes \(KeyError"):
+@pytest.mark.parametrize(
+    ("record", "text"),
+    [
+        (record_with("commit", step=1), "row 1: the 'commit' there cannot be read: .*required field `metrics`"),
+        (Record("commit", b"\xc1"), "row 1: the 'commit' there cannot be read: .*malformed"),
+    ],
+)
+def test_other_records_that_the_queue_would_not_write_are_errors(tmp_path: Path, record: Record, text: str) -> None:
+    make(tmp_path, [[take(1, [[0]]), record]])
+    with pytest.raises(JournalError, match=text):
         JournalBatches(tmp_path, 0, ranks=2)

@@ -13,20 +13,20 @@ import pyarrow as pa
 import pytest
 
 from asyncrl.errors import InvariantError, JournalError
-from asyncrl.replay.journal import writer as journal_module
-from asyncrl.replay.journal.writer import START, Journal, Record, read_journal, segments_of
-from tests.helpers.journal import group_record, plain, records_of, write_batches
+from asyncrl.replay import journal as journal_module
+from asyncrl.replay.journal import START, Journal, Record, read_journal, segments_of
+from tests.helpers.journal import body_of, group_record, plain, record_with, records_of, write_batches
 
 RECORDS = [
-    Record("state", {"tickets": {3: [1, 2, 3]}, "name": "x", "nothing": None, "blob": b"\x00\xff"}),
-    Record("lease", {"generator": 0, "session": "ab", "number": 1, "version": -1, "tickets": [[1, 0], [2, 1]]}),
+    record_with("state", tickets={3: [1, 2, 3]}, name="x", nothing=None, blob=b"\x00\xff"),
+    record_with("lease", generator=0, session="ab", number=1, version=-1, tickets=[[1, 0], [2, 1]]),
     group_record(1, 100),
     group_record(2, 0),
     group_record(3, 1),
-    Record("return", {"ticket": 1, "attempt": 0, "tokens": 2**40}),
-    Record("take", {"step": 1, "shards": [[1, 2], [3]]}),
-    Record("commit", {"step": 1, "metrics": {"loss": -0.25, "inf": float("inf")}}),
-    Record("stop", {"reason": "über"}),
+    record_with("return", ticket=1, attempt=0, tokens=2**40),
+    record_with("take", step=1, shards=[[1, 2], [3]]),
+    record_with("commit", step=1, metrics={"loss": -0.25, "inf": float("inf")}),
+    record_with("stop", reason="über"),
 ]
 
 
@@ -51,7 +51,7 @@ def test_a_record_can_be_loaded_before_and_after_it_is_written(tmp_path: Path) -
     second = journal.append(group_record(2, 20))
     journal.write()
     third = journal.append(group_record(3, 30))
-    assert [journal.load(at).body["ticket"] for at in (first, second, third)] == [1, 2, 3]
+    assert [body_of(journal.load(at))["ticket"] for at in (first, second, third)] == [1, 2, 3]
     assert [first[:2], second[:2], third[:2]] == [(1, 0), (1, 1), (1, 2)]
     journal.close()
 
@@ -68,12 +68,10 @@ def test_views_and_arrays_that_are_not_contiguous_are_written_as_what_they_show(
 def test_many_records_make_several_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_module, "BATCH_BYTES", 5_000)
     records = [group_record(ticket, 50) for ticket in range(20)] + [group_record(20, 2000)]
-    records += [Record("lose", {"tokens": index}) for index in range(450)]
     locations = write_batches(tmp_path, [records])
     assert records_of(tmp_path) == [plain(record) for record in records]
     assert [location for location, _ in read_journal(tmp_path)] == locations
-    assert len({batch for _, batch, _ in locations}) == 6
-    assert max(row for _, _, row in locations) == 199
+    assert len({batch for _, batch, _ in locations}) == 3
 
 
 def test_arrow_opens_a_segment_without_the_sums(tmp_path: Path) -> None:
@@ -82,7 +80,6 @@ def test_arrow_opens_a_segment_without_the_sums(tmp_path: Path) -> None:
         table = stream.read_all()
     table.validate(full=True)
     assert table.column("kind").to_pylist() == [record.kind for record in RECORDS]
-    assert table.column("ticket").to_pylist() == [None, None, 1, 2, 3, None, None, None, None]
     tokens = [record.arrays[0].tolist() if record.arrays else None for record in RECORDS]
     assert table.column("tokens").to_pylist() == tokens
     mask = [record.arrays[1].astype(int).tolist() if record.arrays else None for record in RECORDS]
@@ -168,7 +165,7 @@ def test_flush_says_when_a_write_is_on_the_disk(
     journal = Journal(tmp_path, flush=flush)
     synced = synced_files(monkeypatch)
     for kind in kinds:
-        journal.append(group_record(1, 5) if kind == "group" else Record(kind, {}))
+        journal.append(group_record(1, 5) if kind == "group" else record_with(kind))
     journal.write()
     journal.settle()
     assert len(synced) == syncs
@@ -177,7 +174,7 @@ def test_flush_says_when_a_write_is_on_the_disk(
     journal.settle()
     assert len(synced) == syncs, "once is enough"
     journal.rotate()
-    journal.append(Record("state", {}))
+    journal.append(record_with("state"))
     journal.write()
     journal.settle()
     assert [name for name, _ in synced[syncs:]] == ["00000001.arrow", "00000001.sums", tmp_path.name]
@@ -251,7 +248,5 @@ def test_frames_of_another_type_are_refused(tmp_path: Path) -> None:
     record = group_record(1, 5)
     with pytest.raises(InvariantError, match="journal: a group with frames"):
         journal.append(Record("group", record.body, record.arrays[::-1]))
-    with pytest.raises(TypeError, match="serialize"):
-        journal.append(Record("lose", {"tokens": object()}))
     journal.close()
     assert records_of(tmp_path) == []

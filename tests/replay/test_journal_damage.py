@@ -21,17 +21,28 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import JournalError
-from asyncrl.replay.journal.reader import ENTRY, HEAD_BYTES, HEADER, head, scan_segment
-from asyncrl.replay.journal.records import FORMAT, FORMER, SCHEMA
-from asyncrl.replay.journal.writer import Flush, Journal, Record, read_journal, segments_of
+from asyncrl.replay.journal import (
+    ENTRY,
+    FORMAT,
+    HEAD_BYTES,
+    HEADER,
+    SCHEMA,
+    Flush,
+    Journal,
+    Record,
+    head,
+    read_journal,
+    scan_segment,
+    segments_of,
+)
 from tests.helpers.examples import examples
-from tests.helpers.journal import group_record, kill_journal, plain, records_of, write_batches
+from tests.helpers.journal import body_of, group_record, kill_journal, plain, record_with, records_of, write_batches
 
 BATCHES = [
-    [Record("state", {"step": 0}), group_record(1, 3)],
+    [record_with("state", step=0), group_record(1, 3)],
     [group_record(2, 5)],
-    [Record("state", {"step": 1}), group_record(3, 2)],
-    [group_record(4, 4), Record("commit", {"step": 2, "metrics": {"loss": 0.5}})],
+    [record_with("state", step=1), group_record(3, 2)],
+    [group_record(4, 4), record_with("commit", step=2, metrics={"loss": 0.5})],
 ]
 WHOLE = [plain(record) for batch in BATCHES for record in batch]
 BEFORE_LAST = WHOLE[:-2]
@@ -189,11 +200,6 @@ def write_with_sums(folder: Path, batch: pa.RecordBatch, schema: bytes = HEADER)
 
 
 def test_what_is_no_record_under_a_right_sum_is_an_error(tmp_path: Path) -> None:
-    for body in (b"\xc1", b"\x81\x90\x01"):
-        row = {"kind": "lose", "body": body}
-        write_with_sums(tmp_path, pa.RecordBatch.from_pylist([row], schema=SCHEMA))
-        with pytest.raises(JournalError, match="row 0 of record batch 0 has no readable body"):
-            records_of(tmp_path)
     other = pa.schema([("kind", pa.string())])
     batch = pa.RecordBatch.from_pylist([{"kind": "lose"}], schema=other)
     write_with_sums(tmp_path, batch, other.serialize().to_pybytes())
@@ -217,7 +223,7 @@ FILL = """
     import sys, resource, signal
     from pathlib import Path
     from asyncrl.errors import JournalError
-    from asyncrl.replay.journal.writer import Journal, Record
+    from asyncrl.replay.journal import Journal, Record
     from tests.helpers.journal import group_record
     folder, limit = Path(sys.argv[1]), int(sys.argv[2])
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -279,12 +285,12 @@ def test_a_full_disk_ends_the_journal_with_a_whole_record(tmp_path: Path) -> Non
 ENDLESS = """
     import sys
     from pathlib import Path
-    from asyncrl.replay.journal.writer import Journal, Record
-    from tests.helpers.journal import group_record
+    from asyncrl.replay.journal import Journal
+    from tests.helpers.journal import group_record, record_with
     journal = Journal(Path(sys.argv[1]), flush="step", segment_bytes=200_000)
     for ticket in range(10**9):
         journal.append(group_record(ticket, 300))
-        journal.append(Record("commit", {"step": ticket}))
+        journal.append(record_with("commit", step=ticket))
         if sys.argv[2] == "wait":
             journal.write()
             journal.settle()
@@ -312,7 +318,7 @@ def test_what_was_written_before_a_kill_is_all_there(tmp_path: Path, wait: str) 
         acknowledged = int((first + process.stdout.read()).splitlines()[-1])
         process.wait(10)
         records = [record for _, record in read_journal(folder)]
-        tickets = [record.body["ticket"] for record in records if record.kind == "group"]
+        tickets = [body_of(record)["ticket"] for record in records if record.kind == "group"]
         assert tickets == list(range(len(tickets)))
         assert len(tickets) > acknowledged
         expected = [plain(group_record(ticket, 300)) for ticket in tickets]
@@ -332,7 +338,7 @@ def test_batches_at_the_end_that_did_not_reach_the_disk_are_cut(tmp_path: Path, 
     path = tmp_path / "00000001.arrow"
     data = path.read_bytes()
     path.write_bytes(data[: ends[-count - 1]] + bytes(len(data) - ends[-count - 1]))
-    assert [record.body["ticket"] for _, record in read_journal(tmp_path)] == list(range(5 - count))
+    assert [body_of(record)["ticket"] for _, record in read_journal(tmp_path)] == list(range(5 - count))
     check_continues(tmp_path, [plain(group_record(ticket, 50)) for ticket in range(5 - count)])
 
 
@@ -350,7 +356,7 @@ def flip(data: bytearray, begin: int, end: int) -> None:
 
 def large(ticket: int) -> Record:
     """A record of some pages that no policy syncs."""
-    return Record("lease", {"ticket": ticket, "blob": bytes([ticket]) * 3 * PAGE_BYTES})
+    return record_with("lease", ticket=ticket, blob=bytes([ticket]) * 3 * PAGE_BYTES)
 
 
 def lose_power(folder: Path, flush: Flush) -> tuple[list[tuple[object, ...]], int]:
@@ -358,12 +364,12 @@ def lose_power(folder: Path, flush: Flush) -> tuple[list[tuple[object, ...]], in
     newest segment that were synced."""
     journal = Journal(folder, flush=flush)
     journal.append(group_record(1, 2000))
-    journal.append(Record("commit", {"step": 1}))
+    journal.append(record_with("commit", step=1))
     journal.write()
     journal.rotate()
     for ticket in (2, 3):
         journal.append(group_record(ticket, 2000))
-        journal.append(Record("commit", {"step": ticket}))
+        journal.append(record_with("commit", step=ticket))
         journal.write()
     journal.settle()
     synced = 0 if flush == "os" else journal._writer.num_batches
@@ -455,7 +461,7 @@ def test_a_sync_marks_only_what_was_written_before_it(tmp_path: Path, monkeypatc
         fdatasync(descriptor)
 
     monkeypatch.setattr(os, "fdatasync", slow)
-    journal.append(Record("commit", {"step": 1}))
+    journal.append(record_with("commit", step=1))
     journal.write()
     assert started.wait(10)
     journal.append(large(1))
@@ -474,7 +480,7 @@ def two_open_segments(folder: Path) -> list[tuple[object, ...]]:
     """A journal that lost power after its second segment was started; only its first record was synced. Each record is
     a batch of its own, three in the first segment and two in the second. Returns the records."""
     journal = Journal(folder, flush="step")
-    journal.append(Record("commit", {"step": 1}))
+    journal.append(record_with("commit", step=1))
     journal.write()
     journal.settle()
     journal._guarded = lambda job: None  # type: ignore[method-assign]
@@ -560,11 +566,13 @@ def test_damage_of_a_segment_that_another_one_follows_is_an_error(tmp_path: Path
         records_of(folder)
 
 
-@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("number", [1, 9, 11])
 def test_a_journal_of_another_version_is_refused_and_stays(tmp_path: Path, number: int) -> None:
     folder = make(tmp_path / "journal")
     path = folder / "00000002.arrow"
-    before = path.read_bytes().replace(HEADER, FORMER[number].serialize().to_pybytes(), 1)
+    before = path.read_bytes().replace(
+        HEADER, SCHEMA.with_metadata({"asyncrl.journal": str(number)}).serialize().to_pybytes(), 1
+    )
     path.write_bytes(before)
     text = f"00000002.arrow: is of a journal of format {number}; this version of asyncrl reads format {FORMAT}: resume"
     with pytest.raises(JournalError, match=text):

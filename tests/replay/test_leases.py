@@ -10,10 +10,9 @@ import pytest
 
 from asyncrl.config.load import load_config
 from asyncrl.replay.codec import pack_group
-from asyncrl.replay.expiry import SUSPECT_S
 from asyncrl.replay.ledger import Ledger
 from asyncrl.replay.metrics.trace import TraceWriter
-from asyncrl.replay.queue import ReplayQueue
+from asyncrl.replay.queue import SUSPECT_S, ReplayQueue
 from asyncrl.types import Lease
 from asyncrl.wire.messages import LeaseName, ReleasedLease
 from tests.helpers.replay import EndlessPrompts, ask_queue, make_group, small_config
@@ -156,7 +155,7 @@ def test_of_two_attempts_the_first_that_comes_is_trained_and_both_are_counted(tm
     assert (run.queue.ledger.live[0].tokens, run.queue.state.reported.duplicates) == (6, 2)
     run.finish(leases[1])
     assert run.queue.take(0, 1)[0] == "shard"
-    assert [group.header.attempt for group in run.queue.take(0, 1)[1]] == [0, 0]
+    assert [header.attempt for header, _ in run.queue.take(0, 1)[1]] == [0, 0]
     run.queue.commit(1, {})
     run.finish(again[1], completion_tokens=(100, 200))  # its ticket is trained
     run.finish(again[1], completion_tokens=(100, 200))
@@ -265,7 +264,7 @@ def test_a_generator_that_comes_back_keeps_what_nobody_took_and_the_first_attemp
     for lease in (again[0], again[1], leases[1], leases[2], leases[3]):
         run.finish(lease)
     assert run.queue.take(0, 1)[0] == "shard"
-    trained = {group.header.ticket: group.header.attempt for group in run.queue.take(0, 1)[1]}
+    trained = {header.ticket: header.attempt for header, _ in run.queue.take(0, 1)[1]}
     assert trained == {0: 0, 1: 1, 2: 0, 3: 0}
     run.queue.commit(1, {})
     assert run.tokens == {"generated": 60, "trained": 48, "refunded": {}, "returned": 12, "in_flight": 0}

@@ -7,9 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import InvariantError
-from asyncrl.replay.batcher import balance
-from asyncrl.replay.ledger import MAX_TAKEN, Ledger
-from asyncrl.replay.ledger_counts import State
+from asyncrl.replay.ledger import MAX_TAKEN, Ledger, State
+from asyncrl.replay.queue import balance
 from tests.helpers.examples import examples
 
 EVENTS = st.lists(

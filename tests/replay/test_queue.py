@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from asyncrl.errors import ProtocolError, RunError
-from asyncrl.replay import refunds
+from asyncrl.replay import live_group as refunds
 from asyncrl.replay.codec import pack_group
 from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
@@ -38,7 +38,7 @@ def train(queue: ReplayQueue, step: int, ranks: int = 1) -> list[int]:
     for rank in range(ranks):
         outcome, groups = queue.take(rank, step)
         assert outcome == "shard"
-        tickets += [group.header.ticket for group in groups]
+        tickets += [header.ticket for header, _ in groups]
     queue.commit(step, {"learner/wait_s": 0.5})
     return tickets
 
@@ -46,7 +46,7 @@ def train(queue: ReplayQueue, step: int, ranks: int = 1) -> list[int]:
 def tickets(queue: ReplayQueue, step: int, rank: int = 0) -> list[int]:
     outcome, groups = queue.take(rank, step)
     assert outcome == "shard"
-    return [group.header.ticket for group in groups]
+    return [header.ticket for header, _ in groups]
 
 
 def take_two(queue: ReplayQueue) -> ReplayQueue:
@@ -76,7 +76,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
     assert queue.take(0, 4) == ("stop", [])
     assert ask(queue, version=3) == []
     summary = queue.summary()
-    queue.close()
+    queue.store.close()
     assert summary["steps"] == 3
     assert summary["staleness"] == {
         "limit": 1, "max": 1, "mean": 2 / 3, "histogram": [12, 24], "in_flight": 0.0, "in_queue": 2 / 3,
@@ -220,16 +220,16 @@ def test_ranks_get_disjoint_balanced_shards_and_the_same_again(tmp_path: Path) -
     queue = make_queue(tmp_path, launch__learners=2, replay__groups_per_step=4)
     for lease, length in zip(ask(queue), (40, 2, 38, 3, 1, 1, 1, 1), strict=True):
         finish(queue, lease, completion_tokens=(length, length))
-    shards = [[h.header.ticket for h in queue.take(rank, 1)[1]] for rank in (0, 1)]
+    shards = [[header.ticket for header, _ in queue.take(rank, 1)[1]] for rank in (0, 1)]
     assert sorted(map(sorted, shards)) == [[0, 1], [2, 3]], "the two long groups are on different ranks"
-    assert [h.header.ticket for h in queue.take(0, 1)[1]] == shards[0]
+    assert [header.ticket for header, _ in queue.take(0, 1)[1]] == shards[0]
 
 
 def test_ranks_that_share_sequences_get_the_same_groups(tmp_path: Path) -> None:
     queue = make_queue(tmp_path, launch__learners=4, learner__sequence_parallel=2, replay__groups_per_step=4)
     for lease in ask(queue):
         finish(queue, lease)
-    shards = [[h.header.ticket for h in queue.take(rank, 1)[1]] for rank in range(4)]
+    shards = [[header.ticket for header, _ in queue.take(rank, 1)[1]] for rank in range(4)]
     assert shards[0] == shards[1] and shards[2] == shards[3]
     assert sorted(shards[0] + shards[2]) == [0, 1, 2, 3]
 
@@ -291,7 +291,7 @@ def test_the_next_batch_is_taken_while_one_is_trained(tmp_path: Path) -> None:
     metrics = queue.commit(2, {}).metrics
     assert metrics["group/train_s"] == 1.0, "it was trained after step 1"
     assert not queue.status()["taken"]
-    queue.close()
+    queue.store.close()
     rows = pq.read_table(tmp_path / "trace.parquet").to_pylist()
     assert [(row["taken_s"], row["trained_s"]) for row in rows] == [(1.0, 5.0)] * 2 + [(5.0, 6.0)] * 2
 

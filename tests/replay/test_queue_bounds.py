@@ -14,22 +14,32 @@ from structlog.testing import capture_logs
 
 from asyncrl.errors import ProtocolError
 from asyncrl.replay.codec import GroupLimits, pack_group
-from asyncrl.replay.learner_requests import LearnerRequests
 from asyncrl.replay.metrics.run import RunSums
 from asyncrl.replay.metrics.stats import GeneratorState
 from asyncrl.replay.metrics.trace import TraceWriter
-from asyncrl.replay.queue import ReplayQueue
-from asyncrl.replay.restore import restore_queue
-from asyncrl.replay.sessions import MAX_FORMER, Sessions
-from asyncrl.replay.snapshot import QueueSnapshot
-from asyncrl.replay.versions import StoredVersions
-from asyncrl.util.durable import of_plain, to_plain
-from asyncrl.wire.bounds import MAX_NUMBER, MAX_REWARD
+from asyncrl.replay.queue import MAX_FORMER, ReplayQueue
+from asyncrl.replay.server import ReplayServer
+from asyncrl.util.durable import of_bytes, to_bytes
 from asyncrl.wire.frames import Array, decode, encode
-from asyncrl.wire.learner_messages import Take
-from asyncrl.wire.messages import GeneratorStats, GroupHeader, ReleasedEvaluation, ReleasedLease
+from asyncrl.wire.messages import (
+    MAX_NUMBER,
+    MAX_REWARD,
+    GeneratorStats,
+    GroupHeader,
+    ReleasedEvaluation,
+    ReleasedLease,
+    Take,
+)
 from asyncrl.wire.service_messages import Error
-from tests.helpers.replay import PROMPT_TOKENS, EndlessPrompts, ask_queue, make_group, small_config
+from tests.helpers.replay import (
+    PROMPT_TOKENS,
+    EndlessPrompts,
+    ask_queue,
+    loopback_endpoints,
+    make_group,
+    saved_state,
+    small_config,
+)
 
 
 @pytest.fixture
@@ -65,7 +75,7 @@ def test_versions_that_an_earlier_learner_sent_count(queue: ReplayQueue) -> None
 def test_skipped_updates_of_policy_and_critic_are_counted(queue: ReplayQueue) -> None:
     train_one(queue, {"learner/skipped_updates": 2.0, "critic/skipped_updates": 1.0})
     train_one(queue, {"learner/skipped_updates": 1.0})
-    again = of_plain(RunSums, to_plain(RunSums, queue.measure))
+    again = of_bytes(RunSums, to_bytes(RunSums, queue.measure))
     summary = queue.summary()
     assert summary["skipped_updates"] == again.skipped_updates == 4
     assert (summary["ledger"]["trained"], summary["steps"]) == (4, 2), "their groups are trained, their steps count"
@@ -131,20 +141,21 @@ def test_sums_over_sessions_stay_in_the_wire(queue: ReplayQueue) -> None:
 
 
 def test_former_sessions_are_forgotten_in_the_end(queue: ReplayQueue) -> None:
-    sessions = Sessions(queue.state)
     for number in range(MAX_FORMER + 10):
-        sessions.heartbeat(0, str(number), 0)
-    assert (sessions.is_former("8"), sessions.is_former("9")) == (False, True)
+        queue._note_session(0, str(number), 0)
+    assert (queue.leaves(0, "8"), queue.leaves(0, "9")) == (False, True)
 
 
 def test_a_learner_left_behind_while_it_waits_is_told_so(queue: ReplayQueue) -> None:
-    requests = LearnerRequests(queue, StoredVersions(60.0), epoch=0)
+    server = ReplayServer(queue, loopback_endpoints(0))
     frames = encode("test", Take(0, 0, 7), seq=3)
-    requests.waiting[0, 7] = decode("test", frames, peer=b"peer"), time.monotonic()
-    ((message, reply),) = requests.due(time.monotonic())
-    assert (message.peer, message.seq) == (b"peer", 3) and isinstance(reply.body, Error)
+    server.waiting[0, 7] = decode("test", frames, peer=b"peer"), time.monotonic()
+    server._answer_waiting(time.monotonic())
+    ((peer, seq, reply),) = server._outbox.answers
+    assert (peer, seq) == (b"peer", 3) and isinstance(reply.body, Error)
     assert "learner rank 0 takes step 7, the next one is 1" in reply.body.text
-    assert requests.waiting == {}
+    assert server.waiting == {}
+    server.close()
 
 
 def test_a_release_is_one_line_of_the_log_and_bounded_work(queue: ReplayQueue) -> None:
@@ -181,7 +192,7 @@ def test_a_former_attempt_is_returned_by_its_holder_only(queue: ReplayQueue) -> 
             queue.finish(*pack_group(make_group(one, 0, generator=1)))
         queue.take(0, 1)
         queue.commit(1, {})
-        restore_queue(queue.state, of_plain(QueueSnapshot, queue.state.snapshot()), load=None, now_s=1.0)
+        queue.state.restore(saved_state(queue), None, 1.0)
         queue.release(1, [former])
         assert queue.ledger.returned_tokens == 0
         queue.release(0, [former, former])

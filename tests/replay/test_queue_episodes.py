@@ -16,7 +16,7 @@ from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.types import EpisodeEnd, EpisodeOutcome, Group, Lease
 from asyncrl.wire.messages import GeneratorStats
-from tests.helpers.replay import EndlessPrompts, ask_queue, make_group, small_config
+from tests.helpers.replay import EndlessPrompts, ask_queue, make_group, saved_state, small_config
 
 
 def outcome(ended: EpisodeEnd = "done", *, lost_tokens: int = 0, tries: int = 0, wait_s: float = 0.0) -> EpisodeOutcome:
@@ -74,7 +74,7 @@ def test_tokens_of_failed_tries_are_in_the_ledger_and_observations_are_no_action
     assert metrics["environment/turns"] == 2.0 and metrics["environment/tries"] == 0.5
     assert metrics["environment/ended_done"] == 1.0 and metrics["environment/ended_window"] == 0.0
     assert metrics["environment/observation_tokens"] == 1.0 and metrics["environment/episode_s"] == 0.5
-    queue.close()
+    queue.store.close()
     trace = pq.read_table(tmp_path / "trace.parquet")
     assert trace.column("prompt_tokens").to_pylist() == [[3, 3]] * 2
     assert trace.column("completion_tokens").to_pylist() == [[3, 4]] * 2
@@ -107,7 +107,7 @@ def test_a_step_reports_the_waits_and_failures_of_episodes_and_what_they_do_now(
     assert metrics["generator/busy_s"] == 4.0
     summary = queue.summary()
     assert summary["time"]["generator"]["environments"] == 5 / 8 and "environments" not in summary["time"]["learner"]
-    queue.close()
+    queue.store.close()
 
 
 def fail(group: Group, ended: EpisodeEnd) -> Group:
@@ -164,8 +164,8 @@ def test_a_restarted_queue_knows_since_when_groups_fail(tmp_path: Path) -> None:
     queue.finish(*pack_group(make_episodes(ask_queue(queue, 0, 0, 1)[0][0])))
     fail_group(queue, "timeout", at_s=50.0)
     fail_group(queue, "timeout", at_s=60.0)
-    stored = queue.state.snapshot()
-    assert stored["failures"] == {"in_a_row": 2, "since_s": pytest.approx(50.0, abs=0.1)}
+    failures = saved_state(queue).failures
+    assert (failures.in_a_row, failures.since_s) == (2, pytest.approx(50.0, abs=0.1))
 
 
 def test_slow_groups_that_fail_one_by_one_do_not_end_the_run(tmp_path: Path) -> None:

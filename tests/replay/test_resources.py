@@ -6,9 +6,8 @@ import pytest
 
 from asyncrl.replay.metrics.resources import LearnerUse, generator_metrics, peaks_bytes, rates, times
 from asyncrl.replay.metrics.stats import GeneratorState, ReportedStats
-from asyncrl.util.durable import of_plain, to_plain
-from asyncrl.wire.bounds import MAX_NUMBER
-from asyncrl.wire.messages import GeneratorStats
+from asyncrl.util.durable import of_bytes, to_bytes
+from asyncrl.wire.messages import MAX_NUMBER, GeneratorStats
 
 STATS = GeneratorStats.of(
     tokens=600, samples=30, waiting_s=1.0, working_s=6.0, syncing_s=1.0, writing_s=2.0, engine_s=5.0, requests_s=0.5,
@@ -69,7 +68,7 @@ def test_the_learner_s_phases_are_summed_and_its_peaks_kept_whatever_it_sends() 
     assert use.peaks_bytes == {"learner": 500, "critic": 70}
     use.add({"learner/peak_memory_bytes": float("inf")})
     assert use.peaks_bytes["learner"] == MAX_NUMBER
-    assert of_plain(LearnerUse, to_plain(LearnerUse, use)) == use
+    assert of_bytes(LearnerUse, to_bytes(LearnerUse, use)) == use
 
 
 def test_phases_of_the_summary_are_fractions_of_a_role_s_time() -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 
 from asyncrl.errors import InvariantError, ProtocolError
 from asyncrl.replay.codec import pack_group, unpack_group
-from asyncrl.replay.journal.records import SCHEMA, BatchPacker, JournalBatch, Record
+from asyncrl.replay.journal import Record, pack_batch, unpack_batch
 from asyncrl.types import NO_VERSION, Group, Trajectory
 from asyncrl.wire.frames import decode, encode
 
@@ -50,20 +49,13 @@ def test_a_message_has_the_routing_of_its_group(shape: tuple[int, ...]) -> None:
 
 
 def test_the_journal_returns_each_groups_own_arrays() -> None:
-    packer = BatchPacker()
     groups = [group_of(1, 3, 2), group_of(2), group_of(3, 1, 4)]
-    for group in groups:
-        _, arrays = pack_group(group)
-        packer.add(Record("note", {}))
-        packer.add(Record("group", {"ticket": group.ticket, "attempt": 0}, arrays))
-    assert packer.num_bytes >= 3 * 13 * sum(LENGTHS) + (6 + 4) * sum(LENGTHS)
-    raw = b"".join(bytes(piece) for piece in packer.take().pieces)
-    batch = pa.ipc.read_record_batch(pa.py_buffer(raw), SCHEMA)
-    read = JournalBatch(batch)
-    assert not read.record(0).arrays
+    records = [[Record("note", b""), Record("group", b"", pack_group(group)[1])] for group in groups]
+    read = unpack_batch(memoryview(pack_batch([one for pair in records for one in pair])))
+    assert not read[0].arrays
     for number, group in enumerate(groups):
         _, arrays = pack_group(group)
-        found = read.record(2 * number + 1).arrays
+        found = read[2 * number + 1].arrays
         assert len(found) == len(arrays)
         assert all(np.array_equal(one, other) for one, other in zip(found, arrays, strict=True))
 

@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.errors import DataError
 from asyncrl.replay.codec import pack_group
-from asyncrl.replay.sample_batches import SampleBatches
+from asyncrl.replay.history import SampleBatches
 from asyncrl.samples import Samples
 from asyncrl.types import Group, Lease, Prompt
 from tests.helpers.replay import make_group

@@ -17,30 +17,22 @@ import zmq
 
 from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
 from asyncrl.launch.machine import find_port
-from asyncrl.replay import learner_requests
-from asyncrl.replay import outbox as outbox_module
+from asyncrl.replay import history as history_module
+from asyncrl.replay import server as server_module
 from asyncrl.replay.client import GeneratorClient, LauncherClient, LearnerClient, LeaseReply
 from asyncrl.replay.codec import pack_group
-from asyncrl.replay.journal import history as catchup_module
-from asyncrl.replay.journal.records import FRAME_BYTES
-from asyncrl.replay.journal.writer import Flush, Journal
-from asyncrl.replay.ledger_counts import State
+from asyncrl.replay.journal import FRAME_BYTES, Flush, Journal
+from asyncrl.replay.ledger import State
 from asyncrl.replay.metrics.trace import TraceWriter
-from asyncrl.replay.outbox import joined
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.server import ReplayServer, run_replay
 from asyncrl.wire import rpc as rpc_module
-from asyncrl.wire.bad_peers import MAX_BAD_MESSAGES
-from asyncrl.wire.curve_keys import new_keys
 from asyncrl.wire.endpoints import Endpoints
-from asyncrl.wire.frames import Message, encode
-from asyncrl.wire.kinds import MAX_REQUEST_HEADER_BYTES
-from asyncrl.wire.launcher_messages import Lost, Memory, ReadStatus, Stop
-from asyncrl.wire.learner_messages import Take
-from asyncrl.wire.messages import Evaluated, Finished, GeneratorStats
-from asyncrl.wire.rpc import Connection
+from asyncrl.wire.frames import MAX_REQUEST_HEADER_BYTES, Message, encode
+from asyncrl.wire.messages import Evaluated, Finished, GeneratorStats, Lost, Memory, ReadStatus, Stop, Take
+from asyncrl.wire.rpc import MAX_BAD_MESSAGES, Connection
 from asyncrl.wire.service_messages import Error, Ok
-from asyncrl.wire.sockets import connect_dealer
+from asyncrl.wire.sockets import connect_dealer, new_keys
 from tests.helpers.replay import EndlessPrompts, ask_queue, loopback_endpoints, make_group, small_config
 
 
@@ -198,9 +190,11 @@ def test_one_answer_tells_a_generator_of_all_that_was_kept(tmp_path: Path, endpo
         deadline_s = time.monotonic() + 5
         while len(server._outbox.answers) < 3 and time.monotonic() < deadline_s:
             server._receive()
-        sent = list(joined(server._outbox.answers))
-        assert [len(body.kept) for _, _, (body, *_) in sent if isinstance(body, Finished)] == [3] and len(sent) == 1
+        sent: list[Any] = []
+        send = server._outbox._send_one
+        server._outbox._send_one = lambda peer, seq, reply: [sent.append(reply), send(peer, seq, reply)]
         server._outbox.flush()
+        assert [len(body.kept) for body, _ in sent if isinstance(body, Finished)] == [3] and len(sent) == 1
         while generator.unacknowledged and time.monotonic() < deadline_s:
             generator.poll(0.05)
         assert generator.unacknowledged == 0
@@ -218,7 +212,7 @@ def once() -> Callable[[], bool]:
 def test_learner_waiting_for_a_batch_outlives_its_timeout(
     served: ReplayQueue, endpoints: Endpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(learner_requests, "ANSWER_S", 0.2)
+    monkeypatch.setattr(server_module, "ANSWER_S", 0.2)
     learner, launcher = LearnerClient(endpoints, 0, timeout_s=2.0), LauncherClient(endpoints)
     with ThreadPoolExecutor(1) as pool:
         taking = pool.submit(learner.take, 1)
@@ -234,17 +228,17 @@ def test_learner_waiting_for_a_batch_outlives_its_timeout(
 def test_others_are_answered_while_the_journal_is_read_for_a_learner(
     endpoints: Endpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(catchup_module, "READ_AT_ONCE_BYTES", 1)
+    monkeypatch.setattr(history_module, "READ_AT_ONCE_BYTES", 1)
     config = small_config(steps=100, replay__groups_per_step=16)
     journal = Journal(tmp_path / "journal", flush="os")
     queue = ReplayQueue(config, EndlessPrompts(), TraceWriter(tmp_path / "trace.parquet"), journal=journal)
     for step in (1, 2):
         for lease in ask_queue(queue, 0, step - 1, 16)[0]:
             queue.finish(*pack_group(make_group(lease, step - 1)))
-            queue.write()
+            queue.store.write()
         assert queue.take(0, step)[0] == "shard"
         queue.commit(step, {})
-    queue.write()
+    queue.store.write()
     server, learner, launcher = ReplayServer(queue, endpoints), Connection(endpoints), Connection(endpoints)
     learner.send(Take(0, 0, 1))
     while queue.store._history is None:
@@ -260,7 +254,7 @@ def test_others_are_answered_while_the_journal_is_read_for_a_learner(
             learner.send(Take(0, 0, 1))
         server.serve(once())
     assert (answer.body.outcome, len(answer.body.groups)) == ("shard", 16)
-    for end in (learner, launcher, server, queue):
+    for end in (learner, launcher, server, queue.store):
         end.close()
 
 
@@ -435,7 +429,7 @@ def test_evaluation_over_the_wire(endpoints: Endpoints, tmp_path: Path) -> None:
 def test_answers_that_nobody_waits_for_are_gathered_and_others_are_not(
     endpoints: Endpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outbox_module, "GATHER_S", 20.0)
+    monkeypatch.setattr(server_module, "GATHER_S", 20.0)
     config = small_config(replay__groups_per_step=4, replay__max_staleness=3)
     journal = Journal(tmp_path / "journal", flush="step")
     queue = ReplayQueue(config, EndlessPrompts(), TraceWriter(tmp_path / "trace.parquet"), journal=journal)
@@ -469,7 +463,7 @@ def test_answers_that_nobody_waits_for_are_gathered_and_others_are_not(
             assert (len(reply.leases), reply.reason) == (1, "staleness"), "also if there is little for it"
             learner.commit(1, {})
             assert time.monotonic() - began_s < 10.0, "all that was waited for came at once"
-            monkeypatch.setattr(outbox_module, "GATHER_S", 0.5)
+            monkeypatch.setattr(server_module, "GATHER_S", 0.5)
             began_s = time.monotonic()
             generator.ask(1, 0, GeneratorStats.of())
             wait_for(generator)

@@ -20,15 +20,14 @@ from asyncrl.launch.machine import find_port
 from asyncrl.replay import client as client_module
 from asyncrl.replay.client import GeneratorClient, LauncherClient, LearnerClient, LeaseReply
 from asyncrl.replay.codec import pack_group
-from asyncrl.replay.journal.writer import Journal
+from asyncrl.replay.journal import Journal
 from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.server import ReplayServer
 from asyncrl.types import Lease
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.frames import Block, Message, encode
-from asyncrl.wire.learner_messages import ShardHeader
-from asyncrl.wire.messages import GeneratorStats
+from asyncrl.wire.messages import GeneratorStats, ShardHeader
 from asyncrl.wire.service_messages import Error, Ok
 from asyncrl.wire.sockets import bind_router
 from tests.helpers.messages import raw_frames

@@ -16,11 +16,11 @@ import pytest
 
 from asyncrl.errors import JournalError
 from asyncrl.launch.machine import find_port
+from asyncrl.replay import journal as journal_module
 from asyncrl.replay import store as store_module
 from asyncrl.replay.client import GeneratorClient, LearnerClient
 from asyncrl.replay.codec import pack_group
-from asyncrl.replay.journal import writer as journal_module
-from asyncrl.replay.journal.writer import Journal
+from asyncrl.replay.journal import Journal
 from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.server import run_replay
@@ -140,18 +140,18 @@ def test_a_disk_that_is_too_slow_holds_the_generators(
     journal._background.submit(free.wait, 20)
     first, second = ask_queue(queue, 0, 0, 2)[0]
     queue.finish(*packed(first))
-    queue.write(wait=False)
+    queue.store.write(wait=False)
     assert ask_queue(queue, 0, 0, 2) == ([], "disk")
     assert ask_queue(queue, 0, 0, 0) == ([], ""), "a heartbeat"
     queue.finish(*packed(second))
-    queue.write(wait=False)
+    queue.store.write(wait=False)
     assert ask_queue(queue, 0, 0, 2) == ([], "disk")
     assert queue.status()["journal"]["unsynced_bytes"] > 20_000
     assert capsys.readouterr().out.count("the journal's disk is slower than the run: generators wait") == 1
     free.set()
-    queue.write()
+    queue.store.write()
     assert len(ask_queue(queue, 0, 0, 2)[0]) == 2
-    queue.close()
+    queue.store.close()
 
 
 @pytest.mark.parametrize("flush", ["group", "os"])
@@ -169,11 +169,11 @@ def test_a_disk_that_fails_in_the_background_is_an_error_with_its_file(
     (lease,) = ask_queue(queue, 0, 0, 1)[0]
     queue.finish(*packed(lease))
     with pytest.raises(JournalError, match=text):
-        queue.write()
-    for use in (lambda: queue.synced, queue.write, lambda: ask_queue(queue, 0, 0, 1)):
+        queue.store.write()
+    for use in (lambda: queue.store.synced, queue.store.write, lambda: ask_queue(queue, 0, 0, 1)):
         with pytest.raises(JournalError, match=text):
             use()
-    queue.close()
+    queue.store.close()
 
 
 def packed(lease: Lease, tokens: int = 500) -> tuple[GroupHeader, Block]:

@@ -14,16 +14,13 @@ import pytest
 
 from asyncrl.errors import JournalError, RunError
 from asyncrl.replay.codec import pack_group
-from asyncrl.replay.journal.reader import Location
-from asyncrl.replay.journal.records import FORMAT, Record
+from asyncrl.replay.journal import FORMAT, Location, Record
 from asyncrl.replay.metrics.trace import TraceWriter
-from asyncrl.replay.prompts.pass_rates import PassRates
 from asyncrl.replay.queue import ReplayQueue
-from asyncrl.replay.restore import restore_queue
-from asyncrl.replay.snapshot import Snapshot
-from asyncrl.replay.state import QueueState
+from asyncrl.replay.results import RowResults
+from asyncrl.replay.state import GroupEvent, QueueSnapshot, QueueState, Snapshot, event_of, record_of
 from asyncrl.types import Lease, PromptPosition
-from asyncrl.util.durable import restore, to_plain
+from asyncrl.util.durable import of_bytes
 from tests.helpers.replay import EndlessPrompts, ask_queue, make_group, small_config
 
 LEAST_FIELDS = 90
@@ -66,47 +63,44 @@ def make_snapshot(state: QueueState) -> Snapshot:
     made = example(Snapshot, count(2))
     made.format = FORMAT
     made.queue.rules, made.queue.position = state.rules, PromptPosition(drawn=7)
-    rows = PassRates(made.queue.selection.rows.num_rows)
-    rows.rewards[5], rows.kinds[5], rows.skips[7] = 0.25, 1, 3
-    made.queue.selection.rows.packed = rows.packed
+    rows = RowResults(9)
+    rows.kinds[5] = 1
+    made.queue.results.packed = rows.packed
     return made
 
 
-def load(location: Location) -> Record:
-    header, arrays = pack_group(make_group(Lease(0, 0, EndlessPrompts().prompt(0)), 0))
-    return Record("group", msgspec.to_builtins(header) | {"signal": True}, arrays)
+class OneGroup:
+    """A journal that has the same group everywhere."""
+
+    folder = Path("journal")
+
+    def load(self, location: Location) -> Record:
+        header, arrays = pack_group(make_group(Lease(0, 0, EndlessPrompts().prompt(0)), 0))
+        return record_of(GroupEvent(header, "", signal=True), arrays)
+
+
+JOURNAL: Any = OneGroup()
+HERE = 3, 0, 0
+
+
+def encoded(state: QueueState) -> bytes:
+    return msgspec.msgpack.encode(state.snapshot())
 
 
 def test_every_field_is_saved_and_restored() -> None:
     state = make_state()
     stored = make_snapshot(state)
-    before, plain = state.snapshot(), to_plain(Snapshot, stored)
-    for name in before.keys() - {"rules"}:
-        assert before[name] != plain["queue"][name], f"{name} says nothing: it is as at the start"
-    for again in (Snapshot.of_bytes(msgspec.msgpack.encode(plain)), Snapshot.of_record(plain, "here")):
-        assert again == stored
+    before = state.snapshot()
+    for name in set(QueueSnapshot.__struct_fields__) - {"rules"}:
+        assert getattr(before, name) != getattr(stored.queue, name), f"{name} is as at the start"
+    record = record_of(stored)
+    for again in (Snapshot.of_checkpoint(record.body), event_of(record, HERE, Path())):
+        assert isinstance(again, Snapshot) and again == stored
         state = make_state()
-        restore_queue(state, again.queue, load=load, now_s=1.0)
-        restore(state.reported, again.reported)
-        assert state.snapshot() == plain["queue"]
-        assert state.reported == stored.reported
-        assert state.measure.generators == stored.reported.generators
-        assert state.evaluation.reported.loaded == stored.reported.loaded
-
-
-def test_a_snapshot_shares_nothing_with_the_state() -> None:
-    state = make_state()
-    restore_queue(state, make_snapshot(state).queue, load=load, now_s=1.0)
-    taken = state.snapshot()
-    before = msgspec.msgpack.encode(taken)
-    state.ledger.trained.tokens += 1
-    state.measure.histogram.append(1)
-    state.coverage.began[1] = 1
-    for ticket, held in zip(state.ledger.live.values(), state.held.values(), strict=True):
-        ticket.tokens += 1
-        held.counted.append(99)
-    assert msgspec.msgpack.encode(taken) == before
-    assert state.snapshot() != taken
+        state.restore(again.queue, JOURNAL, 1.0)
+        assert of_bytes(QueueSnapshot, encoded(state)) == stored.queue
+        assert state.measure.generators == stored.queue.reported.generators
+        assert state.evaluation.reported.loaded == stored.queue.reported.loaded
 
 
 def test_what_a_queue_saves_is_read_as_a_snapshot_of_the_same_bytes(tmp_path: Path) -> None:
@@ -114,8 +108,8 @@ def test_what_a_queue_saves_is_read_as_a_snapshot_of_the_same_bytes(tmp_path: Pa
     leases, _ = ask_queue(queue, 0, 0, 2)
     queue.finish(*pack_group(make_group(leases[0], 0)))
     saved = queue.store.snapshot(0)
-    queue.close()
-    assert msgspec.msgpack.encode(Snapshot.of_bytes(saved)) == saved
+    queue.store.close()
+    assert msgspec.msgpack.encode(Snapshot.of_checkpoint(saved)) == saved
 
 
 def structs_of(value: Any, plain: Any) -> Iterator[dict[str, Any]]:
@@ -125,34 +119,38 @@ def structs_of(value: Any, plain: Any) -> Iterator[dict[str, Any]]:
         for name in value.__struct_fields__:
             yield from structs_of(getattr(value, name), plain[name])
     elif isinstance(value, dict):
-        for key, one in value.items():
-            yield from structs_of(one, plain[key])
+        for key, item in value.items():
+            yield from structs_of(item, plain[key])
     elif isinstance(value, list):
-        for one, its in zip(value, plain, strict=True):
-            yield from structs_of(one, its)
+        for item, its in zip(value, plain, strict=True):
+            yield from structs_of(item, its)
+
+
+def read(plain: Any) -> Any:
+    return event_of(Record("state", msgspec.msgpack.encode(plain)), HERE, Path("journal"))
 
 
 def test_a_field_that_is_missing_or_unknown_is_refused_by_name() -> None:
     stored = make_snapshot(make_state())
-    plain = to_plain(Snapshot, stored)
+    plain = msgspec.msgpack.decode(record_of(stored).body)
     seen = 0
     for struct in structs_of(stored, plain):
         for name in list(struct):
             kept = struct.pop(name)
-            with pytest.raises(JournalError, match=f"segment 3: the state there cannot be read: .*`{name}`"):
-                Snapshot.of_record(plain, "segment 3")
+            with pytest.raises(JournalError, match=f"segment 3, .*: the 'state' there cannot be read: .*`{name}`"):
+                read(plain)
             struct[name] = kept
             seen += 1
         struct["new"] = 1
         with pytest.raises(JournalError, match="unknown field `new`"):
-            Snapshot.of_record(plain, "segment 3")
+            read(plain)
         del struct["new"]
     assert seen >= LEAST_FIELDS
-    assert Snapshot.of_record(plain, "segment 3") == stored
+    assert read(plain) == stored
 
 
 def test_a_checkpoint_that_does_not_fit_names_the_field_and_the_way_out() -> None:
-    plain = to_plain(Snapshot, make_snapshot(make_state()))
+    plain = msgspec.msgpack.decode(record_of(make_snapshot(make_state())).body)
     plain["queue"]["ledger"]["steps"] = "many"
     with pytest.raises(RunError, match=r"Expected `int`, got `str` - at `\$\.queue\.ledger\.steps`.*one before"):
-        Snapshot.of_bytes(msgspec.msgpack.encode(plain))
+        Snapshot.of_checkpoint(msgspec.msgpack.encode(plain))

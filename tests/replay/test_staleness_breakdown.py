@@ -8,7 +8,7 @@ from msgspec import structs
 from asyncrl.replay.codec import pack_group
 from asyncrl.replay.metrics.stats import StalenessBreakdown
 from asyncrl.types import Lease
-from asyncrl.util.durable import of_plain, to_plain
+from asyncrl.util.durable import of_bytes, to_bytes
 from asyncrl.wire.messages import GroupHeader
 from tests.helpers.replay import EndlessPrompts, make_group
 
@@ -29,7 +29,7 @@ def test_staleness_is_split_at_the_newest_token() -> None:
     ages.join(other)
     assert ages.staleness == {"in_flight": 20 / 80, "in_queue": 40 / 80}
     assert ages.phases_s == pytest.approx({"generate": 1.5, "queue": 0.25, "train": 1.0})
-    assert of_plain(StalenessBreakdown, to_plain(StalenessBreakdown, ages)) == ages
+    assert of_bytes(StalenessBreakdown, to_bytes(StalenessBreakdown, ages)) == ages
 
 
 def test_no_groups_have_no_age() -> None:

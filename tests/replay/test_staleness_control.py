@@ -7,9 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.replay.ledger import Ledger
-from asyncrl.replay.staleness_control import FRACTION, ControllerState, StalenessController
-from asyncrl.util.durable import of_plain, restore, to_plain
+from asyncrl.replay.ledger import FRACTION, ControllerState, Ledger, StalenessController
+from asyncrl.util.durable import of_bytes, restore, to_bytes
 from tests.helpers.replay import small_config
 
 
@@ -55,7 +54,7 @@ def test_steps_without_a_rate_say_nothing() -> None:
 def test_it_goes_on_from_its_state() -> None:
     first, second = (StalenessController(low=1, high=8) for _ in range(2))
     run(first, 4, 7, share(0.1))
-    restore(second, of_plain(ControllerState, to_plain(ControllerState, first)))
+    restore(second, of_bytes(ControllerState, to_bytes(ControllerState, first)))
     assert run(first, 4, 19, share(0.1)) == run(second, 4, 19, share(0.1))
 
 

@@ -16,8 +16,8 @@ import pytest
 
 from asyncrl.launch.machine import find_port
 from asyncrl.replay.client import LauncherClient, LearnerClient
-from asyncrl.wire.curve_keys import new_keys
 from asyncrl.wire.endpoints import Endpoints
+from asyncrl.wire.sockets import new_keys
 from tests.helpers.replay import loopback_endpoints
 from tests.replay.test_replay_killed import generate
 

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.errors import ProtocolError
-from asyncrl.wire.environment_messages import Turns
-from asyncrl.wire.frames import Array, Arrays, Message, decode, encode
-from asyncrl.wire.token_lists import pack_lists, unpack_lists
+from asyncrl.wire.frames import Array, Arrays, Message, decode, encode, pack_lists, unpack_lists
+from asyncrl.wire.service_messages import Turns
 
 EMPTY = Turns([], [], [])
 

@@ -26,10 +26,8 @@ from asyncrl.replay.codec import (
 )
 from asyncrl.types import NO_VERSION, Lease, Prompt
 from asyncrl.wire import frames as wire_frames
-from asyncrl.wire.frames import SCHEMA, decode, encode
-from asyncrl.wire.kinds import BODIES, MAX_HEADER_BYTES, MAX_REQUEST_HEADER_BYTES, REQUESTS
-from asyncrl.wire.learner_messages import ShardHeader
-from asyncrl.wire.messages import Leases
+from asyncrl.wire.frames import BODIES, MAX_HEADER_BYTES, MAX_REQUEST_HEADER_BYTES, REQUESTS, SCHEMA, decode, encode
+from asyncrl.wire.messages import Leases, ShardHeader
 from tests.helpers.examples import examples
 from tests.helpers.replay import EndlessPrompts, make_group
 

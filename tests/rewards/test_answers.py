@@ -7,11 +7,11 @@ import time
 import pytest
 
 from asyncrl.rewards import reward_model
-from asyncrl.rewards.builtin.code import extract_program
-from asyncrl.rewards.builtin.math import math_answer, math_truth
-from asyncrl.rewards.builtin.text import choice, exact, gsm8k, gsm8k_truth, matches_format, number, number_truth
+from asyncrl.rewards.builtin import choice, exact, gsm8k, gsm8k_truth, matches_format, number, number_truth
 from asyncrl.rewards.calling import CompletedGroup
-from asyncrl.rewards.load import load_reward
+from asyncrl.rewards.code_reward import extract_program
+from asyncrl.rewards.math_reward import math_answer, math_truth
+from asyncrl.rewards.table import load_reward
 from asyncrl.util.answers import find_answer
 
 LETTERS = "ABCDEFGHIJ"

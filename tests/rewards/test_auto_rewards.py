@@ -17,8 +17,7 @@ from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.launch import checks as preflight
 from asyncrl.launch.checks import check_data_and_rewards
-from asyncrl.rewards.auto import BY_SOURCE, choose_rewards, describe_choice, known_reward
-from asyncrl.rewards.load import REWARDS
+from asyncrl.rewards.table import BY_SOURCE, REWARDS, choose_rewards, describe_choice, known_reward
 
 
 def config_for(folder: Path, sources: list[str], **settings: Any) -> Config:

@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from asyncrl.rewards.builtin.code import extract_program, parse_tests, same_output
 from asyncrl.rewards.calling import CompletedGroup, Score
-from asyncrl.rewards.load import load_reward
+from asyncrl.rewards.code_reward import extract_program, parse_tests, same_output
+from asyncrl.rewards.table import load_reward
 from tests.helpers.kernel import why_not_confined
 
 WHY_NOT = why_not_confined()

@@ -18,11 +18,11 @@ from asyncrl.config.config import Config
 from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.checks import check_data_and_rewards
-from asyncrl.rewards import worker_main
+from asyncrl.rewards import reward_worker
 from asyncrl.rewards.calling import Score
+from asyncrl.rewards.pool import RewardPool, Scored
+from asyncrl.rewards.reward_worker import PackedEpisode, PackedGroup, start_worker
 from asyncrl.rewards.table import environment_weight
-from asyncrl.rewards.worker_main import PackedEpisode, PackedGroup, WorkerSpec, start_worker
-from asyncrl.rewards.workers import RewardPool, Scored
 from tests.helpers.reward_pool import gather, make_config, prompt, save_tokenizer, tokens
 
 FUNCTIONS = """
@@ -70,11 +70,11 @@ def episode(
 @pytest.fixture
 def score(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Score]]:
     """Scores two episodes in this process as a worker does."""
-    monkeypatch.setattr(worker_main, "become_helper", lambda parent: None)
+    monkeypatch.setattr(reward_worker, "become_helper", lambda parent: None)
 
     def run(rewards: Any, *, chat: bool = False, error: str = "") -> list[Score]:
-        start_worker(0, WorkerSpec(rewards, {}, rewards, {}, "ground_truth", ".", False, 10, 10.0, None))
-        assert worker_main._scorer is not None
+        start_worker(0, make_config(rewards), ".", None)
+        assert reward_worker._scorer is not None
         first = episode(*TURNS, reward=0.5, calls=2.0, messages=MESSAGES if chat else None)
         second = episode(tokens("7"), error=error, messages=MESSAGES[:1] if chat else None)
         packed = PackedGroup(
@@ -88,7 +88,7 @@ def score(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Score]]:
             columns={},
             episodes=[first, second],
         )
-        return worker_main._scorer(packed)
+        return reward_worker._scorer(packed)
 
     return run
 

@@ -16,9 +16,9 @@ from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.checks import check_data_and_rewards
 from asyncrl.launch.commands.evaluate import check_evaluation
+from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.reward_model import check_failed, model_options, uses_reward_model
 from asyncrl.rewards.table import evaluation_config
-from asyncrl.rewards.workers import RewardPool
 from tests.helpers.reward_pool import gather, make_config, prompt, save_tokenizer, tokens
 
 LENGTHS = "def score(completions, *, scale: float = 1.0):\n    return [scale * len(one) for one in completions]\n"

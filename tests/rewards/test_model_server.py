@@ -18,12 +18,11 @@ from test_reward_model import endpoints_at, save_model
 
 from asyncrl.errors import ProtocolError, RunError
 from asyncrl.rewards.calling import Failed
-from asyncrl.rewards.model_client import ModelClient
 from asyncrl.rewards.model_server import MAX_VALUES, REPORT_S, ModelServer, RewardModel
-from asyncrl.wire.bad_peers import MAX_BAD_MESSAGES
-from asyncrl.wire.frames import decode
-from asyncrl.wire.kinds import MAX_TEXT_HEADER_BYTES
-from asyncrl.wire.launcher_messages import Memory
+from asyncrl.rewards.reward_model import ModelClient
+from asyncrl.wire.frames import MAX_TEXT_HEADER_BYTES, decode
+from asyncrl.wire.messages import Memory
+from asyncrl.wire.rpc import MAX_BAD_MESSAGES
 from asyncrl.wire.sockets import bind_router, connect_dealer
 from tests.helpers.messages import raw_frames
 from tests.helpers.serving import serving
@@ -95,7 +94,7 @@ def test_a_bad_request_is_refused_and_takes_little_memory(message: list[bytes], 
 
 
 def test_a_request_that_is_too_large_is_not_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.wire.kinds.MAX_TEXT_HEADER_BYTES", 100)
+    monkeypatch.setattr("asyncrl.wire.frames.MAX_TEXT_HEADER_BYTES", 100)
     client = ModelClient(endpoints_at(tmp_path / "nobody"))
     with pytest.raises(RunError, match=r"score: a header of \d+ bytes, at most 100 can be sent; lower generator"):
         client.score("p" * 100, ["c"], 60.0)

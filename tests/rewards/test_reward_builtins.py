@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.rewards.calling import CompletedGroup
-from asyncrl.rewards.load import load_reward
+from asyncrl.rewards.table import load_reward
 
 
 def rewards(name: str, *completions: str, truth: str = "", ids: list[int] | None = None, **options: object):

@@ -14,10 +14,9 @@ import pytest
 from asyncrl.config.config import Config
 from asyncrl.data.rows import PromptTable
 from asyncrl.errors import ConfigError
-from asyncrl.rewards.builtin.math import math_answer
 from asyncrl.rewards.calling import CompletedGroup
-from asyncrl.rewards.load import REWARDS, load_reward
-from asyncrl.rewards.table import RewardTable, check_rewards
+from asyncrl.rewards.math_reward import math_answer
+from asyncrl.rewards.table import REWARDS, RewardTable, check_rewards, load_reward
 from asyncrl.util import redaction
 
 

@@ -25,12 +25,10 @@ from transformers import (
 
 from asyncrl.errors import ConfigError, PeerTimeoutError
 from asyncrl.rewards.calling import CompletedGroup
-from asyncrl.rewards.load import load_reward
-from asyncrl.rewards.model_client import ModelClient
 from asyncrl.rewards.model_server import RewardModel, run_reward_model
-from asyncrl.rewards.reward_model import connect, uses_reward_model
-from asyncrl.rewards.table import check_rewards
-from asyncrl.rewards.workers import RewardPool
+from asyncrl.rewards.pool import RewardPool
+from asyncrl.rewards.reward_model import ModelClient, connect, uses_reward_model
+from asyncrl.rewards.table import check_rewards, load_reward
 from asyncrl.wire.endpoints import Endpoints
 from tests.helpers.reward_pool import gather, make_config, prompt, save_tokenizer, submit, tokens
 

@@ -20,10 +20,10 @@ from asyncrl.errors import ConfigError
 from asyncrl.generator.engine import Completion
 from asyncrl.generator.groups import Running, make_group
 from asyncrl.replay.codec import pack_group
-from asyncrl.replay.refunds import refund_reason
-from asyncrl.rewards import workers
+from asyncrl.replay.live_group import refund_reason
+from asyncrl.rewards import pool as workers
+from asyncrl.rewards.pool import RewardPool, Scored
 from asyncrl.rewards.table import check_rewards
-from asyncrl.rewards.workers import RewardPool, Scored
 from asyncrl.types import Lease
 from tests.helpers.reward_pool import gather, make_config, prompt, save_tokenizer, submit, tokens
 
@@ -271,7 +271,7 @@ PARENT = """
     from pathlib import Path
     sys.path.insert(0, {repository!r})
     from tests.helpers.reward_pool import gather, make_config, prompt, submit, tokens
-    from asyncrl.rewards.workers import RewardPool
+    from asyncrl.rewards.pool import RewardPool
 
     if __name__ == "__main__":
         pool = RewardPool(make_config("mine.py:score", 1000.0, 2), tokenizer_path=".")

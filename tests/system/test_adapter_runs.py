@@ -12,8 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from asyncrl.environments.named import Named
-from asyncrl.environments.table import load_environment
+from asyncrl.environments.table import Named, load_environment
 from tests.helpers import adapters
 from tests.helpers.kernel import why_not_confined
 from tests.helpers.played import ASK, call, save_chat_policy

@@ -16,11 +16,11 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from asyncrl.environments.dialogue import ChatDialogue
+from asyncrl.environments.dialogue.dialogue import ChatDialogue
 from asyncrl.environments.environment import Message
 from asyncrl.launch.commands.verifiers_rows import make_verifiers_rows
 from asyncrl.launch.fork_server import ForkServer
-from asyncrl.replay.journal.history import JournalBatches
+from asyncrl.replay.history import JournalBatches
 from asyncrl.types import Trajectory
 from tests.helpers.doc_files import write_doc_files
 from tests.helpers.runs import start_launch
@@ -35,35 +35,8 @@ SMALL = [
     "journal.retention=all",
 ]  # fmt: skip
 CALL = '<tool_call>\n{{"name": "multiply", "arguments": {{"a": {a}, "b": {b}}}}}\n</tool_call>'
-NUMBERS, PRODUCTS = ["0", "1", "2", "3", "x", ""], [CALL.format(a=6, b=7), CALL.format(a=2, b=3), "42", "6", ""]
+PRODUCTS = [CALL.format(a=6, b=7), CALL.format(a=2, b=3), "42", "6", ""]
 """What the models say; an empty turn, too."""
-RANKED = '''
-import os
-import verifiers as vf
-from number_game import NumberGame, load_environment as load, right
-
-class Ranked(NumberGame):
-    """Every twelfth answer is an error, and twice its process ends."""
-
-    async def env_response(self, messages, state, **kwargs):
-        with open("answers", "a") as file:
-            file.write("x")
-        number = os.path.getsize("answers")
-        if number in (50, 150):
-            os._exit(3)
-        if number % 12 == 0:
-            raise vf.InfraError("the sandbox is gone")
-        return await super().env_response(messages, state, **kwargs)
-
-def shorter(completions):
-    """How many of the group have said more."""
-    said = [sum(len(one.content) for one in completion if one.role == "assistant") for completion in completions]
-    return [sum(other > own for other in said) for own in said]
-
-def load_environment(numbers):
-    rubric = vf.Rubric(funcs=[right, shorter], weights=[1.0, 0.5])
-    return Ranked(dataset=load(numbers).get_dataset(), rubric=rubric, max_turns=4)
-'''
 ROWS = [("6 * 7 =", "42"), ("2 * 3 =", "6")]
 
 
@@ -95,21 +68,6 @@ class Conversation:
 
 Program = Callable[[Conversation, str, Iterator[list[int]]], tuple[float, dict[str, float]]]
 """Plays the turns, and returns the reward and its parts."""
-
-
-def number_game(talk: Conversation, truth: str, turns: Iterator[list[int]]) -> tuple[float, dict[str, float]]:
-    talk.begin()
-    text, heard = "", 0
-    while True:
-        message = talk.hear(next(turns))
-        if not message["content"] and not message.get("reasoning_content"):
-            break  # verifiers ends a rollout at a turn without content and reasoning, and scores what came before
-        text, heard = str(message["content"]).strip(), heard + 1
-        if heard == 4 or (text.isdecimal() and int(text) == int(truth)):
-            break
-        answer = ("lower" if int(truth) < int(text) else "higher") if text.isdecimal() else "a number"
-        talk.say({"role": "user", "content": answer})
-    return float(text == truth), {"right": float(text == truth), "num_turns": heard}
 
 
 def sums(talk: Conversation, truth: str, turns: Iterator[list[int]]) -> tuple[float, dict[str, float]]:
@@ -221,48 +179,6 @@ def verifiers_rows(file: str) -> list[tuple[list[Message], str]]:
     return [(row["prompt"], row["reward_model"]["ground_truth"]) for row in pq.read_table(file).to_pylist()]
 
 
-def test_an_environment_of_verifiers_trains_unchanged(folder: Path, train: Callable[..., Path]) -> None:
-    (folder / "vf").symlink_to(Path(verifiers_python("0.3.1")).parents[1])
-    save_talking_model(folder / "model", NUMBERS)
-    options = {"numbers": 10}
-    make_verifiers_rows(
-        "number-game", Path("number_game.parquet"), python="vf/bin/python", split="train", limit=None, options=options
-    )
-    run_dir = train("number_game.yaml")
-    lengths = check(run_dir, folder / "model", verifiers_rows("number_game.parquet"), number_game)
-    assert set(lengths) == {1, 2, 3, 4}
-
-
-def test_a_rubric_of_verifiers_that_compares_a_group_sees_the_members_that_are_trained(
-    folder: Path, train: Callable[..., Path]
-) -> None:
-    """Members fail and are tried again, and twice all of them are lost."""
-    (folder / "vf").symlink_to(Path(verifiers_python("0.3.1")).parents[1])
-    (folder / "ranked.py").write_text(RANKED)
-    save_talking_model(folder / "model", NUMBERS)
-    options = {"numbers": 10}
-    make_verifiers_rows(
-        "ranked", Path("ranked.parquet"), python="vf/bin/python", split="train", limit=None, options=options
-    )
-    environment = {"name": "verifiers:ranked", "python": "vf/bin/python", "options": {"verifiers:ranked": options}}
-    settings = f"environment={json.dumps({**environment, 'retries': 3, 'hosts': 2})}"
-    run_dir = train("number_game.yaml", "data.train=ranked.parquet", settings)
-    dialogue = ChatDialogue(str(folder / "model"), trust_remote_code=False, max_observation_tokens=2048)
-    rows, ranks = verifiers_rows("ranked.parquet"), Counter[float]()
-    for row, group in groups(run_dir):
-        played = [replay(dialogue, member, rows[row], number_game) for member in group]
-        texts = [[dialogue.read(turn, ()).message["content"] for turn in turns_of(member)] for member in group]
-        said = [sum(map(len, own)) for own in texts]
-        for member, own, (right, parts) in zip(group, said, played, strict=True):
-            shorter = float(sum(other > own for other in said))
-            assert member.reward == pytest.approx(right + 0.5 * shorter)
-            assert member.reward_parts == pytest.approx({**parts, "shorter": shorter})
-            ranks[shorter] += 1
-    assert {0.0, 1.0, 2.0, 3.0} <= set(ranks)
-    metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert sum(row.get("environment/tries", 0.0) for row in metrics) > 0.0
-
-
 def test_a_taskset_of_verifiers_trains_with_a_harness_in_its_process(folder: Path, train: Callable[..., Path]) -> None:
     (folder / "vf4").symlink_to(Path(verifiers_python("0.4.0")).parents[1])
     save_talking_model(folder / "model", ["0", "2", "4", ""])
@@ -271,7 +187,7 @@ def test_a_taskset_of_verifiers_trains_with_a_harness_in_its_process(folder: Pat
         "sums", Path("sums.parquet"), python="vf4/bin/python", split="train", limit=None, options=options
     )
     environment = {"name": "verifiers:sums", "python": "vf4/bin/python", "options": {"verifiers:sums": options}}
-    run_dir = train("number_game.yaml", "data.train=sums.parquet", f"environment={json.dumps(environment)}")
+    run_dir = train("sums.yaml", f"environment={json.dumps(environment)}")
     assert set(check(run_dir, folder / "model", verifiers_rows("sums.parquet"), sums)) == {2}
 
 
@@ -286,7 +202,7 @@ def test_an_agent_with_the_client_of_openai_trains_unchanged(
 
 
 def test_a_command_with_the_agents_of_openai_trains_unchanged(folder: Path, train: Callable[..., Path]) -> None:
-    (folder / "venv").symlink_to(Path(verifiers_python("0.3.1")).parents[1])  # it has their library
+    (folder / "venv").symlink_to(Path(verifiers_python("openai-agents")).parents[1])  # it has their library
     save_talking_model(folder / "model", PRODUCTS)
     name = 'environment.name="agent:venv/bin/python agents_program.py"'
     few = ["replay.groups_per_step=2", "generator.group_size=2", "generator.max_running_groups=2"]

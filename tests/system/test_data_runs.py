@@ -101,25 +101,21 @@ def test_own_dataset_sampler_and_filter_and_the_same_order_after_a_kill(
 
 
 @pytest.mark.slow
-def test_rows_are_chosen_by_their_history_which_a_kill_does_not_lose(
+def test_the_results_of_rows_survive_a_kill_of_the_queue(
     launch: Callable[..., Launched], asyncrl: Callable[..., str], tmp_path: Path
 ) -> None:
     make_arithmetic(tmp_path / "few.parquet", rows=16)
-    selection = "data.selection={strength: 0.9, floor: 0.1, unbiased: true}"
-    run = launch(*SMALL, f"data.train={tmp_path}/few.parquet", selection, "steps=8", "rewards=exact")
+    run = launch(*SMALL, f"data.train={tmp_path}/few.parquet", "steps=8", "rewards=exact")
     run.wait_for_step(4)
     os.kill(run.pid("replay"), signal.SIGKILL)
     code, output = run.end(300)
     assert code == 0, output
-    summary, rows = run.summary(), run.rows()
+    summary = run.summary()
     check_ledger(summary)
     prompts = summary["prompts"]
     assert sum(prompts[kind] for kind in ("solved", "learning", "hopeless", "unseen")) == 16
-    assert prompts["skipped"] > 0 and prompts["unseen"] == 0
+    assert prompts["unseen"] == 0
     assert prompts["by_source"]["arithmetic"]["learning"] == prompts["learning"]
-    skipped = [row["prompts/skipped"] for row in rows]
-    assert skipped == sorted(skipped) and skipped[-1] <= prompts["skipped"]
-    assert all(row["reward/mean"] == row["reward/all_rows"] for row in rows if "reward/all_rows" in row)
     groups = pq.read_table(run.run_dir / "trace.parquet")
     assert len(set(groups["row"].to_pylist())) == 16
     assert "rows: " in asyncrl("samples", str(run.run_dir))

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from asyncrl.data.demo import make_demo_rows
-from asyncrl.replay.journal.history import JournalBatches
+from asyncrl.replay.history import JournalBatches
 from tests.helpers.runs import SMALL, Launched
 
 pytestmark = pytest.mark.system

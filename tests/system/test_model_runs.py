@@ -9,7 +9,7 @@ from statistics import fmean
 
 import pytest
 
-from asyncrl.replay.journal.reader import read_journal
+from asyncrl.replay.journal import read_journal
 from benchmarks.families import save_family
 from tests.helpers.runs import SMALL, Launched, check_ledger
 

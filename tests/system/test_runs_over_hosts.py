@@ -16,7 +16,7 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 
-from asyncrl.replay.expiry import SUSPECT_S
+from asyncrl.replay.queue import SUSPECT_S
 from tests.helpers.runs import SMALL, Launched, check_ledger
 from tests.helpers.second_attempts import second_attempts, stop_with_leases
 from tests.network.hosts import DIE_WITH_PARENT, ROOT, Host, Network

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncrl.wire.bad_peers import MAX_BAD_MESSAGES, BadPeers
+from asyncrl.wire.rpc import MAX_BAD_MESSAGES, BadPeers
 
 
 def test_a_peer_is_cut_off_once_and_alone() -> None:

@@ -14,7 +14,6 @@ from asyncrl.config import config as models
 from asyncrl.config import sections, training
 from asyncrl.config.config import Config
 from asyncrl.config.load import config_keys, load_config, option_keys, parse_override
-from asyncrl.config.sections import Selection
 from asyncrl.errors import ConfigError
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
@@ -185,11 +184,6 @@ def test_overrides_are_yaml() -> None:
         ),
         ({"algorithm.truncated": {"penalize": -1}}, "algorithm.truncated.penalize = -1: input should be greater than"),
         ({"algorithm.truncated.penalise": 1}, "algorithm.truncated.penalise = 1: unknown key; did you mean algorithm."),
-        ({"data.selection": "maybe"}, "data.selection = 'maybe': must be off, on or a mapping such as {strength: 0.5}"),
-        ({"data.selection": 0.5}, "data.selection = 0.5: must be off, on or a mapping"),
-        ({"data.selection.strength": 1.0}, "data.selection.strength = 1.0: input should be less than 1"),
-        ({"data.selection.floor": 0.0}, "data.selection.floor = 0.0: input should be greater than or equal to 0.02"),
-        ({"data.selection.flor": 0.1}, "data.selection.flor = 0.1: unknown key; did you mean data.selection.floor?"),
         ({"data.columns.promt": "q"}, "data.columns.promt = 'q': unknown key; did you mean data.columns.prompt?"),
         ({"data.columns": "q"}, "data.columns = 'q': must be a mapping with prompt, ground_truth, data_source"),
         (
@@ -278,23 +272,6 @@ def test_the_names_of_a_correction_are_the_options_of_importance_weights() -> No
         parameter.name: parameter.default for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY
     }
     assert training.Correction().weight_options() == options
-
-
-@pytest.mark.parametrize(
-    ("override", "rule"),
-    [
-        ("data.selection=off", None),
-        ("data.selection=on", Selection()),
-        ("data.selection={}", Selection()),
-        ("data.selection.floor=0.2", Selection(floor=0.2)),
-        ("data.selection={strength: 0.7, unbiased: true}", Selection(strength=0.7, unbiased=True)),
-    ],
-)
-def test_rows_may_be_chosen_by_their_history(override: str, rule: Selection | None) -> None:
-    config = load_config(None, [*(f"{key}={value}" for key, value in NEEDED.items()), override])
-    assert config.data.selection_rule == rule
-    assert Config.model_validate(yaml.safe_load(config.to_yaml())) == config
-    assert load_config(None, NEEDED).data.selection_rule is None
 
 
 def test_truncated_completions_may_lose_reward() -> None:

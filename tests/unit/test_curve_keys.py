@@ -12,9 +12,8 @@ import zmq
 from asyncrl.errors import ConfigError
 from asyncrl.launch.machine import find_port
 from asyncrl.util.redaction import redact
-from asyncrl.wire.curve_keys import Keys, new_keys, read_keys
 from asyncrl.wire.endpoints import Endpoints
-from asyncrl.wire.sockets import bind_router, connect_dealer
+from asyncrl.wire.sockets import Keys, bind_router, connect_dealer, new_keys, read_keys
 
 
 @pytest.fixture

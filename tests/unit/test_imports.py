@@ -31,7 +31,7 @@ LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 
 
 def module_name(file: Path) -> str:
-    """`replay.journal.reader` for the file of `asyncrl.replay.journal.reader`; a package has its own name."""
+    """`replay.journal.reader` for the file of `asyncrl.replay.journal`; a package has its own name."""
     return ".".join(file.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
 
 

@@ -52,10 +52,10 @@ import sys, tempfile
 from pathlib import Path
 from asyncrl.errors import ConfigError
 from asyncrl.launch.run_dir import RunFolder, is_running
-from asyncrl.replay.journal.folder import lock
+from asyncrl.replay.journal import lock
 from asyncrl.sandbox.run import Sandbox
 from asyncrl.util.card_lock import CardLock
-from asyncrl.wire.socket_folder import socket_folder
+from asyncrl.wire.sockets import socket_folder
 from tests.helpers.replay import small_config
 
 config = small_config(run="one")

@@ -82,7 +82,7 @@ def test_no_place_that_shows_a_config_shows_its_secrets(config: Config, tmp_path
 
 def test_errors_hide_them(config: Config) -> None:
     with pytest.raises(ConfigError) as refused:
-        refuse_changes(small_config(), config, lambda key: False, what="no", way_out="")
+        refuse_changes(small_config(), config, lambda key: False, what="no", hint="")
     check(str(refused.value))
     with pytest.raises(ConfigError, match=r"model.api_key = '\*\*\*': unknown key"):
         load_config("demo", {"model.api_key": SECRET})

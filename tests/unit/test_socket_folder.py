@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.wire.socket_folder import MAX_BASE_BYTES, MAX_SOCKET_NAME_BYTES, socket_folder
-from asyncrl.wire.sockets import bind_router, connect_dealer
+from asyncrl.wire.sockets import MAX_BASE_BYTES, MAX_SOCKET_NAME_BYTES, bind_router, connect_dealer, socket_folder
 
 HOLD = """
-from asyncrl.wire.socket_folder import socket_folder
+from asyncrl.wire.sockets import socket_folder
 with socket_folder() as folder:
     print(folder, flush=True)
     input()
@@ -87,7 +86,7 @@ def test_a_path_too_long_for_sockets_is_passed_over(base: Path, monkeypatch: pyt
 
 def test_a_folder_where_others_can_rename_is_refused(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base.chmod(0o777)
-    monkeypatch.setattr("asyncrl.wire.socket_folder.TEMPORARY", (base / "none",))
+    monkeypatch.setattr("asyncrl.wire.sockets.TEMPORARY", (base / "none",))
     with pytest.raises(ConfigError) as caught, socket_folder():
         pass
     assert f"{base} lets other users rename what is in it; {base / 'none'} cannot be used" in str(caught.value)
@@ -137,7 +136,7 @@ def test_the_temporary_folder_of_a_rootless_container_is_used(base: Path, monkey
         pytest.skip("needs root, to make a folder of another user, and user namespaces")
     os.chown(base, 4242, 4242)
     base.chmod(0o1777)
-    code = "import os\nfrom asyncrl.wire.socket_folder import socket_base\n"
+    code = "import os\nfrom asyncrl.wire.sockets import socket_base\n"
     code += f"print(os.stat({str(base)!r}).st_uid, socket_base())"
     done = subprocess.run([*enter, sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == f"65534 {base}\n", done.stderr

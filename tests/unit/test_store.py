@@ -18,12 +18,10 @@ import zmq
 from structlog.testing import capture_logs
 
 from asyncrl.wire import store as module
-from asyncrl.wire.bad_peers import MAX_BAD_MESSAGES
-from asyncrl.wire.channel import ServerLostError
-from asyncrl.wire.curve_keys import new_keys
 from asyncrl.wire.frames import SCHEMA
-from asyncrl.wire.guard import FOREIGN_KEY, NO_KEYS
+from asyncrl.wire.rpc import MAX_BAD_MESSAGES, ServerLostError
 from asyncrl.wire.service_messages import StoreRequest
+from asyncrl.wire.sockets import FOREIGN_KEY, NO_KEYS, new_keys
 from asyncrl.wire.store import Store, StoreClient, StoreError, StoreServer
 from asyncrl.wire.torch_store import TorchStore
 from tests.helpers.messages import raw_frames

@@ -26,8 +26,8 @@ from asyncrl.weights.ranks import RankCoordinator
 from asyncrl.weights.sender import BackgroundSender
 from asyncrl.weights.version_store import Folder
 from asyncrl.wire.endpoints import Endpoints
+from asyncrl.wire.messages import Announced, Follower
 from asyncrl.wire.store import StoreServer
-from asyncrl.wire.version_messages import Announced, Follower
 from tests.helpers.forked_scripts import print_json
 
 KILLED = 9

@@ -27,7 +27,7 @@ from asyncrl.weights.version_store import (
     read_manifest,
     sums_of,
 )
-from asyncrl.wire.version_messages import Announced
+from asyncrl.wire.messages import Announced
 
 
 def stored_versions(path: Path) -> tuple[list[Model], list]:

@@ -17,7 +17,7 @@ from stored_parts import Model, make_publisher, make_reader, no_wait
 from asyncrl.weights import version_store as folder_module
 from asyncrl.weights.files import Publisher
 from asyncrl.weights.version_store import Folder
-from asyncrl.wire.version_messages import Announced
+from asyncrl.wire.messages import Announced
 
 KILLED = 9
 OPERATIONS = {"open", "write", "fsync", "replace", "announce", "unlink", "rmtree", "mkdir"}

@@ -15,8 +15,7 @@ from weight_parts import manifest_of, next_staged
 
 from asyncrl.errors import PeerTimeoutError, RunError
 from asyncrl.generator import role
-from asyncrl.replay.announcer import Announcer
-from asyncrl.replay.client import GeneratorClient, LauncherClient, LearnerClient, LeaseReply
+from asyncrl.replay.client import Announcer, GeneratorClient, LauncherClient, LearnerClient, LeaseReply
 from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.server import run_replay
@@ -24,8 +23,7 @@ from asyncrl.types import NO_VERSION
 from asyncrl.weights.files import FileSender, store_url
 from asyncrl.weights.receiver import BackgroundReceiver
 from asyncrl.wire.endpoints import Endpoints
-from asyncrl.wire.messages import GeneratorStats
-from asyncrl.wire.version_messages import Announced, Following
+from asyncrl.wire.messages import Announced, Following, GeneratorStats
 from tests.helpers.replay import EndlessPrompts, loopback_endpoints, make_group, small_config
 from tests.helpers.sockets import free_port
 

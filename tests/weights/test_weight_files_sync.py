@@ -15,12 +15,12 @@ from structlog.testing import capture_logs
 from weight_parts import manifest_of, next_staged
 
 from asyncrl.errors import ProtocolError, RunError
-from asyncrl.replay.versions import StoredVersions
+from asyncrl.replay.server import StoredVersions
 from asyncrl.types import NO_VERSION
 from asyncrl.weights.files import FileReceiver, FileSender
 from asyncrl.weights.receiver import StagedWeights
 from asyncrl.weights.version_store import BadFileError, Folder
-from asyncrl.wire.version_messages import Announced, Follower
+from asyncrl.wire.messages import Announced, Follower
 
 EXCHANGE_S = 0.005
 """Pause between two asks of all generators."""

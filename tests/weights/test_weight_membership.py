@@ -36,12 +36,11 @@ from asyncrl.weights.groups import GlooLink
 from asyncrl.weights.receiver import PING_S, WeightReceiver
 from asyncrl.weights.sender import Delivery, Membership
 from asyncrl.weights.transports import TRANSPORTS, Member
-from asyncrl.wire import channel
-from asyncrl.wire.bad_peers import MAX_BAD_MESSAGES
-from asyncrl.wire.bounds import Body
-from asyncrl.wire.frames import Buffer, decode
-from asyncrl.wire.kinds import KINDS
-from asyncrl.wire.weight_messages import Holding, Join, Manifest, Offer, Ping, Ready
+from asyncrl.wire import rpc as channel
+from asyncrl.wire.frames import KINDS, Buffer, decode
+from asyncrl.wire.messages import Body
+from asyncrl.wire.rpc import MAX_BAD_MESSAGES
+from asyncrl.wire.service_messages import Holding, Join, Manifest, Offer, Ping, Ready
 from tests.helpers.messages import raw_frames
 
 SLACK_S = 8.0

@@ -30,8 +30,8 @@ from asyncrl.weights.layout import ROW_BYTES, WeightManifest, slices_of
 from asyncrl.weights.ranks import RankCoordinator
 from asyncrl.weights.version_store import BadFileError, Folder, Reader, sums_of
 from asyncrl.wire.endpoints import Endpoints
+from asyncrl.wire.messages import Announced, Follower, Following
 from asyncrl.wire.store import StoreServer
-from asyncrl.wire.version_messages import Announced, Follower, Following
 from tests.helpers.examples import examples
 
 MANIFEST = manifest_of(trained(0))

@@ -24,11 +24,11 @@ from asyncrl.errors import RunError
 from asyncrl.weights.groups import GlooLink
 from asyncrl.weights.receiver import SenderSession
 from asyncrl.weights.transports import Interrupted, RoundAborted, host_name
-from asyncrl.wire.channel import ChannelServer
-from asyncrl.wire.kinds import TO_SENDER
+from asyncrl.wire.frames import TO_SENDER
+from asyncrl.wire.rpc import ChannelServer
+from asyncrl.wire.service_messages import Join, Offer
 from asyncrl.wire.store import Store
 from asyncrl.wire.torch_store import TorchStore
-from asyncrl.wire.weight_messages import Join, Offer
 
 
 def two(**options: Any) -> list[GlooLink]:

@@ -1,1 +1,0 @@
-"""Environments of other projects, played unchanged: one file for each scheme of `environment.name`."""

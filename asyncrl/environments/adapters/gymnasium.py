@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from asyncrl.config.sections import Options
 from asyncrl.environments.adapters.answers import need, own_function
 from asyncrl.environments.environment import Action, Environment, Step, Task
-from asyncrl.environments.named import Named, checked
+from asyncrl.environments.table import Named, checked
 from asyncrl.errors import ConfigError
 from asyncrl.util.redaction import describe
 

@@ -13,9 +13,8 @@ from weakref import WeakKeyDictionary
 
 from asyncrl.config.sections import Options
 from asyncrl.environments.adapters.answers import load_reward, need
-from asyncrl.environments.environment import Task
-from asyncrl.environments.named import Named, checked
-from asyncrl.environments.tools import Tool, ToolEnvironment, ToolError
+from asyncrl.environments.environment import Task, Tool, ToolEnvironment, ToolError
+from asyncrl.environments.table import Named, checked
 from asyncrl.errors import ConfigError
 from asyncrl.util.redaction import describe
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from asyncrl.config.sections import Options
 from asyncrl.environments.adapters.answers import need
 from asyncrl.environments.environment import Action, Environment, Message, Say, Step, Task
-from asyncrl.environments.named import Named, checked
+from asyncrl.environments.table import Named, checked
 from asyncrl.errors import ConfigError
 from asyncrl.util.hints import did_you_mean
 from asyncrl.util.user_code import resolve

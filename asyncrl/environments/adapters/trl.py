@@ -9,10 +9,9 @@ from typing import Any, ClassVar
 
 from asyncrl.config.sections import Options
 from asyncrl.environments.adapters.answers import own_function
-from asyncrl.environments.environment import Action, Message, Step, Task
-from asyncrl.environments.named import Named, checked
+from asyncrl.environments.environment import Action, Message, Step, Task, Tool, ToolEnvironment, ToolError, make_tools
 from asyncrl.environments.programs.program import accepted
-from asyncrl.environments.tools import Tool, ToolEnvironment, ToolError, make_tools
+from asyncrl.environments.table import Named, checked
 from asyncrl.errors import ConfigError
 from asyncrl.util.user_code import resolve_function
 

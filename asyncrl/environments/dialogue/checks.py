@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from asyncrl.config.config import Config
-from asyncrl.environments.dialogue.chat import ChatDialogue
-from asyncrl.environments.dialogue.dialogue import Dialogue
+from asyncrl.environments.dialogue.dialogue import ChatDialogue, Dialogue
 from asyncrl.environments.dialogue.formats import END_THINK, FORMATS, THINK
-from asyncrl.environments.dialogue.plain import DialogueError
+from asyncrl.environments.dialogue.rendering import DialogueError
 from asyncrl.environments.environment import Message, Schema
 from asyncrl.errors import ConfigError
 from asyncrl.types import Prompt

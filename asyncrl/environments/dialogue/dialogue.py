@@ -1,16 +1,398 @@
-"""The dialogue of a run, which has rows with and without messages."""
+"""Dialogues with the policy: messages become tokens and turns messages, without a template and with the model's."""
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from asyncrl.config.config import Config
-from asyncrl.environments.dialogue.chat import ChatDialogue
-from asyncrl.environments.dialogue.plain import TextDialogue
-from asyncrl.util.tokenizer import TEMPLATE_COLUMN
+from asyncrl.environments.dialogue import formats
+from asyncrl.environments.dialogue.formats import Read
+from asyncrl.environments.dialogue.rendering import (
+    ANCHOR,
+    DUMMY,
+    SECRET,
+    DialogueError,
+    Ends,
+    Rendering,
+    Turns,
+    check_embedded,
+    dummy_call,
+    dummy_turn,
+    roles_of,
+    with_text_arguments,
+)
+from asyncrl.environments.environment import Message, Schema, ToolCall
+from asyncrl.util.tokenizer import TEMPLATE_COLUMN, Decoder, load_decoder, load_tokenizer, num_embeddings
+
+MARK = "\n[...]\n"
+"""Stands for the middle of an observation that is too long."""
+CHARACTERS_PER_TOKEN = 32
+"""Text beyond this many characters per allowed token is cut before it is encoded, which takes time."""
+
+
+class Coders(NamedTuple):
+    """A model's tokenizer."""
+
+    decode: Decoder
+    encode: Callable[[str], list[int]]
+    """The tokens of a text, in which special tokens are text."""
+
+
+class TextDialogue:
+    """Encodes observations and decodes turns with the model's tokenizer, without a template.
+
+    The text of a special token in an observation stays text: an environment cannot say a special token.
+    """
+
+    is_chat = False
+    """True if prompts are messages."""
+
+    @property
+    def template_options(self) -> Mapping[str, Any]:
+        """The variables of the chat template."""
+        return {}
+
+    def __init__(
+        self,
+        tokenizer_path: str,
+        *,
+        trust_remote_code: bool,
+        max_observation_tokens: int,
+        coders: Coders | None = None,
+    ) -> None:
+        """`coders` are those of the tokenizer if they are loaded already."""
+        self.coders = coders or Coders(
+            load_decoder(tokenizer_path, trust_remote_code=trust_remote_code),
+            _load_encoder(tokenizer_path, trust_remote_code=trust_remote_code),
+        )
+        self._max_tokens = max_observation_tokens
+
+    def begin(self, messages: Sequence[Message], tools: Sequence[Schema]) -> list[int]:
+        """The tokens up to the policy's first turn. Without a template those of the contents; tools are not shown."""
+        return [token for message in messages for token in self.encode(message["content"])]
+
+    def follow(
+        self, said: Sequence[Message], tools: Sequence[Schema], *, closed: bool, calls: Sequence[ToolCall] = ()
+    ) -> list[int]:
+        """The tokens between a turn and the next one. `closed` is true if the turn ended with a token that ends turns,
+        `calls` are its calls. Raises DialogueError for messages that cannot be appended."""
+        return self.begin(said, tools)
+
+    def closes(self, tokens: Sequence[int]) -> bool:
+        """True if the turn ended with a token that ends turns."""
+        return True
+
+    def parse(self, tokens: Sequence[int], tools: Sequence[Schema]) -> Message:
+        """The turn as a message."""
+        return self.read(tokens, tools).message
+
+    def read(self, tokens: Sequence[int], tools: Sequence[Schema], *, first_call: int = 0) -> Read:
+        """The turn as a message, with its calls, which are numbered from `first_call`. Without a template it has
+        none."""
+        return Read({"role": "assistant", "content": self.text_of(tokens)}, (), ())
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of an observation; of one that is too long, those of its two ends with MARK between them."""
+        limit, ends = self._max_tokens, self._max_tokens * CHARACTERS_PER_TOKEN
+        if len(text) > 2 * ends:
+            return self._cut(self.coders.encode(text[:ends]), self.coders.encode(text[-ends:]))
+        tokens = self.coders.encode(text)
+        return tokens if len(tokens) <= limit else self._cut(tokens, tokens)
+
+    def text_of(self, tokens: Sequence[int]) -> str:
+        """The text of a turn, without special tokens."""
+        return self.coders.decode([tokens])[0]
+
+    def _cut(self, first: list[int], last: list[int]) -> list[int]:
+        mark = self.coders.encode(MARK)[: self._max_tokens]
+        room = self._max_tokens - len(mark)
+        return [*first[: room - room // 2], *mark, *last[len(last) - room // 2 :]]
+
+
+def _load_encoder(path: str, *, trust_remote_code: bool) -> Callable[[str], list[int]]:
+    rows = num_embeddings(path)
+
+    def checked(tokens: list[int]) -> list[int]:
+        check_embedded(tokens, rows)
+        return tokens
+
+    file = Path(path) / "tokenizer.json"
+    if file.is_file():
+        from tokenizers import Tokenizer
+
+        fast = Tokenizer.from_file(str(file))
+        fast.encode_special_tokens = True
+        return lambda text: checked(fast.encode(text, add_special_tokens=False).ids)
+    slow = load_tokenizer(path, trust_remote_code=trust_remote_code)
+    return lambda text: checked(slow.encode(text, add_special_tokens=False, split_special_tokens=True))
+
+
+MAX_FRAMES = 256
+UNKNOWN = "\ufffd"
+"""Stands for the bytes of a character that was cut."""
+PROBES = (
+    "7",
+    "a",
+    '{"a": [1, "b"]}',
+    "[1, 2]",
+    "two\nlines, <b>&amp;</b> \"quoted\" and 'single'",
+    "ünïcode ✓",
+    "-1.5",
+)
+"""Contents with which a frame is compared with the rendering of the template."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """What follows a turn, in pieces between which contents are put."""
+
+    pieces: list[str]
+
+    def fill(self, contents: Sequence[str]) -> str:
+        texts = [self.pieces[0]]
+        for content, piece in zip(contents, self.pieces[1:], strict=True):
+            texts += [content, piece]
+        return "".join(texts)
+
+
+class ChatDialogue(TextDialogue):
+    """Renders messages with the model's chat template, and reads turns.
+
+    A turn of the policy is never rendered: `follow` renders a conversation whose turn is a dummy, and returns what
+    comes behind the end of that turn.
+    """
+
+    is_chat = True
+
+    def __init__(
+        self,
+        tokenizer_path: str,
+        *,
+        trust_remote_code: bool,
+        max_observation_tokens: int,
+        tool_format: str = "auto",
+        history: str = "keep",
+        template_options: Mapping[str, Any] | None = None,
+        coders: Coders | None = None,
+    ) -> None:
+        """`tool_format` and `history` are those of the config's environment, `template_options` those of its data;
+        `coders` are those of the tokenizer if they are loaded already. Raises ConfigError if the model has no chat
+        template, and DialogueError for a template that cannot be used."""
+        super().__init__(
+            tokenizer_path,
+            trust_remote_code=trust_remote_code,
+            max_observation_tokens=max_observation_tokens,
+            coders=coders,
+        )
+        self._tool_format = tool_format
+        self.renders_history = history == "template"
+        """True if the prompt of each turn is a rendering of the complete conversation."""
+        self._read_template(Rendering(tokenizer_path, trust_remote_code=trust_remote_code, options=template_options))
+
+    def with_options(self, options: Mapping[str, Any]) -> ChatDialogue:
+        """The dialogue with further options of the template, which go before its own. Raises DialogueError if it cannot
+        be used with them."""
+        other = copy.copy(self)
+        other._read_template(self.rendering.with_options(options))
+        return other
+
+    def _read_template(self, rendering: Rendering) -> None:
+        self.rendering = rendering
+        self.turns = Turns.of(self.rendering)
+        self.end_tokens = frozenset(token for token in self.ends if token is not None)
+        self.generation_prompt = self.rendering.plain(self.turns.prompt)
+        """What the template writes before a turn."""
+        opened, closed = (self.generation_prompt.rfind(mark) for mark in (formats.THINK, formats.END_THINK))
+        self.opens_reasoning = opened > closed
+        """True if it opens the reasoning."""
+        self._frames: dict[str, _Frame | None] = {}
+        self.framed = frozenset(role for role in ("user", "tool", "system") if self._frames_agree(role))
+        """The roles whose contents the template copies unchanged."""
+
+    @property
+    def template_options(self) -> Mapping[str, Any]:
+        return self.rendering.options
+
+    @property
+    def ends(self) -> Ends:
+        """The special tokens that end turns."""
+        return self.turns.ends
+
+    def begin(self, messages: Sequence[Message], tools: Sequence[Schema]) -> list[int]:
+        return self.rendering.encode(self.render(messages, tools))
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Schema]) -> str:
+        """The text of a conversation up to the policy's next turn, with the names of special tokens. Raises
+        DialogueError if the template refuses it."""
+        if self.turns.has_text_arguments:
+            messages = [with_text_arguments(message) for message in messages]
+        return self.rendering.render(messages, tools, generate=True)
+
+    def follow(
+        self, said: Sequence[Message], tools: Sequence[Schema], *, closed: bool, calls: Sequence[ToolCall] = ()
+    ) -> list[int]:
+        said = [{**message, "content": self.shortened(message["content"])} for message in said]
+        text = self.rendering.name_of(self.ends.history) + self.suffix(said, tools, calls)
+        tokens = self.rendering.encode(text)
+        return tokens[1:] if closed else tokens
+
+    def closes(self, tokens: Sequence[int]) -> bool:
+        return bool(tokens) and tokens[-1] in self.end_tokens
+
+    def read(self, tokens: Sequence[int], tools: Sequence[Schema], *, first_call: int = 0) -> Read:
+        text = self.decode(tokens[:-1] if self.closes(tokens) else tokens)
+        return self._read(text, tools, first_call)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of the tokens, with special tokens."""
+        return self.coders.decode([tokens], special_tokens=True)[0]
+
+    def suffix(self, said: Sequence[Message], tools: Sequence[Schema], calls: Sequence[ToolCall] = ()) -> str:
+        """The text that `follow` encodes, with the names of special tokens. Raises DialogueError."""
+        check_appendable(said)
+        contents = [message["content"] for message in said]
+        if not all(
+            message["role"] in self.framed and _is_plain(message["content"]) for message in said
+        ) or not isinstance(contents[0], str):
+            return self._rendered(said, tools, calls)
+        key = json.dumps([[{**message, "content": ""} for message in said], tools, [call.name for call in calls]])
+        if key not in self._frames:
+            if len(self._frames) >= MAX_FRAMES:
+                self._frames.clear()
+            self._frames[key] = self._frame(said, tools, calls)
+        frame = self._frames[key]
+        return self._rendered(said, tools, calls) if frame is None else frame.fill(contents)
+
+    def _rendered(self, said: Sequence[Message], tools: Sequence[Schema], calls: Sequence[ToolCall]) -> str:
+        """The text behind the dummy turn in a rendering."""
+        names = {call.id: call.name for call in calls}
+        answered = [message for message in said if message["role"] == "tool"]
+        made = [dummy_call(message, names, is_text=self.turns.has_text_arguments) for message in answered]
+        try:
+            text = self.rendering.render([DUMMY, dummy_turn(made), *said], tools, generate=True)
+        except DialogueError:
+            if len(made) < 2:
+                raise
+            text = self.rendering.render(
+                [DUMMY, dummy_turn(made[-1:]), *said], tools, generate=True
+            )  # one call at a time
+        return self._behind_turn(text, said)
+
+    def _behind_turn(self, text: str, said: Sequence[Message]) -> str:
+        anchor = text.rfind(ANCHOR)
+        for token, position in self.rendering.special_in(text):
+            if position > anchor >= 0 and token in self.end_tokens:
+                return text[position + len(self.rendering.name_of(token)) :]
+        raise DialogueError(
+            f"the chat template does not end the assistant's turn before {roles_of(said)} with one of "
+            f"{sorted(self.end_tokens)}"
+        )
+
+    def _frame(self, said: Sequence[Message], tools: Sequence[Schema], calls: Sequence[ToolCall]) -> _Frame | None:
+        """The frame of messages like these; None if the template does not show each content once, in order."""
+        marks = [f"Zm{SECRET}m{number}mZ" for number in range(len(said))]
+        marked = [{**message, "content": mark} for message, mark in zip(said, marks, strict=True)]
+        rest, pieces = self._rendered(marked, tools, calls), list[str]()
+        for mark in marks:
+            if rest.count(mark) != 1:
+                return None
+            piece, _, rest = rest.partition(mark)
+            pieces.append(piece)
+        return _Frame([*pieces, rest])
+
+    def _frames_agree(self, role: str) -> bool:
+        """True if frames of a role are what the template renders, for the contents of PROBES."""
+        message: Message = {"role": role, "content": ""}
+        if role == "tool":
+            message |= {"tool_call_id": "call00000", "name": "probe"}
+        try:
+            frame = self._frame([message], (), ())
+            return frame is not None and all(
+                frame.fill([content]) == self._rendered([{**message, "content": content}], (), ()) for content in PROBES
+            )
+        except DialogueError:
+            return False
+
+    def shortened(self, content: Any) -> Any:
+        """A content that is too long, with MARK between its two ends."""
+        if not isinstance(content, str) or len(content.encode()) <= self._max_tokens:
+            return content
+        encode, ends = self.coders.encode, self._max_tokens * CHARACTERS_PER_TOKEN
+        if len(content) > 2 * ends:
+            first, last = encode(content[:ends]), encode(content[-ends:])
+        else:
+            first = last = encode(content)
+            if len(first) <= self._max_tokens:
+                return content
+        room = max(0, self._max_tokens - len(encode(MARK)))
+        parts = [first[: room - room // 2], last[len(last) - room // 2 :]]
+        texts = self.coders.decode(parts, special_tokens=True)
+        return f"{texts[0].rstrip(UNKNOWN)}{MARK}{texts[1].lstrip(UNKNOWN)}"
+
+    def _read(self, text: str, tools: Sequence[Schema], first_call: int) -> Read:
+        template = self.rendering.response_template
+        if template is not None and self._tool_format == "auto":
+            return self._read_by_template(template, text, tools, first_call)
+        spoken = self.rendering.without_special(text)
+        reasoning, rest = formats.split_reasoning(spoken, opened=self.opens_reasoning)
+        written = self._format(tools)(rest, tools)
+        return self._made(written, reasoning, first_call)
+
+    def _format(self, tools: Sequence[Schema]) -> formats.Format:
+        if not tools:
+            return formats.no_calls
+        if self._tool_format == "auto":
+            return formats.format_of(self.rendering.template(tools))
+        return formats.FORMATS[self._tool_format]
+
+    def _read_by_template(self, template: Any, text: str, tools: Sequence[Schema], first_call: int) -> Read:
+        """The turn as the tokenizer's response template describes it."""
+        from transformers.utils.chat_parsing import parse_response
+
+        end = self.rendering.plain(self.rendering.name_of(self.ends.last))
+        try:
+            found = parse_response(f"{text}{end}", template, prefix=self.generation_prompt, tools=list(tools) or None)
+            written = formats.of_message(found if tools else {**found, "tool_calls": []})
+        except Exception as error:  # a template is a program, which may raise anything
+            reasoning, rest = formats.split_reasoning(text, opened=self.opens_reasoning)
+            return self._made(formats.Written(rest, (), [f"the turn is not valid: {error}"]), reasoning, first_call)
+        return self._made(written, str(found.get("reasoning_content") or found.get("thinking") or ""), first_call)
+
+    def _made(self, written: formats.Written, reasoning: str, first_call: int) -> Read:
+        calls = tuple(
+            ToolCall(name, arguments, own if own and self.turns.ids.fullmatch(own) else f"call{number:05d}")
+            for number, (name, arguments, own) in enumerate(written.calls, first_call)
+        )
+        content = self.rendering.without_special(written.content)
+        return Read(formats.to_message(content, reasoning, calls), calls, tuple(written.problems))
+
+
+def is_appendable(said: Sequence[Message]) -> bool:
+    """True if the messages can come behind a turn: those of tools, then at most one of the user or the system."""
+    others = [message["role"] for message in said if message["role"] != "tool"]
+    good = len(others) <= 1 and all(role in ("user", "system") for role in others)
+    return bool(said) and good and not (others and said[-1]["role"] == "tool")
+
+
+def check_appendable(said: Sequence[Message]) -> None:
+    """Raises DialogueError unless `is_appendable`."""
+    if not is_appendable(said):
+        raise DialogueError(
+            f"{roles_of(said)} cannot be appended to a conversation: behind a turn come messages of tools and then at "
+            "most one of the user or the system"
+        )
+
+
+def _is_plain(content: Any) -> bool:
+    """True for a content that a template which trims does not change."""
+    return isinstance(content, str) and bool(content) and content == content.strip()
+
 
 MAX_CHATS = 64
 """Maximum number of cached dialogues of rows with separate template options."""

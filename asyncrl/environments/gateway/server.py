@@ -17,12 +17,24 @@ import msgspec
 import structlog
 from aiohttp import web
 
-from asyncrl.environments.dialogue import TextDialogue
-from asyncrl.environments.gateway import answers
-from asyncrl.environments.gateway.access import MODEL, Access
-from asyncrl.environments.gateway.errors import EpisodeOverError, GatewayError, WrongKeyError
-from asyncrl.environments.gateway.requests import chat_request, read_body, sampling_of, text_request
-from asyncrl.environments.gateway.session import Answer, Session
+from asyncrl.environments.dialogue.dialogue import TextDialogue
+from asyncrl.environments.gateway.api import (
+    MODEL,
+    Access,
+    Answer,
+    EpisodeOverError,
+    GatewayError,
+    WrongKeyError,
+    chat_chunks,
+    chat_completion,
+    chat_request,
+    models,
+    read_body,
+    sampling_of,
+    text_completion,
+    text_request,
+)
+from asyncrl.environments.gateway.session import Session
 from asyncrl.wire.endpoints import LOOPBACK
 
 log = structlog.get_logger()
@@ -89,7 +101,7 @@ class Gateway:
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._session(request)
-        return _json(answers.models())
+        return _json(models())
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session, content = self._session(request), await request.read()
@@ -99,16 +111,14 @@ class Gateway:
         model = str(body.get("model") or MODEL)
         if body.get("stream"):
             options = body.get("stream_options") or {}
-            events = answers.chat_chunks(
-                session.episode, answer, model=model, with_usage=bool(options.get("include_usage"))
-            )
+            events = chat_chunks(session.episode, answer, model=model, with_usage=bool(options.get("include_usage")))
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
             await response.prepare(request)
             for event in events:
                 await response.write(event)
         else:
             with_tokens = bool(body.get("return_token_ids"))
-            response = _json(answers.chat_completion(session.episode, answer, model=model, with_tokens=with_tokens))
+            response = _json(chat_completion(session.episode, answer, model=model, with_tokens=with_tokens))
         return await _delivered(session, answer, response, request)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
@@ -117,7 +127,7 @@ class Gateway:
         self._note(sampling_of(body))
         answer = await session.complete(text_request(body, content, request.headers))
         model, text = str(body.get("model") or MODEL), self._dialogue.text_of(answer.tokens)
-        response = _json(answers.text_completion(session.episode, answer, text, model=model))
+        response = _json(text_completion(session.episode, answer, text, model=model))
         return await _delivered(session, answer, response, request)
 
     async def _reward(self, request: web.Request) -> web.StreamResponse:

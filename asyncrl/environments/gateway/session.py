@@ -9,48 +9,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl.environments.dialogue import DialogueError, TextDialogue
-from asyncrl.environments.dialogue.chat import is_appendable
 from asyncrl.environments.dialogue.conversation import ConversationRenderer, Spoken, note_refusal, num_common
+from asyncrl.environments.dialogue.dialogue import TextDialogue, is_appendable
+from asyncrl.environments.dialogue.rendering import DialogueError
 from asyncrl.environments.environment import Message, ToolCall
 from asyncrl.environments.episode import Limits, Turn
-from asyncrl.environments.gateway.errors import (
+from asyncrl.environments.gateway.api import (
+    Answer,
     BadRequestError,
+    Canonical,
     EpisodeOverError,
     GatewayError,
+    Request,
     TurnsUsedError,
     WindowFullError,
+    canonical,
+    to_message,
 )
-from asyncrl.environments.gateway.messages import Canonical, canonical, to_message
-from asyncrl.wire.environment_messages import SayNext
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A request for a turn."""
-
-    messages: tuple[Canonical, ...]
-    tools: tuple[Any, ...] = ()
-    max_tokens: int | None = None
-    stop: tuple[str, ...] = ()
-    tokens: tuple[int, ...] | None = None
-    """The prompt as tokens, in place of messages."""
-    digest: str = ""
-    """Equal for requests of which one may repeat the other."""
-    is_retry: bool = False
-    """True if it repeats the last request of this digest, should there be one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A turn of the policy."""
-
-    number: int
-    """Number of the turn in the episode."""
-    message: Message
-    prompt_tokens: tuple[int, ...]
-    tokens: tuple[int, ...]
-    truncated: bool
+from asyncrl.wire.service_messages import SayNext
 
 
 @dataclass(slots=True)
@@ -151,7 +127,7 @@ class Session:
         answer = self._asked[request.digest] = self._ask(request)
         return await asyncio.shield(answer)  # it outlives a client that does not wait
 
-    def hear(self, branch: int, turn: Turn) -> None:
+    def receive(self, branch: int, turn: Turn) -> None:
         """Receives a turn."""
         if (pending := self._pending.pop(branch, None)) is None:
             return

@@ -13,8 +13,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from asyncrl.config.sections import Options
-from asyncrl.environments.gateway.access import MODEL, Access
-from asyncrl.wire.environment_messages import GroupPlace
+from asyncrl.environments.gateway.api import MODEL, Access
 
 MAX_OUTPUT_BYTES = 1 << 20
 """Maximum size of the end of a command's standard output, and of its errors, that is kept."""
@@ -40,21 +39,6 @@ class ProgramLostError(Exception):
     """The process in which programs run has died."""
 
 
-class Member(Protocol):
-    """An episode as a member of its group, for programs that score the members of a group together."""
-
-    place: GroupPlace | None
-    """None if it is played alone."""
-
-    def is_scored_together(self) -> None:
-        """Notes that without this episode the others of its group have no reward."""
-        ...
-
-    def waits(self) -> None:
-        """Notes that it has been played, and waits for the others."""
-        ...
-
-
 class Program(Protocol):
     """An agent program, which runs once for each episode."""
 
@@ -64,9 +48,7 @@ class Program(Protocol):
         """Raises ConfigError if it cannot be started."""
         ...
 
-    async def run(
-        self, task: Mapping[str, Any], access: Access, *, stuck: list[asyncio.Future[Any]], member: Member | None = None
-    ) -> Any:
+    async def run(self, task: Mapping[str, Any], access: Access, *, stuck: list[asyncio.Future[Any]]) -> Any:
         """Returns the reward of an episode: a number, a dict with "score" and named parts, or None if it was posted.
         A call in a thread that still runs when this is cancelled is appended to `stuck`. Raises ProgramError and
         ProgramLostError, and what a function of the user raises."""
@@ -88,9 +70,7 @@ class FunctionProgram:
 
     def check(self) -> None: ...
 
-    async def run(
-        self, task: Mapping[str, Any], access: Access, *, stuck: list[asyncio.Future[Any]], member: Member | None = None
-    ) -> Any:
+    async def run(self, task: Mapping[str, Any], access: Access, *, stuck: list[asyncio.Future[Any]]) -> Any:
         function, options = self._function, dict(self._options)
         if isinstance(function, type):
             function, options = function(**options).run, {}
@@ -125,9 +105,7 @@ class CommandProgram:
 
     def check(self) -> None: ...
 
-    async def run(
-        self, task: Mapping[str, Any], access: Access, *, stuck: list[asyncio.Future[Any]], member: Member | None = None
-    ) -> Any:
+    async def run(self, task: Mapping[str, Any], access: Access, *, stuck: list[asyncio.Future[Any]]) -> Any:
         own = {"OPENAI_BASE_URL": access.base_url, "OPENAI_API_KEY": access.api_key, "OPENAI_MODEL": MODEL}
         pipe = asyncio.subprocess.PIPE
         if self._pipe is None:

@@ -22,7 +22,7 @@ from asyncrl.generator.vllm_backend.routing_records import RoutingRecords
 from asyncrl.generator.vllm_backend.routing_setup import explaining_routing, record_routing, return_by_worker
 from asyncrl.generator.vllm_backend.version_labels import VersionLabels
 from asyncrl.util.files import read_json
-from asyncrl.wire.socket_folder import socket_base
+from asyncrl.wire.sockets import socket_base
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler

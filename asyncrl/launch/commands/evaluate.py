@@ -31,7 +31,7 @@ from asyncrl.launch.console import EXIT_DONE, EXIT_INTERRUPTED, Interrupts
 from asyncrl.launch.run_dir import run_endpoints
 from asyncrl.launch.samples import PARQUET, check_samples_file
 from asyncrl.learner.checkpoint import MANIFEST
-from asyncrl.replay.evaluation.scores import PromptScore, pass_ks, score_table
+from asyncrl.replay.evaluation import PromptScore, pass_ks, score_table
 from asyncrl.rewards.reward_model import await_reward_model, uses_reward_model
 from asyncrl.rewards.table import evaluation_config
 from asyncrl.samples import Samples
@@ -138,7 +138,7 @@ def evaluate_prompts(
     from asyncrl.environments.pool import EnvironmentPool
     from asyncrl.generator.engine import make_own_engine
     from asyncrl.generator.evaluator import Evaluator
-    from asyncrl.rewards.workers import RewardPool
+    from asyncrl.rewards.pool import RewardPool
 
     with ExitStack() as parts:
         rewards = environments = None

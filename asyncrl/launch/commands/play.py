@@ -13,13 +13,12 @@ from rich.console import Console
 from rich.text import Text
 
 from asyncrl.config.config import Config
-from asyncrl.environments.dialogue import Dialogue
-from asyncrl.environments.dialogue.display import Display, Shown
+from asyncrl.environments.dialogue.conversation import Display, Shown
+from asyncrl.environments.dialogue.dialogue import Dialogue
 from asyncrl.environments.episode import Limits, Turn, start_of
-from asyncrl.environments.named import Named
 from asyncrl.environments.player import Player, play_alone
-from asyncrl.environments.programs.player import ProgramPlayer, play_program
-from asyncrl.environments.table import EnvironmentTable
+from asyncrl.environments.programs.program_player import ProgramPlayer, play_program
+from asyncrl.environments.table import EnvironmentTable, Named
 from asyncrl.errors import ConfigError
 from asyncrl.launch.checks import check_data, check_environments, check_model, run_recipes
 from asyncrl.launch.commands.evaluate import quiet_logs
@@ -27,7 +26,7 @@ from asyncrl.launch.console import EXIT_DONE, EXIT_FAILED
 from asyncrl.types import Prompt
 from asyncrl.util.text import printable
 from asyncrl.util.tokenizer import end_tokens
-from asyncrl.wire.environment_messages import EpisodeEnded, SayNext
+from asyncrl.wire.service_messages import EpisodeEnded, SayNext
 
 if TYPE_CHECKING:
     from asyncrl.generator.engine import Engine
@@ -72,7 +71,7 @@ class Transcript:
         turn = self._speaker(tokens, wish.max_tokens)
         tokens += turn.tokens
         self.lines.append(Line(list(turn.tokens), True, wish.branch))
-        player.hear(wish.branch, turn)
+        player.receive(wish.branch, turn)
 
 
 def play(config: Config, console: Console, *, rows: int, say: list[str], typed: bool) -> int:

@@ -27,7 +27,7 @@ from asyncrl.launch.worker import EXIT_CONFIG, RoleSpec
 from asyncrl.observe.curves import OF_STEP
 from asyncrl.observe.document import read_metrics
 from asyncrl.observe.logs import configure_logs
-from asyncrl.replay.journal.history import trained_steps
+from asyncrl.replay.history import read_index
 from asyncrl.rewards.reward_model import uses_reward_model
 from asyncrl.samples import Samples
 from asyncrl.util.files import next_free_path, replace_file
@@ -164,7 +164,7 @@ def compare_weights(console: Console, config: Config, run_dir: Path, out: Path) 
 
 def other_learners(run_dir: Path, config: Config) -> list[int]:
     """The numbers of learner ranks, other than that of the config, that have trained steps in the run's journal."""
-    return sorted({step.learners for step in trained_steps(run_dir / "journal").values()} - {config.launch.learners})
+    return sorted({step.learners for step in read_index(run_dir / "journal").steps.values()} - {config.launch.learners})
 
 
 def read_configs(run_dir: Path, settings: dict[str, Any], samples: Path | None) -> tuple[Config, Config]:

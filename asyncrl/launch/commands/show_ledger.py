@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,11 @@ from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.run_dir import is_running, read_endpoints
 from asyncrl.replay.client import LauncherClient
-from asyncrl.replay.journal.reader import Loader, read_journal, segments_of
+from asyncrl.replay.journal import Loader, read_journal, segments_of
 from asyncrl.replay.metrics.report import run_summary
-from asyncrl.replay.state import QueueState
+from asyncrl.replay.state import QueueState, Snapshot, event_of
 from asyncrl.replay.store import recover
-from asyncrl.types import Prompt, PromptPosition, RowPlace
+from asyncrl.types import Prompt, PromptPosition
 from asyncrl.util.files import read_json
 
 UNITS = ("groups", "trajectories", "tokens")
@@ -31,9 +31,9 @@ class UnknownPrompts:
     filtered_rows = 0
     num_rows = 0
 
-    def next_kept(self, keeps: Callable[[int], bool]) -> tuple[Prompt, RowPlace]:
+    def __next__(self) -> Prompt:
         """An empty prompt: which row it is of does not matter."""
-        return self.prompt(-1), RowPlace(0, None)
+        return self.prompt(-1)
 
     def prompt(self, row: int) -> Prompt:
         """An empty prompt of this row."""
@@ -72,8 +72,10 @@ def read_ledger(run_dir: Path) -> tuple[dict[str, Any], str]:
 
 def _recover(run_dir: Path) -> dict[str, Any]:
     journal = Loader(run_dir / "journal")
-    _, first = next(read_journal(journal.folder))
-    num_eval_prompts = first.body["queue"]["rules"]["number of evaluation prompts"]
+    location, first = next(read_journal(journal.folder))
+    snapshot = event_of(first, location, journal.folder)
+    assert isinstance(snapshot, Snapshot)
+    num_eval_prompts = snapshot.queue.rules["number of evaluation prompts"]
     prompts = UnknownPrompts()
     state = QueueState(load_config(run_dir / "config.yaml"), prompts, None, [prompts.prompt(-1)] * num_eval_prompts)
     recover(state, journal)

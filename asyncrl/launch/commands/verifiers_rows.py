@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.data.files import check_rows_file, ground_truth_text, write_rows
-from asyncrl.environments.programs.foreign_program import read_rows
-from asyncrl.environments.programs.load import verifiers_python
+from asyncrl.environments.programs.agent_client import read_rows, verifiers_python
 from asyncrl.errors import ConfigError
 
 

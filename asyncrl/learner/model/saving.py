@@ -299,7 +299,10 @@ def restore_state(trained: TrainedModel, folder: Path) -> None:
         where = {key: file for file in files for key in file.keys()}  # noqa: SIM118 (it is no dict)
         parameters = dict(trained_parameters(trained.model))
         kinds = {name: _kinds(trained, parameter) for name, parameter in parameters.items()}
-        keys, wanted = set(where) - {STEP, SKIPPED, BASE}, {f"{kind}/{name}" for name in kinds for kind in kinds[name]}
+        keys, wanted = (
+            set(where) - {STEP, BASE},
+            {SKIPPED, *(f"{kind}/{name}" for name in kinds for kind in kinds[name])},
+        )
         if keys != wanted:
             key = min(keys ^ wanted)
             what = "holds" if key in keys else "lacks"

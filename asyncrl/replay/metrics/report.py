@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncrl.replay.ledger import Ledger
-from asyncrl.replay.ledger_counts import State
+from asyncrl.replay.ledger import Ledger, State
 from asyncrl.replay.metrics.collapse import COLLAPSE
 from asyncrl.replay.metrics.resources import peaks_bytes, times
 from asyncrl.replay.metrics.run import RATE_WINDOW_S, RunMetrics

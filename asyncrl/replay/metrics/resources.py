@@ -11,7 +11,7 @@ from asyncrl.replay.metrics.stats import GeneratorState, ReportedStats
 from asyncrl.util.durable import Durable
 from asyncrl.util.memory import peak_memory_bytes
 from asyncrl.util.processes import GENERATOR_ACTIVITIES, GENERATOR_PHASES, LEARNER_PHASES, fractions
-from asyncrl.wire.bounds import MAX_NUMBER
+from asyncrl.wire.messages import MAX_NUMBER
 
 
 class LearnerUse(Durable):

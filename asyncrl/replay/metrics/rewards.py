@@ -10,7 +10,6 @@ from msgspec import field
 
 from asyncrl.replay.metrics.episodes import Quantiles, episode_failures, episode_values
 from asyncrl.replay.metrics.stats import ExactMean
-from asyncrl.replay.prompts.selection import RowChoice
 from asyncrl.util.durable import Durable
 from asyncrl.wire.messages import GroupHeader
 
@@ -23,45 +22,32 @@ EXAMPLES = 3
 
 class RewardsSinceStep(Durable):
     """Means over the members that have a reward, of groups since the last step: rewards, their parts, lengths. They do
-    not depend on the order in which groups arrive, and with `data.selection` are weighted so that they are those of all
-    rows."""
+    not depend on the order in which groups arrive."""
 
     means: dict[str, ExactMean] = field(default_factory=dict[str, ExactMean])
-    of_rows: ExactMean = field(default_factory=ExactMean)
-    """The groups' `RowChoice.mean`."""
-    changes: ExactMean = field(default_factory=ExactMean)
-    """The groups' rewards minus those expected of their rows."""
     wait_s: Quantiles = field(default_factory=Quantiles)
     """The episodes' `wait_s`."""
 
-    @property
-    def all_rows(self) -> float | None:
-        """An estimate of the mean reward over all rows: the mean of the rows' own mean rewards, which are of former
-        policies, and those of rarely visited rows of the oldest, corrected by how groups differ from their rows."""
-        return self.of_rows.mean + self.changes.mean if self.changes.values else None
-
-    def add(self, header: GroupHeader, completion: Sequence[int], choice: RowChoice) -> None:
+    def add(self, header: GroupHeader, completion: Sequence[int]) -> None:
         """Counts the members of a group that have a reward, and the lengths of all; `completion` has the action tokens
         of each trajectory."""
-        weight, rewards, all_parts = choice.weight, header.of_scored(header.rewards), header.of_scored(header.parts)
-        self._count("reward/mean", rewards, weight)
-        self.of_rows.add([choice.mean])
-        self.changes.add([sum(rewards) / len(rewards) - choice.expected], weight)
-        self._count(f"reward/{header.data_source}", rewards, weight)
+        rewards, all_parts = header.of_scored(header.rewards), header.of_scored(header.parts)
+        self._count("reward/mean", rewards)
+        self._count(f"reward/{header.data_source}", rewards)
         for name in {name for parts in all_parts for name in parts}:
-            self._count(f"reward_part/{name}", [parts[name] for parts in all_parts if name in parts], weight)
-        self._count("completion/tokens", [float(tokens) for tokens in header.sums_of_members(completion)], weight)
+            self._count(f"reward_part/{name}", [parts[name] for parts in all_parts if name in parts])
+        self._count("completion/tokens", [float(tokens) for tokens in header.sums_of_members(completion)])
         if header.greedy_reward is not None:
-            self._count("reward/greedy", [header.greedy_reward], weight)
+            self._count("reward/greedy", [header.greedy_reward])
         if header.episodes:
-            self._add_episodes(header, weight)
+            self._add_episodes(header)
         truncated = [float(status == "truncated") for status in header.of_scored(header.status)]
-        self._count("completion/truncated_fraction", truncated, weight)
+        self._count("completion/truncated_fraction", truncated)
 
-    def _add_episodes(self, header: GroupHeader, weight: float) -> None:
+    def _add_episodes(self, header: GroupHeader) -> None:
         for name, values in episode_values(header).items():
-            self._count(name, header.of_scored(values), weight)
-        self.wait_s.add([one.wait_s for one in header.of_scored(header.episodes)], weight)
+            self._count(name, header.of_scored(values))
+        self.wait_s.add([one.wait_s for one in header.of_scored(header.episodes)])
 
     def count_group(self, header: GroupHeader, *, signal: bool) -> None:
         """Counts any group: whether it has a training signal, and its members without a reward."""
@@ -72,15 +58,11 @@ class RewardsSinceStep(Durable):
 
     def table(self) -> dict[str, float]:
         """The means, by name."""
-        known = {} if (all_rows := self.all_rows) is None else {"reward/all_rows": all_rows}
-        return (
-            {name: self.means[name].mean for name in sorted(self.means)}
-            | known
-            | self.wait_s.table("environment/wait_s")
-        )
+        means = {name: self.means[name].mean for name in sorted(self.means)}
+        return means | self.wait_s.table("environment/wait_s")
 
-    def _count(self, name: str, values: Sequence[float], weight: float = 1.0) -> None:
-        self.means.setdefault(name, ExactMean()).add(values, weight)
+    def _count(self, name: str, values: Sequence[float]) -> None:
+        self.means.setdefault(name, ExactMean()).add(values)
 
 
 class FailedRewards:

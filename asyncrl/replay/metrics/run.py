@@ -9,8 +9,8 @@ import numpy as np
 from msgspec import field
 
 from asyncrl.config.config import Config
-from asyncrl.replay.ledger import Ledger
-from asyncrl.replay.ledger_counts import Amount
+from asyncrl.replay.ledger import Amount, Ledger
+from asyncrl.replay.live_group import LiveGroup
 from asyncrl.replay.metrics.collapse import CollapseWatch
 from asyncrl.replay.metrics.episodes import episode_states
 from asyncrl.replay.metrics.goodput import GoodputSums
@@ -23,12 +23,9 @@ from asyncrl.replay.metrics.stats import (
     ReportedStats,
     StalenessBreakdown,
 )
-from asyncrl.replay.prompts.selection import RowChoice
-from asyncrl.replay.tickets import TicketEntry
 from asyncrl.util.durable import Durable
 from asyncrl.util.processes import ACTIVITIES, GENERATOR_ACTIVITIES, fractions
-from asyncrl.wire.bounds import MAX_COUNT, MAX_NUMBER
-from asyncrl.wire.messages import GeneratorStats, GroupHeader
+from asyncrl.wire.messages import MAX_COUNT, MAX_NUMBER, GeneratorStats, GroupHeader
 
 RATE_WINDOW_S = 10.0
 LEARNER_TIMES = {
@@ -97,15 +94,13 @@ class RunMetrics(RunSums, kw_only=True):
         if self.first_lease_s is None:
             self.first_lease_s = now_s
 
-    def scored(
-        self, header: GroupHeader, completion: Sequence[int], choice: RowChoice, *, signal: bool, failed: bool
-    ) -> None:
-        """Counts a group that arrived; `completion` has the action tokens of each trajectory, `choice` says how the row
-        was chosen, `signal` is `has_signal`, and `failed` is true if it is refunded for lack of rewards."""
+    def scored(self, header: GroupHeader, completion: Sequence[int], *, signal: bool, failed: bool) -> None:
+        """Counts a group that arrived; `completion` has the action tokens of each trajectory, `signal` is `has_signal`,
+        and `failed` is true if it is refunded for lack of rewards."""
         self.goodput.arrived(sum(completion), signal=signal)
         self.rewards_since_step.count_group(header, signal=signal)
         if not failed:
-            self.rewards_since_step.add(header, completion, choice)
+            self.rewards_since_step.add(header, completion)
             self.greedy_tokens += header.greedy_tokens
 
     def ended(self, outcome: str, header: GroupHeader, completion: Sequence[int]) -> None:
@@ -113,7 +108,7 @@ class RunMetrics(RunSums, kw_only=True):
         self.outcomes.setdefault(outcome, OutcomeStats()).add(header, completion)
 
     def step_metrics(
-        self, step: int, groups: Sequence[TicketEntry], trained: Amount, now_s: float, *, generators: int
+        self, step: int, groups: Sequence[LiveGroup], trained: Amount, now_s: float, *, generators: int
     ) -> dict[str, float]:
         """The metrics of a step that trains these groups and is committed at `now_s`; `trained` is what the steps
         before have trained, and `generators` the wanted number. Changes nothing."""
@@ -148,7 +143,7 @@ class RunMetrics(RunSums, kw_only=True):
         return scored | self._costs() | generator_metrics(self.generators.values()) | own
 
     def committed(
-        self, step: int, groups: Sequence[TicketEntry], metrics: dict[str, float], now_s: float, *, generators: int
+        self, step: int, groups: Sequence[LiveGroup], metrics: dict[str, float], now_s: float, *, generators: int
     ) -> None:
         """Counts a step that trained these groups; `metrics` are all of the step, including those of the learner, and
         `generators` is the wanted number."""
@@ -230,7 +225,7 @@ class RunMetrics(RunSums, kw_only=True):
         generators, learners = self.generators.values(), self.config.launch.learners
         return rates(generators, tokens=tokens, samples=samples, elapsed_s=elapsed_s, learners=learners)
 
-    def _goodput_after(self, groups: Sequence[TicketEntry], now_s: float, generators: int) -> GoodputSums:
+    def _goodput_after(self, groups: Sequence[LiveGroup], now_s: float, generators: int) -> GoodputSums:
         """The sums of the goodput after a step that trains these groups and is committed at `now_s`."""
         since_s = self.first_lease_s if self.last_step_s is None else self.last_step_s
         return self.goodput.after_step(
@@ -253,16 +248,12 @@ class RunMetrics(RunSums, kw_only=True):
 
     @property
     def _reward(self) -> float | None:
-        """Mean reward of the trajectories scored since the last step, or of that step if there are none. With
-        `data.selection` these are of harder rows than others, so that it is the estimate for all rows."""
-        since = self.rewards_since_step
-        if self.config.data.selection_rule is not None:
-            return self.step_rewards.latest if since.all_rows is None else since.all_rows
-        mean = since.means.get("reward/mean")
+        """Mean reward of the trajectories scored since the last step, or of that step if there are none."""
+        mean = self.rewards_since_step.means.get("reward/mean")
         return self.step_rewards.latest if mean is None else mean.mean
 
 
-def staleness_counts(groups: Sequence[TicketEntry], version: int) -> np.ndarray:
+def staleness_counts(groups: Sequence[LiveGroup], version: int) -> np.ndarray:
     """Action tokens of the groups by staleness at `version`, [max staleness + 1]."""
     sampled = [pair for held in groups for pair in held.by_version.items()]
     counts = np.zeros(1 + max((version - by for by, _ in sampled), default=-1), dtype=np.int64)
@@ -271,7 +262,7 @@ def staleness_counts(groups: Sequence[TicketEntry], version: int) -> np.ndarray:
     return counts
 
 
-def breakdown_of(groups: Sequence[TicketEntry], version: int, trained_s: float) -> StalenessBreakdown:
+def breakdown_of(groups: Sequence[LiveGroup], version: int, trained_s: float) -> StalenessBreakdown:
     """The breakdown of groups that are trained together at `version`."""
     made = StalenessBreakdown()
     for held in groups:

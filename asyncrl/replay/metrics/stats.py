@@ -12,9 +12,8 @@ from msgspec import field
 from asyncrl.types import NO_VERSION
 from asyncrl.util.durable import Durable
 from asyncrl.util.processes import GENERATOR_ACTIVITIES, GENERATOR_PHASES, IDLE_ACTIVITIES, fractions
-from asyncrl.wire.bounds import MAX_NUMBER
 from asyncrl.wire.frames import Array
-from asyncrl.wire.messages import GeneratorStats, GroupHeader
+from asyncrl.wire.messages import MAX_NUMBER, GeneratorStats, GroupHeader
 
 PHASES = ("generate", "queue", "train")
 """The phases of a group: being generated, in the queue, with the learner."""
@@ -74,17 +73,13 @@ BIAS_ERRORS = 3.0
 
 
 class ExactMean(Durable):
-    """A weighted mean that does not depend on the order of the values: they are kept, and summed without rounding."""
+    """A mean that does not depend on the order of the values: they are kept, and summed without rounding."""
 
     values: list[float] = field(default_factory=list[float])
-    """Times their weights."""
-    weights: list[float] = field(default_factory=list[float])
 
-    def add(self, values: Iterable[float], weight: float = 1.0) -> None:
-        """Adds values, each with this weight."""
-        before = len(self.values)
-        self.values.extend(value * weight for value in values)
-        self.weights.extend([weight] * (len(self.values) - before))
+    def add(self, values: Iterable[float]) -> None:
+        """Adds values."""
+        self.values.extend(values)
 
     @property
     def mean(self) -> float:
@@ -92,7 +87,7 @@ class ExactMean(Durable):
         finite = list(filter(math.isfinite, self.values))
         if len(finite) < len(self.values):
             return sum(value for value in self.values if not math.isfinite(value))
-        return math.fsum(finite) / math.fsum(self.weights)
+        return math.fsum(finite) / len(finite)
 
 
 class DownsampledSeries(Durable):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from asyncrl.replay.evaluation.scores import eval_metrics
-from asyncrl.replay.ledger_counts import State
+from asyncrl.replay.evaluation import eval_metrics
+from asyncrl.replay.ledger import State
 
 if TYPE_CHECKING:
     from asyncrl.replay.state import QueueState
@@ -22,7 +22,7 @@ def step_metrics(state: QueueState, step: int, at_s: float) -> dict[str, float]:
         "replay/staleness_limit": float(ledger.admission_limit),
         "replay/refunded_groups": float(sum(amount.groups for amount in ledger.refunded.values())),
     }
-    queue |= state.selection.metrics(left_out=state.left_out)
+    queue |= state.results.metrics(left_out=state.left_out)
     wanted = state.generators_wanted
     measured = state.measure.step_metrics(step, groups, ledger.trained, at_s, generators=wanted)
     return queue | measured | eval_metrics(state.evaluation.unreported(0) or {})

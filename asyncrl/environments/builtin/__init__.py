@@ -1,1 +1,0 @@
-"""The environments that asyncrl comes with."""

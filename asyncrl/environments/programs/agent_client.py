@@ -1,0 +1,235 @@
+"""Agent programs by name, and those in a separate interpreter, which has nothing of asyncrl (`environment.python`)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import structlog
+
+from asyncrl.config.sections import Options
+from asyncrl.environments.gateway.api import Access
+from asyncrl.environments.programs.program import (
+    CommandProgram,
+    FunctionProgram,
+    Program,
+    ProgramError,
+    ProgramLostError,
+)
+from asyncrl.errors import ConfigError
+from asyncrl.util.user_code import resolve_function
+
+log = structlog.get_logger()
+
+SCRIPT = Path(__file__).with_name("subprocess_agent.py")
+CLOSE_S = 2.0
+"""Time for a process to release what its episodes hold, and to end."""
+START_S = 120.0
+"""Deadline for the interpreter to import the program."""
+MAX_LINE_BYTES = 64 << 20
+OLDEST = (3, 9)
+"""The oldest Python that runs SCRIPT."""
+Kind = Literal["agent", "verifiers"]
+
+
+class SubprocessProgram:
+    """A program that runs in one process of another interpreter, many episodes at once. The process is started at the
+    first episode, and again when it has died."""
+
+    def __init__(self, kind: Kind, name: str, options: Options, *, python: str) -> None:
+        self.name = f"{kind}:{name}"
+        self._python = python
+        self._spec = json.dumps({"kind": kind, "name": name, "options": dict(options)})
+        self._lock = asyncio.Lock()
+        self._process: asyncio.subprocess.Process | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._runs: dict[int, asyncio.Future[Any]] = {}
+        self._number = 0
+        self._closed = False
+
+    def check(self) -> None:
+        """Raises ConfigError if the interpreter cannot be started or cannot load the program."""
+        check_interpreter(self._python)
+        what = f"environment.name = {self.name!r}"
+        try:
+            done = _run([self._python, str(SCRIPT), self._spec])
+        except subprocess.TimeoutExpired:
+            raise ConfigError(f"{what}: {self._python} has not loaded it within {START_S:g} s") from None
+        if problem := _problem(done.stdout, done.stderr):
+            raise ConfigError(f"{what}: {self._python} cannot load it: {problem}")
+
+    async def run(self, task: Mapping[str, Any], access: Access, *, stuck: list[asyncio.Future[Any]]) -> Any:
+        process = await self._started()
+        number, self._number = self._number, self._number + 1
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._runs[number] = future
+        order = {"run": number, "task": dict(task), **access._asdict()}
+        try:
+            await _send(process, order)
+            return await future
+        finally:
+            self._runs.pop(number, None)
+            if not future.done() or future.cancelled():
+                with contextlib.suppress(ProgramLostError):
+                    await _send(process, {"cancel": number})
+
+    async def close(self) -> None:
+        self._closed = True
+        if self._process is None or self._reader is None:
+            return
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        await asyncio.wait({self._reader}, timeout=CLOSE_S)
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # with what its episodes have started
+            await asyncio.wait({self._reader}, timeout=CLOSE_S)  # to the end of its pipe, which is then closed
+
+    async def _started(self) -> asyncio.subprocess.Process:
+        """The process, which is started unless it runs. Raises ProgramLostError."""
+        async with self._lock:
+            if self._process is not None and self._process.returncode is None:
+                return self._process
+            pipe = asyncio.subprocess.PIPE
+            process = await asyncio.create_subprocess_exec(
+                self._python, str(SCRIPT), self._spec, stdin=pipe, stdout=pipe, limit=MAX_LINE_BYTES,
+                start_new_session=True,
+            )  # fmt: skip
+            assert process.stdout is not None
+            try:
+                line = await asyncio.wait_for(process.stdout.readline(), START_S)
+            except TimeoutError:
+                process.kill()
+                raise ProgramLostError(f"{self._python} has not loaded it within {START_S:g} s") from None
+            if problem := _problem(line, b""):
+                raise ProgramLostError(f"{self._python} cannot load it: {problem}")
+            self._process = process
+            self._reader = asyncio.ensure_future(self._read(process))
+            return process
+
+    async def _read(self, process: asyncio.subprocess.Process) -> None:
+        """Passes on results until the process ends; then the other runs are lost."""
+        assert process.stdout is not None
+        while line := await process.stdout.readline():
+            answer = json.loads(line)
+            run = self._runs.get(answer["run"])
+            if run is None or run.done():
+                continue
+            if "error" in answer:
+                run.set_exception(ProgramError(answer["error"], answer.get("result")))
+            else:
+                run.set_result(answer["result"])
+        code = await process.wait()
+        if not self._closed:
+            log.warning("process of agent programs ended", program=self.name, exit_code=code, episodes=len(self._runs))
+        for run in self._runs.values():
+            if not run.done():
+                run.set_exception(ProgramLostError(f"the process of the programs ended with exit code {code}"))
+
+
+def check_interpreter(python: str) -> None:
+    """Raises ConfigError unless it is an interpreter that runs programs."""
+    what = f"environment.python = {python!r}"
+    try:
+        done = _run([python, "-c", "import sys; sys.stdout.write('python %d.%d' % sys.version_info[:2])"])
+    except OSError as error:
+        raise ConfigError(f"{what}: cannot be started ({error.strerror})") from None
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"{what}: has not started within {START_S:g} s") from None
+    version = re.fullmatch(rb"python (\d+)\.(\d+)", done.stdout)
+    if version is None:
+        raise ConfigError(f"{what}: is no Python interpreter")
+    if (int(version[1]), int(version[2])) < OLDEST:
+        raise ConfigError(f"{what}: is Python {int(version[1])}.{int(version[2])}; 3.9 or later is needed")
+
+
+def read_rows(name: str, options: Options, *, python: str, split: str, limit: int | None) -> Iterator[dict[str, Any]]:
+    """Returns the rows of a verifiers environment: "prompt", "ground_truth", and "row", its own row as JSON. Raises
+    ConfigError."""
+    check_interpreter(python)
+    wish = {"kind": "verifiers", "name": name, "options": dict(options), "rows": {"split": split, "limit": limit}}
+    with subprocess.Popen(
+        [python, str(SCRIPT), json.dumps(wish)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                answer = json.loads(line)
+                if "error" in answer:
+                    raise ConfigError(f"verifiers:{name}: {python} cannot make its rows: {answer['error']}")
+                if "rows" in answer:
+                    return
+                yield answer["row"]
+            raise ConfigError(f"verifiers:{name}: {python} ended before the last row")
+        finally:
+            process.kill()
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(command, input=b"", capture_output=True, timeout=START_S, check=False, start_new_session=True)
+
+
+async def _send(process: asyncio.subprocess.Process, message: Mapping[str, Any]) -> None:
+    """Raises ProgramLostError if the process has ended."""
+    assert process.stdin is not None
+    try:
+        process.stdin.write(json.dumps(message).encode() + b"\n")
+        await process.stdin.drain()
+    except (ConnectionError, RuntimeError) as error:
+        raise ProgramLostError(f"the process of the programs has ended ({error})") from None
+
+
+def _problem(output: bytes, errors: bytes) -> str:
+    """Why a process is not ready; empty if it is."""
+    try:
+        first = json.loads(output.split(b"\n", 1)[0])
+    except ValueError:
+        text = errors.decode(errors="replace").strip().splitlines()
+        return text[-1] if text else "it ended before it was ready"
+    return str(first.get("error", "")) if isinstance(first, dict) else f"it printed {first!r}"
+
+
+_FUNCTION = re.compile(r"\S+:[A-Za-z_]\w*")
+
+
+def load_agent(name: str, options: Options, python: str | None) -> Program:
+    """The program `file.py:run` or `module:run`, in the interpreter `python` if it is given; any other name is a
+    command. Raises ConfigError if the function is not found."""
+    if not _FUNCTION.fullmatch(name):
+        return CommandProgram(name, options)
+    if python is not None:
+        return SubprocessProgram("agent", name, options, python=python)
+    return FunctionProgram(f"agent:{name}", resolve_function("environment.name", name, {}), options)
+
+
+def load_verifiers(name: str, options: Options, python: str | None) -> Program:
+    """The environment of the verifiers library with this id, in the interpreter `python`, by default this one. Raises
+    ConfigError if there is no interpreter with the library."""
+    return SubprocessProgram("verifiers", name, options, python=verifiers_python(name, python))
+
+
+def verifiers_python(name: str, python: str | None) -> str:
+    """The interpreter of a verifiers environment: the one that is given, or this one if it has the library. Raises
+    ConfigError."""
+    if not name:
+        raise ConfigError("environment.name = 'verifiers:': names no environment; it is verifiers:ID")
+    if python is None and importlib.util.find_spec("verifiers") is None:
+        raise ConfigError(
+            f"verifiers:{name}: this interpreter has no package verifiers, whose requirements do not fit asyncrl's. "
+            "Make one that has it (python3.11 -m venv vf; vf/bin/pip install verifiers==0.4.0, and the package of the "
+            "environment), and name it: environment.python=vf/bin/python"
+        )
+    return python or sys.executable

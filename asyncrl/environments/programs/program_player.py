@@ -1,0 +1,140 @@
+"""Plays one episode of an agent program: opens a session of the gateway, runs the program, and reads its reward."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from asyncrl.environments.calling import EpisodeFailedError, to_json, to_reward
+from asyncrl.environments.dialogue.dialogue import TextDialogue
+from asyncrl.environments.episode import Limits, Turn, task_of
+from asyncrl.environments.gateway.api import TurnsUsedError
+from asyncrl.environments.gateway.server import Gateway
+from asyncrl.environments.gateway.session import Session
+from asyncrl.environments.programs.program import Program, ProgramError, ProgramLostError
+from asyncrl.types import EpisodeEnd
+from asyncrl.util.redaction import describe
+from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, EpisodeStatus, SayNext
+
+
+async def play_program(
+    start: EpisodeStart,
+    prompt: Sequence[int],
+    program: Program,
+    dialogue: TextDialogue,
+    limits: Limits,
+    say: Callable[[ProgramPlayer, SayNext, list[int]], None],
+) -> EpisodeEnded:
+    """Plays one episode, with a gateway of its own."""
+    gateway = Gateway(dialogue)
+    await gateway.start()
+    try:
+        return await ProgramPlayer(start, prompt, program, dialogue, limits, gateway, say).play()
+    finally:
+        await program.close()
+        await gateway.close()
+
+
+@dataclass
+class ProgramPlayer:
+    """One episode of a program. `say` asks the policy for a turn, which `receive` receives."""
+
+    start: EpisodeStart
+    prompt: Sequence[int]
+    program: Program
+    dialogue: TextDialogue
+    limits: Limits
+    gateway: Gateway
+    say: Callable[[ProgramPlayer, SayNext, list[int]], None]
+    keeps_messages: bool = True
+    """True if the messages are sent with the end of the episode."""
+    stuck_calls: list[asyncio.Future[Any]] = field(default_factory=list[asyncio.Future[Any]])
+    """Calls in threads that did not return in time."""
+    session: Session = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.session = Session(
+            self.start.episode, self.dialogue, self.limits, lambda wish, tokens: self.say(self, wish, tokens)
+        )
+
+    @property
+    def stuck(self) -> int:
+        """Number of calls that did not return in time, and still run."""
+        return len(self.stuck_calls)
+
+    def receive(self, branch: int, turn: Turn) -> None:
+        """Receives the policy's turn after a `say`."""
+        self.session.receive(branch, turn)
+
+    async def play(self) -> EpisodeEnded:
+        """Plays the episode to its end, which is returned; a failed one is an end, too."""
+        access, began_s = self.gateway.open(self.session), time.monotonic()
+        unused: list[int] = []
+        reward, parts, error = 0.0, dict[str, float](), ""
+        status, ended = "failed", "environment"
+        try:
+            result = await self._result(access)
+            unused = self._close()
+            reward, parts, status, ended = self._judge(result)
+        except EpisodeFailedError as failure:
+            ended, error = failure.ended, str(failure)
+        finally:
+            self._close()
+        return EpisodeEnded(
+            episode=self.start.episode,
+            status=status,
+            ended=ended,
+            reward=reward,
+            parts=parts,
+            turn_rewards=[],
+            unused=unused,
+            environment_s=max(0.0, time.monotonic() - began_s - self.session.sampling_s),
+            error=error,
+            scored_together=False,
+            group_wait_s=0.0,
+            messages=to_json(self.session.messages) if self.keeps_messages else b"",
+        )
+
+    async def _result(self, access: Any) -> Any:
+        """The reward that the program returned or, if it gave up because of a limit, that it has. Raises
+        EpisodeFailedError."""
+        task = task_of(self.start, self.dialogue.text_of(self.prompt))
+        try:
+            async with asyncio.timeout(self.limits.timeout_s):
+                return await self.program.run(asdict(task), access, stuck=self.stuck_calls)
+        except TimeoutError:
+            text = f"{self.program.name} took longer than environment.timeout_s = {self.limits.timeout_s:g} s"
+            raise EpisodeFailedError("timeout", text) from None
+        except ProgramLostError as error:
+            raise EpisodeFailedError("host", f"{self.program.name}: {error}") from None
+        except ProgramError as error:
+            self._gave_up(str(error))
+            return error.result
+        except Exception as error:  # the user's code: fails its episode, never the host
+            self._gave_up(describe(error))
+            return None
+
+    def _gave_up(self, problem: str) -> None:
+        """Raises EpisodeFailedError unless the last request was refused for a limit."""
+        if self.session.refused is None:
+            raise EpisodeFailedError("environment", f"{self.program.name} failed: {problem}")
+
+    def _judge(self, result: Any) -> tuple[float, dict[str, float], EpisodeStatus, EpisodeEnd]:
+        """Reward, parts, status and end. Raises EpisodeFailedError if there is no reward."""
+        name, refused = self.program.name, self.session.refused
+        if not self.session.num_turns:
+            raise EpisodeFailedError("environment", f"{name} ended without a request for a turn of the policy")
+        given = self.session.posted if result is None else result
+        if given is None and refused is None:
+            raise EpisodeFailedError("environment", f"{name} ended without a reward: it returned and posted none")
+        reward, parts = (0.0, {}) if given is None else to_reward(name, given)
+        if refused is None:
+            return reward, parts, "truncated" if self.session.was_cut else "completed", "done"
+        return reward, parts, "truncated", "max_turns" if isinstance(refused, TurnsUsedError) else "window"
+
+    def _close(self) -> list[int]:
+        self.gateway.end(self.session)
+        return self.session.close()

@@ -1,0 +1,373 @@
+"""Runs agent programs in an interpreter that has nothing of asyncrl: standard library only, Python 3.9 or later.
+
+Started as `PYTHON subprocess_agent.py SPEC`, with SPEC as JSON: {"kind", "name", "options"}. Messages are JSON lines.
+
+    this process -> host    {"ready": true} or {"error": TEXT}, once
+    host -> this process    {"run": ID, "task": {...}, "base_url": URL, "api_key": KEY}
+                            {"cancel": ID}
+    this process -> host    {"run": ID, "result": REWARD} or {"run": ID, "error": TEXT, "result": REWARD or null}
+
+With {"rows": {"split", "limit"}} in SPEC it prints {"row": {...}} for each row of the environment, then
+{"rows": NUMBER}, and ends. Otherwise it ends when its standard input does. What programs print goes to standard error.
+
+A program is a function or class of the user, or a taskset of the verifiers library (0.4 or later): an episode is one
+rollout against the base URL of the episode, its reward is the score, its metrics are the parts.
+"""
+
+import asyncio
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import itertools
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+MAX_ERROR_CHARACTERS = 2000
+MAX_THREADS = 1024
+CLOSE_S = 10.0
+"""Time for programs to release what they hold when the host has ended."""
+VERIFIERS = "0.4.0"
+"""The version of verifiers that is tested, and the oldest."""
+
+
+class Refused(Exception):
+    """A program that cannot be loaded. The text says why, and the way out."""
+
+
+class Agent:
+    """A function that plays an episode, as `file.py:run`."""
+
+    def __init__(self, name, options):
+        where, _, attribute = name.rpartition(":")
+        if where.endswith(".py"):
+            if not os.path.isfile(where):
+                raise Refused(f"there is no file {where}")
+            sys.path.insert(0, os.path.dirname(os.path.abspath(where)))
+            module = module_of(where, os.path.splitext(os.path.basename(where))[0])
+        else:
+            sys.path.insert(0, os.getcwd())
+            module = importlib.import_module(where)
+        self._found, self._options = getattr(module, attribute), options
+
+    @contextlib.asynccontextmanager
+    async def running(self):
+        """Holds what its episodes share."""
+        yield
+
+    async def play(self, task, base_url, api_key):
+        """Returns the reward of an episode."""
+        function, own = self._found, dict(self._options)
+        if isinstance(function, type):
+            function, own = function(**own).run, {}
+        known = {"base_url": base_url, "api_key": api_key, "model": "policy", **own}
+        parameters = inspect.signature(function).parameters
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            known = {key: value for key, value in known.items() if key in parameters}
+        if asyncio.iscoroutinefunction(function):
+            return await function(task, **known)
+        result = await asyncio.get_running_loop().run_in_executor(None, lambda: function(task, **known))
+        return await result if inspect.isawaitable(result) else result
+
+
+def module_of(path, name):
+    """Returns the module of a file, executed."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # always so for a .py file
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+class RolloutFailed(Exception):
+    """A rollout with an error."""
+
+
+def load_verifiers(name, options):
+    """Returns the program of a verifiers taskset. Raises Refused with a text that says what is missing."""
+    sys.path.insert(0, os.getcwd())
+    install = f"install verifiers=={VERIFIERS} in this interpreter"
+    try:
+        verifiers = importlib.import_module("verifiers")
+    except ModuleNotFoundError as error:
+        if error.name != "verifiers":
+            raise
+        raise Refused(f"it has no package verifiers; {install}") from None
+    if hasattr(verifiers, "load_environment"):
+        raise Refused(f"its verifiers {verifiers.__version__} is too old, tasksets are needed; {install}")
+    module = name.split("/")[-1].split("@")[0].replace("-", "_").lower()
+    if importlib.util.find_spec(module) is None and not _is_builtin(module):
+        raise Refused(
+            f"there is no environment {name!r}: no module {module}. Install its package in this interpreter, or start "
+            "in the folder that has it"
+        )
+    try:
+        return Taskset(name, options)
+    except Exception as error:
+        if type(error).__name__ != "MissingKeyError" and "api_key" not in str(error).lower():
+            raise
+        text = str(error).split("\n")[0]
+        raise Refused(f"it asks for a key: {text}. Set the variable where asyncrl is started") from error
+
+
+def _is_builtin(module):
+    return importlib.util.find_spec("verifiers.v1.tasksets." + module) is not None
+
+
+def _row_of(task):
+    row = task["extra_info"].get("verifiers")
+    if not isinstance(row, str):
+        raise RolloutFailed(
+            "the row has no extra_info.verifiers, the row of the environment; make the data with asyncrl data verifiers"
+        )
+    return json.loads(row)
+
+
+def _messages(prompt):
+    """The messages of a prompt, with texts as contents."""
+    if not isinstance(prompt, list):
+        return [{"role": "user", "content": prompt or ""}]
+    return [{**message, "content": _text(message.get("content"))} for message in prompt]
+
+
+def _text(content):
+    if not isinstance(content, list):
+        return content or ""
+    for part in content:
+        if part.get("type") != "text":
+            raise ValueError(f"a prompt has a part of type {part.get('type')!r}; the policy reads text only")
+    return "".join(part["text"] for part in content)
+
+
+def _scored(score, parts):
+    """The reward with its parts; a part that is named as the score gets another name."""
+    parts = {name: value for name, value in parts.items() if value is not None}
+    return {**{f"{name}_metric" if name == "score" else name: value for name, value in parts.items()}, "score": score}
+
+
+class Taskset:
+    """A taskset, with the harness that plays it."""
+
+    def __init__(self, name, options):
+        from verifiers import v1  # pyright: ignore[reportMissingImports]
+
+        given = {**options, "taskset": {**options.get("taskset", {}), "id": name}}
+        kind = v1.env_config_type(name, given.get("id", ""))
+        config = v1.resolve_env_config(given)
+        roles = [role for role, field in kind.model_fields.items() if isinstance(field.default, v1.AgentConfig)]
+        own = [role for role in roles if getattr(config, role).client is None]
+        if len(own) != 1:
+            raise Refused(
+                f"{len(own)} of its agents have no endpoint of their own ({', '.join(own)}), but one is trained; give "
+                f"the others a model and a client, as {roles[-1]}.client.base_url"
+            )
+        harnesses = config.agent_harnesses()
+        for role in roles:
+            settings = _with_runtime(v1, role, given.get(role, {}), kind.model_fields[role].default, harnesses[role])
+            if isinstance(settings, str):
+                raise Refused(f"harness {harnesses[role].id!r} of {role} {settings}")
+            given[role] = settings
+        self._environment = v1.load_environment(v1.resolve_env_config(given))
+        self._task = type(self._environment.taskset).task_type()
+        self._keys = itertools.count()
+
+    @contextlib.asynccontextmanager
+    async def running(self):
+        """Holds the tool servers that all tasks share."""
+        async with self._environment.serving():
+            # The server that episodes share would keep a client for the base URL of every episode.
+            self._environment._interception = None
+            yield
+
+    def rows(self, split, limit):
+        """Returns the rows of a split; a taskset has one only."""
+        taskset = self._environment.taskset
+        if limit is None and not taskset.bounded:
+            raise ValueError("it has endless rows; give a number of them")
+        for task in taskset if limit is None else taskset.take(limit):
+            data = task.data
+            system = [] if data.system_prompt is None else [{"role": "system", "content": data.system_prompt}]
+            prompt = data.model_dump(mode="json")["prompt"]
+            answer = getattr(data, "answer", None)
+            yield {
+                "prompt": [*system, *_messages(prompt)],
+                "ground_truth": "" if answer is None else answer,
+                "row": data.model_dump_json(),
+            }
+
+    async def play(self, task, base_url, api_key):
+        """Returns the reward of a rollout."""
+        from verifiers import v1  # pyright: ignore[reportMissingImports]
+
+        environment = self._environment
+        data = self._task.data_type().model_validate(_row_of(task))
+        # The library reads keys from the environment only, once for each rollout.
+        variable = f"ASYNCRL_API_KEY_{next(self._keys)}"
+        os.environ[variable] = api_key
+        try:
+            client = v1.EvalClientConfig(base_url=base_url, api_key_var=variable)
+            context = v1.ModelContext(model="policy", client=client, sampling=v1.SamplingConfig())
+            (slot,) = environment.slots(self._task(data, environment.config.taskset.task))
+            episode = await environment.run_slot(slot, context)
+        finally:
+            del os.environ[variable]
+        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+        if not episode.ok:
+            raise RolloutFailed("; ".join(f"{error.type}: {error.message}" for error in errors) or "it is not ok")
+        own = [trace for trace in episode.traces if trace.agent.config.client.base_url == base_url]
+        if len(own) != 1 or not own[0].agent.trainable:
+            names = ", ".join(trace.agent.name for trace in own)
+            raise RolloutFailed(f"the policy played {len(own)} rollouts ({names}) in an episode, which has one reward")
+        parts = {name: None if one is None else one.score for name, one in own[0].rewards.items()}
+        return _scored(own[0].reward, {**own[0].metrics, **parts})
+
+
+def _with_runtime(v1, role, given, declared, harness):
+    """Returns the settings of an agent, which by default runs on this machine if it cannot do harm there; or a text
+    that says what is missing."""
+    module = v1.import_harness(harness.id)
+    kinds = [getattr(module, name) for name in module.__all__]
+    found = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, v1.Harness)]
+    where = given.get("runtime", {}).get("type")
+    if where is None and "runtime" not in declared.model_fields_set:
+        if any(kind.EXECUTES_CODE or kind.NEEDS_CONTAINER for kind in found):
+            return (
+                f"runs programs that the policy writes. Say where, as {role}.runtime.type=docker, or choose another "
+                f"harness by {role}.harness.id"
+            )
+        where, given = "subprocess", {**given, "runtime": {"type": "subprocess"}}
+    if where == "subprocess" and module.__name__.startswith("verifiers.") and shutil.which("uv") is None:
+        return (
+            f"needs uv, which is not installed; install uv in this interpreter, or choose another by {role}.harness.id"
+        )
+    return given
+
+
+LOADERS = {"agent": Agent, "verifiers": load_verifiers}
+
+
+class AgentHost:
+    """Plays the episodes that the host asks for."""
+
+    def __init__(self, play, write):
+        self._play, self._write = play, write
+        self._tasks = {}
+
+    def handle(self, message):
+        """Starts or cancels an episode."""
+        if "cancel" in message:
+            task = self._tasks.pop(message["cancel"], None)
+            if task is not None:
+                task.cancel()
+            return
+        self._tasks[message["run"]] = asyncio.ensure_future(self._run(message))
+
+    async def end(self):
+        """Cancels all episodes, and waits for them."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self, message):
+        number = message["run"]
+        try:
+            result = await self._play(message["task"], message["base_url"], message["api_key"])
+            answer = json.dumps({"run": number, "result": result}, default=float)
+        except asyncio.CancelledError:
+            raise
+        except (Exception, SystemExit) as error:  # the user's code: fails its episode, never the process
+            answer = json.dumps({"run": number, "error": describe(error), "result": getattr(error, "result", None)})
+        self._tasks.pop(number, None)
+        self._write(answer)
+
+
+def describe(error):
+    """Returns type and text of an exception."""
+    text = str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {error}"
+    return text[:MAX_ERROR_CHARACTERS]
+
+
+async def serve(program, lines, write):
+    """Serves until standard input ends; then the process does."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    loop.set_default_executor(ThreadPoolExecutor(MAX_THREADS))
+
+    def read(host):
+        for line in lines:
+            loop.call_soon_threadsafe(host.handle, json.loads(line))
+        loop.call_soon_threadsafe(ended.set)
+        threading.Event().wait(CLOSE_S)
+        end_now()
+
+    async with program.running():
+        host = AgentHost(program.play, write)
+        write(json.dumps({"ready": True}))
+        threading.Thread(target=read, args=(host,), daemon=True).start()
+        await ended.wait()
+        await host.end()
+    end_now()  # threads may still run
+
+
+def end_now():
+    """Ends the process with all of its group, whatever programs are doing."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(0)
+
+
+def print_rows(program, wish, write):
+    """Prints the rows of an environment."""
+    number = 0
+    for row in program.rows(wish["split"], wish["limit"]):
+        write(json.dumps({"row": row}))
+        number += 1
+    write(json.dumps({"rows": number}))
+
+
+def take_pipes():
+    """Returns the lines of standard input, and a function that writes one to standard output. Programs, and what they
+    start, get neither."""
+    lines = os.fdopen(os.dup(0), encoding="utf-8")
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    lock = threading.Lock()
+
+    def write(line):
+        with lock:
+            out.write(line + "\n")
+            out.flush()
+
+    return lines, write
+
+
+def main():
+    """Loads the program, says so, and serves."""
+    spec = json.loads(sys.argv[1])
+    lines, write = take_pipes()
+    sys.path[:] = [
+        path for path in sys.path if os.path.abspath(path or ".") != HERE
+    ]  # modules of programs are no user's
+    os.environ["PATH"] = os.path.dirname(sys.executable) + os.pathsep + os.environ.get("PATH", "")
+    try:
+        program = LOADERS[spec["kind"]](spec["name"], spec["options"])
+        if "rows" in spec:
+            print_rows(program, spec["rows"], write)
+            end_now()
+        else:
+            asyncio.run(serve(program, lines, write))
+    except (Exception, SystemExit) as error:
+        write(json.dumps({"error": describe(error)}))
+
+
+if __name__ == "__main__":
+    main()

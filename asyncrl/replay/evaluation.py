@@ -1,0 +1,441 @@
+"""Evaluations: the prompts of each policy version that are open, leased or scored, their results, and the completions
+that are recorded in the run's folder.
+
+Every due version (`Config.evaluates`) is evaluated on the same prompts. Only a generator that has that version
+loaded leases them, and it keeps that version until no prompt is open; so an evaluation measures exactly one version.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import structlog
+from msgspec import field
+from numpy.typing import NDArray
+
+from asyncrl.config.config import Config
+from asyncrl.errors import ProtocolError
+from asyncrl.replay.metrics.stats import ReportedStats
+from asyncrl.samples import Samples
+from asyncrl.samples.book import append_rows, evaluated_file
+from asyncrl.samples.table import segments_of
+from asyncrl.types import EpisodeOutcome, Group, Lease, Prompt, Status, Trajectory
+from asyncrl.util.durable import Durable
+from asyncrl.wire.messages import Evaluated, ReleasedEvaluation
+
+log = structlog.get_logger()
+
+STRANDED = "no generator has the version any more"
+CORRECT = 1.0 - 1e-6
+"""A completion with at least this reward is correct."""
+
+
+class PromptScore(Durable):
+    """The result of one evaluation prompt."""
+
+    data_source: str
+    rewards: list[float]
+    """Reward of each completion; 0 for a failed one."""
+    status: list[Status]
+    tokens: int
+    """Tokens of all completions."""
+
+    @classmethod
+    def of(cls, result: Evaluated) -> Self:
+        """The score of an evaluated prompt."""
+        return cls(result.data_source, result.rewards, result.status, result.tokens)
+
+    @property
+    def num_correct(self) -> int:
+        """Completions with a reward of at least CORRECT."""
+        return sum(
+            reward >= CORRECT and status != "failed" for reward, status in zip(self.rewards, self.status, strict=True)
+        )
+
+
+class EvalLease(Durable):
+    """The lease of one prompt."""
+
+    generator: int
+    attempt: int
+    session: str
+    number: int
+    """Number, in its session, of the ask that got the lease."""
+
+
+class Evaluation(Durable):
+    """One version under evaluation; its tickets start at `first`, in the order of the prompts."""
+
+    version: int
+    first: int
+    open: list[int]
+    """Tickets that are not leased."""
+    leased: dict[int, EvalLease] = field(default_factory=dict[int, EvalLease])
+    attempts: dict[int, int] = field(default_factory=dict[int, int])
+    scores: dict[int, PromptScore] = field(default_factory=dict[int, PromptScore])
+
+
+class EvalRecord(Durable):
+    """The stored part of `Evaluations`: those that are due or under way, and the results of the others."""
+
+    running: dict[int, Evaluation] = field(default_factory=dict[int, Evaluation])
+    """By version."""
+    issued: int = 0
+    """Tickets issued so far; the next one's number."""
+    unreported_results: list[dict[str, int | float]] = field(default_factory=list[dict[str, int | float]])
+    """Those that no commit has reported."""
+    step: int = 0
+    """Steps committed."""
+    ended: list[dict[str, int | float]] = field(default_factory=list[dict[str, int | float]])
+    """Results of the complete evaluations: version, at_step, and the metrics of `score_table`."""
+    dropped: list[dict[str, int | str]] = field(default_factory=list[dict[str, int | str]])
+    """Version and reason of each evaluation that was dropped, and how many of its prompts had been scored."""
+    prompts_done: int = 0
+    tokens: int = 0
+    """Tokens sampled for evaluated prompts."""
+
+
+class Evaluations(EvalRecord, kw_only=True):
+    """All evaluations of a run. It reads no clock: methods that need the time get it as `now_s`, seconds of the run."""
+
+    config: Config
+    prompts: Sequence[Prompt] = ()
+    reported: ReportedStats = field(default_factory=ReportedStats)
+    renewed_s: dict[int, float] = field(default_factory=dict[int, float])
+    """Ticket -> when it was leased, or when its generator last renewed the lease."""
+
+    def __post_init__(self) -> None:
+        self.committed(0, due=self.config.evaluates(0))
+
+    def committed(self, version: int, *, due: bool) -> None:
+        """Registers a new policy version; its evaluation starts now if it is `due`."""
+        self.step = version
+        if self.prompts and due:
+            tickets = range(self.issued, self.issued + len(self.prompts))
+            self.running[version] = Evaluation(version, self.issued, list(tickets))
+            self.issued += len(tickets)
+
+    def heartbeat(self, generator: int, version: int, now_s: float) -> None:
+        """Records that the generator is up and has `version` loaded."""
+        self.reported.loaded[generator] = (version, now_s)
+
+    def lease(
+        self, generator: int, version: int, num_prompts: int, now_s: float, *, session: str = "", number: int = -1
+    ) -> list[Lease]:
+        """Leases `next_leases` to a generator that has `version` loaded; `number` is that of the ask in its session."""
+        self.heartbeat(generator, version, now_s)
+        leases = self.next_leases(version, num_prompts)
+        for lease in leases:
+            evaluation = self.running[version]
+            evaluation.open.remove(lease.ticket)
+            evaluation.attempts[lease.ticket] = lease.attempt
+            evaluation.leased[lease.ticket] = EvalLease(generator, lease.attempt, session, number)
+            self.renewed_s[lease.ticket] = now_s
+        return leases
+
+    def next_leases(self, version: int, num_prompts: int) -> list[Lease]:
+        """The leases that up to `num_prompts` prompts of the version would get."""
+        evaluation = self.running.get(version)
+        if evaluation is None or not num_prompts:
+            return []
+        tickets = evaluation.open[:num_prompts]
+        return [self._lease(evaluation, ticket, evaluation.attempts.get(ticket, -1) + 1) for ticket in tickets]
+
+    def left(self, version: int) -> bool:
+        """True if prompts of this version are open."""
+        evaluation = self.running.get(version)
+        return evaluation is not None and bool(evaluation.open)
+
+    def leases_of(self, generator: int) -> list[tuple[Lease, str, int]]:
+        """The leases that the generator holds, each with the session and number of the ask that got it."""
+        return [
+            (self._lease(evaluation, ticket, held.attempt), held.session, held.number)
+            for evaluation in self.running.values()
+            for ticket, held in evaluation.leased.items()
+            if held.generator == generator
+        ]
+
+    def held(self) -> Iterator[tuple[int, int, int]]:
+        """(generator, ticket, attempt) of every prompt that is leased."""
+        for evaluation in self.running.values():
+            for ticket, held in evaluation.leased.items():
+                yield held.generator, ticket, held.attempt
+
+    def wants(self, result: Evaluated) -> bool:
+        """False for a repeated result, or one whose evaluation has ended. Raises ProtocolError for a wrong one."""
+        evaluation = self.running.get(result.version)
+        ticket = result.ticket
+        if evaluation is None or ticket in evaluation.scores:
+            return False
+        if ticket not in evaluation.attempts or result.attempt > evaluation.attempts[ticket]:
+            raise ProtocolError(f"evaluation ticket {ticket} of version {result.version} was never leased")
+        where, samples = f"evaluation ticket {ticket}", self.config.eval.samples
+        for name in ("rewards", "status"):
+            if (count := len(getattr(result, name))) != samples:
+                raise ProtocolError(f"{where}: {count} {name}, expected {samples}")
+        if not all(map(math.isfinite, result.rewards)):
+            raise ProtocolError(f"{where}: rewards {result.rewards} are not finite")
+        return True
+
+    def prompt_of(self, result: Evaluated) -> Prompt:
+        """The prompt of a result that it `wants`."""
+        return self.prompts[result.ticket - self.running[result.version].first]
+
+    def finish(self, result: Evaluated) -> None:
+        """Counts an evaluated prompt: the first result that arrives for it. Raises ProtocolError for a wrong one."""
+        if not self.wants(result):
+            return
+        evaluation, ticket = self.running[result.version], result.ticket
+        evaluation.leased.pop(ticket, None)
+        if ticket in evaluation.open:
+            evaluation.open.remove(ticket)
+        evaluation.scores[ticket] = PromptScore.of(result)
+        self.prompts_done += 1
+        self.tokens += result.tokens
+        if len(evaluation.scores) == len(self.prompts):
+            self._end(evaluation)
+
+    def wake(self, now_s: float) -> None:
+        """All leases count as renewed at `now_s`."""
+        self.renewed_s = {ticket: now_s for evaluation in self.running.values() for ticket in evaluation.leased}
+
+    def renew(self, generator: int, ticket: int, attempt: int, now_s: float) -> None:
+        """Renews a lease, if the generator holds it."""
+        if (generator, ticket, attempt) in self.held():
+            self.renewed_s[ticket] = now_s
+
+    def release(self, leases: Iterable[ReleasedEvaluation]) -> None:
+        """Takes back prompts that a generator will not finish."""
+        for lease in leases:
+            for evaluation in self.running.values():
+                held = evaluation.leased.get(lease.ticket)
+                if held is not None and held.attempt == lease.attempt:
+                    del evaluation.leased[lease.ticket]
+                    evaluation.open.append(lease.ticket)
+
+    def expired(self, now_s: float) -> list[ReleasedEvaluation]:
+        """Prompts whose leases were not renewed for `launch.heartbeat_timeout_s`."""
+        limit_s = self.config.launch.heartbeat_timeout_s
+        return [
+            ReleasedEvaluation(ticket, attempt)
+            for _, ticket, attempt in self.held()
+            if now_s - self.renewed_s[ticket] > limit_s
+        ]
+
+    def stranded(self, now_s: float) -> list[int]:
+        """Versions under evaluation that no running generator has loaded or can still load."""
+        return [
+            evaluation.version
+            for evaluation in self.running.values()
+            if self.reported.loaded and not evaluation.leased and not self._may_come(evaluation.version, now_s)
+        ]
+
+    def drop(self, version: int, reason: str) -> None:
+        """Drops the evaluation of a version."""
+        evaluation = self._remove(version)
+        done, total = len(evaluation.scores), len(self.prompts)
+        self.dropped.append({"version": version, "reason": reason, "done": done, "prompts": total})
+        log.warning("evaluation dropped", version=version, reason=reason, done=done, prompts=total)
+
+    def drop_all(self, reason: str) -> None:
+        """Drops all evaluations that are due or under way."""
+        for version in list(self.running):
+            self.drop(version, reason)
+
+    def unreported(self, after: int) -> dict[str, Any] | None:
+        """The unreported result that follows `after` others; None if there is none."""
+        return self.unreported_results[after] if after < len(self.unreported_results) else None
+
+    def status(self) -> dict[str, Any]:
+        """The progress of evaluations, for live views."""
+        progress = [
+            {"version": evaluation.version, "done": len(evaluation.scores), "prompts": len(self.prompts)}
+            for evaluation in self.running.values()
+        ]
+        last = self.ended[-1] if self.ended else None
+        return {"prompts_done": self.prompts_done, "running": progress, "last": last}
+
+    def summary(self) -> dict[str, Any]:
+        """The evaluations' part of the run's summary, sorted by version: evaluations may end in another order. Empty
+        for a run without evaluation prompts."""
+        if not self.prompts:
+            return {}
+        results = sorted(self.ended, key=lambda result: result["version"])
+        return {"eval": results, "eval_tokens": self.tokens, "eval_dropped": self.dropped}
+
+    def _may_come(self, version: int, now_s: float) -> bool:
+        """True if a running generator has the version loaded or can still load it."""
+        launch = self.config.launch
+        limit_s = launch.heartbeat_timeout_s + launch.start_timeout_s  # until a restarted one asks
+        loaded = self.reported.loaded.values()
+        return any(newest <= version and now_s - heard_s <= limit_s for newest, heard_s in loaded)
+
+    def _lease(self, evaluation: Evaluation, ticket: int, attempt: int) -> Lease:
+        return Lease(ticket, attempt, self.prompts[ticket - evaluation.first], evaluation=True)
+
+    def _end(self, evaluation: Evaluation) -> None:
+        self._remove(evaluation.version)
+        result = {"version": evaluation.version, "at_step": self.step, **score_table(evaluation.scores.values())}
+        self.ended.append(result)
+        self.unreported_results.append(result)
+        log.info("evaluation done", version=evaluation.version, reward=result.get("reward"), at_step=self.step)
+
+    def _remove(self, version: int) -> Evaluation:
+        evaluation = self.running.pop(version)
+        for ticket in evaluation.attempts:
+            self.renewed_s.pop(ticket, None)
+        return evaluation
+
+
+# --- metrics
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Unbiased estimate of the probability that one of k samples is correct: 1 - C(n - c, k) / C(n, k)
+    (arXiv:2107.03374 eq. 1)."""
+    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+def pass_ks(num_samples: int) -> list[int]:
+    """The values of k that are reported: 1, 2, 4, ... and the number of samples."""
+    return [*(1 << i for i in range(num_samples.bit_length()) if 1 << i < num_samples), num_samples]
+
+
+def score_table(scores: Iterable[PromptScore]) -> dict[str, float]:
+    """`reward`, `pass@k`, `completion_tokens` (mean), `truncated` (fraction of completions), `failed` (completions
+    without a reward; they are not correct, and `reward` is the mean of the others) and `prompts`; over all prompts,
+    each with the same weight, and again for each data source as `<data source>/<name>`. Without any reward there is no
+    `reward`."""
+    scores = list(scores)
+    table = _table(scores)
+    for source in sorted({score.data_source for score in scores}):
+        of_source = _table([score for score in scores if score.data_source == source])
+        table |= {f"{source}/{name}": value for name, value in of_source.items()}
+    return table
+
+
+def _table(scores: Sequence[PromptScore]) -> dict[str, float]:
+    num_samples = len(scores[0].rewards)
+    completions = num_samples * len(scores)
+    pairs = [pair for score in scores for pair in zip(score.rewards, score.status, strict=True)]
+    status = [status for _, status in pairs]
+    rewards = [reward for reward, status in pairs if status != "failed"]
+    passes = {
+        f"pass@{k}": float(np.mean([pass_at_k(num_samples, score.num_correct, k) for score in scores]))
+        for k in pass_ks(num_samples)
+    }
+    return {
+        **({"reward": float(np.mean(rewards))} if rewards else {}),
+        **passes,
+        "completion_tokens": sum(score.tokens for score in scores) / completions,
+        "truncated": status.count("truncated") / completions,
+        "failed": float(status.count("failed")),
+        "prompts": float(len(scores)),
+    }
+
+
+def eval_metrics(result: dict[str, Any]) -> dict[str, float]:
+    """The result of an evaluation as metrics named `eval/...`."""
+    return {f"eval/{name}": float(value) for name, value in result.items()}
+
+
+# --- completions
+
+
+class EvaluatedRow(NamedTuple):
+    """A completion, or a row of an episode."""
+
+    member: int
+    """Index of the completion or the episode."""
+    tokens: Sequence[int] | NDArray[np.int32]
+    """Of an episode with its prompt."""
+    action_mask: NDArray[np.bool_] | None = None
+    """[tokens], true where the policy sampled the token; None for a completion."""
+    turn_rewards: Sequence[float] = ()
+
+
+def pack_rows(rows: Sequence[EvaluatedRow], *, limit: int) -> list[NDArray[Any]]:
+    """The arrays that go with `Evaluated`: the tokens of the first `limit` completions end to end, and their lengths;
+    of episodes also the action masks, the member of each row, and the rewards of the turns. With as many members as a
+    group has they are smaller than a group, which is the limit of a message."""
+    kept = [row for row in rows if row.member < limit]
+    tokens = np.array([token for row in kept for token in row.tokens], dtype=np.int32)
+    arrays: list[NDArray[Any]] = [tokens, np.array([len(row.tokens) for row in kept], dtype=np.int32)]
+    masks = [row.action_mask for row in kept if row.action_mask is not None]
+    if masks:
+        arrays += [np.concatenate(masks), np.array([row.member for row in kept], dtype=np.int32)]
+        arrays.append(np.array([reward for row in kept for reward in row.turn_rewards], dtype=np.float32))
+    return arrays
+
+
+def unpack_rows(result: Evaluated, arrays: Sequence[NDArray[Any]]) -> list[EvaluatedRow]:
+    """The inverse of `pack_rows`; a message without arrays has no rows. Raises ProtocolError."""
+    if not arrays:
+        return []
+    kinds = "".join(array.dtype.kind if array.ndim == 1 else "?" for array in arrays)
+    if kinds not in ("ii", "iibif"):
+        raise ProtocolError(f"evaluated: arrays of the kinds {kinds}, expected ii or iibif")
+    tokens, lengths = arrays[:2]
+    members = arrays[3] if len(arrays) > 2 else np.arange(len(lengths))
+    good = len(members) == len(lengths) and 0 <= members.min(initial=0) <= members.max(initial=0) < len(result.rewards)
+    if not good or lengths.min(initial=0) < 0 or int(lengths.sum(dtype=np.int64)) != len(tokens):
+        raise ProtocolError(
+            f"evaluated: {len(lengths)} rows with {len(tokens)} tokens, for {len(result.rewards)} rewards"
+        )
+    ends = np.cumsum(lengths)[:-1]
+    rows = np.split(tokens, ends) if len(lengths) else []
+    if len(arrays) == 2:
+        return [EvaluatedRow(member, row) for member, row in enumerate(rows)]
+    _, _, mask, _, rewards = arrays
+    masks = np.split(mask, ends) if len(mask) == len(tokens) else []
+    turns = [len(segments_of(row_mask)) // 2 for row_mask in masks]
+    if len(masks) != len(rows) or sum(turns) != len(rewards):
+        raise ProtocolError(f"evaluated: {len(mask)} values of a mask and {len(rewards)} rewards of {sum(turns)} turns")
+    of_turns = [part.tolist() for part in np.split(rewards, np.cumsum(turns)[:-1])]
+    return [EvaluatedRow(*row) for row in zip(members.tolist(), rows, masks, of_turns, strict=True)]
+
+
+class EvalSamples:
+    """Writes the completions of each evaluation to a separate file in the run's folder."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+
+    def add(self, prompt: Prompt, result: Evaluated, rows: Sequence[EvaluatedRow]) -> None:
+        """Appends the completions of one prompt, or the rows of its episodes."""
+        if not rows:
+            return
+        group = Group(
+            ticket=result.ticket,
+            attempt=result.attempt,
+            generator=0,
+            row=prompt.row,
+            data_source=prompt.data_source,
+            start_version=result.version,
+            end_version=result.version,
+            trajectories=[_trajectory(prompt, row, result) for row in rows],
+        )
+        append_rows(evaluated_file(self._run_dir, result.version), Samples.of_groups([group], outcome="evaluated"))
+
+
+def _trajectory(prompt: Prompt, row: EvaluatedRow, result: Evaluated) -> Trajectory:
+    tokens, mask, episode = np.asarray(row.tokens), row.action_mask, None
+    if mask is None:
+        tokens = np.concatenate([prompt.tokens, tokens])
+        mask = np.arange(len(tokens)) >= len(prompt.tokens)
+    else:
+        episode = EpisodeOutcome("done", list(row.turn_rewards), 0, 0.0, 0, 0)  # of which the rewards are recorded
+    return Trajectory(
+        tokens=tokens.astype(np.int32),
+        action_mask=mask,
+        behavior_logprobs=np.zeros(len(tokens), dtype=np.float32),
+        versions=np.where(mask, result.version, -1).astype(np.int32),
+        status=result.status[row.member],
+        reward=result.rewards[row.member],
+        episode=episode,
+        member=row.member,
+    )

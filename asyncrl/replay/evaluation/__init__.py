@@ -1,1 +1,0 @@
-"""Evaluations during training: leases, completions, and scores."""

@@ -1,1 +1,0 @@
-"""The journal: records, segments, and what of them is kept."""
