@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from asyncrl.config.config import Config
     from asyncrl.config.load import load_config
     from asyncrl.errors import AsyncrlError, ConfigError, DataError, RunError
-    from asyncrl.samples import Samples
+    from asyncrl.observe.samples import Samples
 
 __version__ = "0.1.0"
 
@@ -23,7 +23,7 @@ _HOMES = {
     "asyncrl.config.config": ("Config",),
     "asyncrl.config.load": ("load_config",),
     "asyncrl.errors": ("AsyncrlError", "ConfigError", "DataError", "RunError"),
-    "asyncrl.samples": ("Samples",),
+    "asyncrl.observe.samples": ("Samples",),
 }
 """The modules of the public names, imported when a name is used: every process of a run imports this package."""
 

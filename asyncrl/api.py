@@ -28,17 +28,17 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import pyarrow as pa
 from rich.console import Console
 
+from asyncrl.cli.running import scale
 from asyncrl.config.config import Config
 from asyncrl.config.load import config_keys, load_config, settings_of_model
 from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
-from asyncrl.launch.commands.running import scale
-from asyncrl.launch.console import EXIT_CONFIG, EXIT_DONE, EXIT_INTERRUPTED
 from asyncrl.launch.run_dir import is_running, read_endpoints
-from asyncrl.launch.samples import Query, find_samples
-from asyncrl.observe.document import read_metrics
+from asyncrl.observe.console import EXIT_CONFIG, EXIT_DONE, EXIT_INTERRUPTED
+from asyncrl.observe.curves import read_metrics
+from asyncrl.observe.sample_search import Query, find_samples
+from asyncrl.observe.samples import Samples
 from asyncrl.plan.measured import read_trace
 from asyncrl.replay.client import LauncherClient
-from asyncrl.samples import Samples
 from asyncrl.util.files import read_json, replace_file
 from asyncrl.util.processes import PYTHON, end_with_parent
 from asyncrl.util.user_code import name_of, refuse_while_importing
@@ -144,8 +144,8 @@ class Run:
 
     def samples(self, *, special_tokens: bool = False, **query: Any) -> Samples:
         """Trajectories of the run with their texts: those of the last step, or those that match. The conditions are the
-        fields of `asyncrl.launch.samples.Query`: `samples(steps=(10, 20), order="worst", limit=3)`. Raises ConfigError
-        if none are stored."""
+        fields of `asyncrl.observe.sample_search.Query`: `samples(steps=(10, 20), order="worst", limit=3)`. Raises
+        ConfigError if none are stored."""
         return find_samples(self.path, Query(**query), special_tokens=special_tokens).samples
 
     def metrics_frame(self) -> pd.DataFrame:

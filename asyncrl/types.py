@@ -177,7 +177,7 @@ class Trajectory:
     """Number of the episode in its group, if it may have several rows; these are adjacent and have the same reward,
     parts, status and error. None: the only row of its member."""
     routing: NDArray[np.uint8] | None = None
-    """[T, layers, chosen], the experts that each token was routed to (`asyncrl.util.routing`), with
+    """[T, layers, chosen], the experts that each token was routed to (`asyncrl.util.model_files`), with
     `algorithm.routing_replay` only. The last token was never an input: its experts have no meaning."""
 
     @property

@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from asyncrl.launch.commands.bench import ROOT, python_path
+from asyncrl.cli.bench import ROOT, python_path
 
 ROUND = "round "
 """Prefix of the lines of a row's process that contain the figures of a round."""

@@ -167,8 +167,8 @@ def learn(endpoints: Endpoints, version: Any, commit_s: Any) -> None:
 
 
 def hold_queue(config: Config, endpoints: Endpoints, folder: Path, journaled: bool) -> None:
+    from asyncrl.observe.trace import TraceWriter
     from asyncrl.replay.journal import Journal
-    from asyncrl.replay.metrics.trace import TraceWriter
     from asyncrl.replay.queue import ReplayQueue
     from asyncrl.replay.server import run_replay
 

@@ -29,7 +29,7 @@ from queue import SimpleQueue
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
-from asyncrl.replay.metrics.collapse import REWARD, SMOOTHED_STEPS
+from asyncrl.observe.collapse import REWARD, SMOOTHED_STEPS
 from benchmarks.pretrained import OVERRIDES, make_pretrained
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from asyncrl.errors import ConfigError
 @app.command()
 def ledger(folder: Annotated[Path, FOLDER]) -> None:
     """Show where every group, trajectory and token of a run is. Exit code 0: they add up, 1: not, 2: no such run."""
-    from asyncrl.launch.commands.show_ledger import show_ledger
+    from asyncrl.cli.show_ledger import show_ledger
 
     raise typer.Exit(0 if show_ledger(folder, Console()) else 1)
 
@@ -23,7 +23,7 @@ def ledger(folder: Annotated[Path, FOLDER]) -> None:
 @app.command()
 def top(folder: Annotated[Path, FOLDER]) -> None:
     """Watch a running run from another terminal. Ctrl-C ends the view, not the run."""
-    from asyncrl.launch.commands.running import top as show_top
+    from asyncrl.cli.running import top as show_top
 
     show_top(folder, Console())
 
@@ -40,7 +40,7 @@ def logs(
     output: Annotated[bool, typer.Option("--output", help="At the end, what roles wrote beside their logs.")] = False,
 ) -> None:
     """Print the logs of a run's roles, by time. Exit code 2: there is no such run or role."""
-    from asyncrl.launch.commands.logs import show_logs
+    from asyncrl.cli.logs import show_logs
 
     show_logs(run_folder(run), roles or (), Console(), follow=follow, level=level, since=since, output=output)
 
@@ -53,7 +53,7 @@ def report(
     ] = None,
 ) -> None:
     """Write a page about a run, finished or in progress, or one that compares several. Exit code 2: no such run."""
-    from asyncrl.launch.documents import report_on
+    from asyncrl.observe.report import report_on
 
     report_on(folders, out, Console())
 
@@ -65,7 +65,7 @@ def board(
 ) -> None:
     """Serve a page over all runs, live, to this machine only: the list, one run, or several compared. Prints its
     address; Ctrl-C ends it. Exit code 2: there is no such folder, or the port is taken."""
-    from asyncrl.board.server import serve_board
+    from asyncrl.observe.board import serve_board
 
     serve_board(folder, port, Console())
 
@@ -92,8 +92,8 @@ def samples(
 ) -> None:
     """Print what the model has written, with rewards: of the last step, or of all steps that match. Exit code 2: there
     is no such run, or it stores no trajectories."""
-    from asyncrl.launch.commands.samples import show_samples
-    from asyncrl.launch.samples import Order, Query, parse_steps
+    from asyncrl.cli.show_samples import show_samples
+    from asyncrl.observe.sample_search import Order, Query, parse_steps
 
     flags: list[tuple[Order, bool]] = [("best", best), ("worst", worst), ("longest", longest)]
     orders: list[Order] = [name for name, chosen in flags if chosen]
@@ -122,6 +122,6 @@ def show(
     special_tokens: Annotated[bool, typer.Option("--special-tokens", help="Print special tokens, too.")] = False,
 ) -> None:
     """Print one group: its prompt, and every completion with its reward. Exit code 2: it is not stored."""
-    from asyncrl.launch.commands.samples import show_group
+    from asyncrl.cli.show_samples import show_group
 
     show_group(folder, ticket, Console(), special_tokens=special_tokens)

@@ -26,7 +26,7 @@ def show_keys(
     diff: Annotated[bool, typer.Option("--diff", help="Only keys whose values are not the defaults.")] = False,
 ) -> None:
     """Print every key of a config: its value, default, allowed values and meaning. Exit code 2: bad configuration."""
-    from asyncrl.launch.commands.show_config import show_config
+    from asyncrl.cli.show_config import show_config
 
     show_config(config, dict(parse_override(text) for text in overrides or []), Console(), diff=diff)
 
@@ -91,7 +91,7 @@ def verifiers(
     rows: Annotated[int | None, typer.Option(min=1, help="Only the first N rows; all when not set.")] = None,
 ) -> None:
     """Write the rows of a verifiers environment."""
-    from asyncrl.launch.commands.verifiers_rows import make_verifiers_rows
+    from asyncrl.cli.verifiers_rows import make_verifiers_rows
 
     if split not in ("train", "eval"):
         raise ConfigError(f"--split {split!r}: not one of train, eval")

@@ -133,6 +133,6 @@ def sweep(
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def bench(context: typer.Context) -> None:
     """Measure the hot paths against their limits and against other systems; --help describes the rows."""
-    from asyncrl.launch.commands.bench import run_bench
+    from asyncrl.cli.bench import run_bench
 
     run_bench(context.args)

@@ -103,7 +103,7 @@ def scale(
     run: Annotated[str, typer.Option(help=NAME_OR_FOLDER)] = "run",
 ) -> None:
     """Change the number of generators of a running run. Exit code 0: done, 1: it did not succeed, 2: no such run."""
-    from asyncrl.launch.commands.running import scale as scale_run
+    from asyncrl.cli.running import scale as scale_run
 
     scale_run(run_folder(run), generators, Console())
 
@@ -130,7 +130,7 @@ def retrain(
 ) -> None:
     """Train again on the batches of a run's journal, or on a selection, without generators. Exit code 0: done, 1:
     failed, or with unchanged settings the weights came out different, 2: bad configuration, 130: interrupted."""
-    from asyncrl.launch.commands.retrain import retrain as retrain_run
+    from asyncrl.cli.retrain import retrain as retrain_run
 
     settings: dict[str, Any] = {"algorithm.loss": loss, "algorithm.loss_options": {}} if loss is not None else {}
     settings |= {"learner.lr": lr} if lr is not None else {}
@@ -155,7 +155,7 @@ def evaluate(
     ] = None,
 ) -> None:
     """Evaluate a model on data.eval. Exit code 0: done, 1: failed, 2: bad configuration, 130: interrupted."""
-    from asyncrl.launch.commands.evaluate import evaluate as evaluate_model
+    from asyncrl.cli.evaluate import evaluate as evaluate_model
 
     settings = dict(parse_override(text) for text in overrides or [])
     settings |= {"run": run} if run is not None else {}
@@ -179,7 +179,7 @@ def play(
 ) -> None:
     """Play episodes of an environment and print them. Exit code 0: done, 1: an environment failed, 2: bad
     configuration."""
-    from asyncrl.launch.commands.play import play as play_rows
+    from asyncrl.cli.play import play as play_rows
 
     settings = dict(parse_override(text) for text in overrides or [])
     raise typer.Exit(play_rows(load_config(config, settings), Console(), rows=rows, say=say or [], typed=typed))

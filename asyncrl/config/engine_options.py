@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from asyncrl.util.hints import did_you_mean_or_list
+from asyncrl.util.text import did_you_mean_or_list
 
 ENGINE_OPTIONS = (
     *("max_model_len", "max_num_batched_tokens", "long_prefill_token_threshold", "enable_chunked_prefill"),

@@ -14,8 +14,7 @@ from pydantic.fields import FieldInfo
 from asyncrl.config.config import Config
 from asyncrl.config.sections import MappingValue, Section
 from asyncrl.errors import ConfigError
-from asyncrl.util.hints import did_you_mean
-from asyncrl.util.redaction import redact_named
+from asyncrl.util.text import did_you_mean, redact_named
 
 
 class _Loader(yaml.SafeLoader):

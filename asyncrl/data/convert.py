@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import ConfigError, DataError
-from asyncrl.util.answers import last_boxed
-from asyncrl.util.hints import unknown_name
+from asyncrl.util.text import last_boxed, unknown_name
 
 Record = dict[str, Any]
 TRAIN_AND_TEST: dict[str, tuple[str, ...]] = {"train": ("train",), "test": ("test",)}

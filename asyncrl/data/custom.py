@@ -11,8 +11,7 @@ import numpy as np
 
 from asyncrl.config.config import Config
 from asyncrl.errors import AsyncrlError, ConfigError, DataError
-from asyncrl.util.hints import check_options
-from asyncrl.util.redaction import describe
+from asyncrl.util.text import check_options, describe
 from asyncrl.util.user_code import resolve_function
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from asyncrl.data.files import write_rows
 from asyncrl.errors import ConfigError
-from asyncrl.util.hints import did_you_mean
+from asyncrl.util.text import did_you_mean
 
 LARGEST = 19
 """Operands are 0 to LARGEST."""

@@ -16,7 +16,7 @@ from asyncrl.data.rows import PromptTable, no_template
 from asyncrl.data.sampler import Order, make_order
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.types import Prompt
-from asyncrl.util.tokenizer import (
+from asyncrl.util.model_files import (
     TEMPLATE_COLUMN,
     load_tokenizer,
     no_embedding,

@@ -36,8 +36,8 @@ from asyncrl.data.sampler import check_sampler
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.types import MAX_NAME_CHARACTERS
 from asyncrl.util.files import read_json
-from asyncrl.util.hints import did_you_mean
-from asyncrl.util.tokenizer import TEMPLATE_COLUMN
+from asyncrl.util.model_files import TEMPLATE_COLUMN
+from asyncrl.util.text import did_you_mean
 
 Split = Literal["train", "eval"]
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 from asyncrl.environments.environment import Message, Step
 from asyncrl.errors import AsyncrlError
 from asyncrl.types import EpisodeEnd
-from asyncrl.util.redaction import describe, redact
+from asyncrl.util.text import describe, redact
 from asyncrl.wire.messages import MAX_PARTS, MAX_REWARD
 
 MAX_SHOWN_CHARACTERS = 80

@@ -40,7 +40,7 @@ from functools import cache
 from typing import Any, ClassVar, get_type_hints
 
 from asyncrl.errors import ConfigError
-from asyncrl.util.redaction import describe
+from asyncrl.util.text import describe
 
 Message = dict[str, Any]
 """One message of a chat, in the form of the OpenAI API: "role" and "content"; of a tool also "tool_call_id" and "name";

@@ -10,7 +10,7 @@ from asyncrl.config.config import Config
 from asyncrl.config.sections import Options
 from asyncrl.environments.environment import Environment, Schema, Task
 from asyncrl.errors import ConfigError
-from asyncrl.util.hints import check_options, did_you_mean
+from asyncrl.util.text import check_options, did_you_mean
 from asyncrl.util.user_code import resolve
 
 if TYPE_CHECKING:

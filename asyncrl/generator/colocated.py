@@ -32,7 +32,7 @@ import structlog
 from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.generator.engine import Engine
-from asyncrl.util.card_lock import CardLock, Cards, CardWait, card_path
+from asyncrl.util.locks import CardLock, Cards, CardWait, card_path
 
 if TYPE_CHECKING:
     from asyncrl.weights.receiver import BackgroundReceiver

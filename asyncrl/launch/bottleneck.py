@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 from asyncrl.config.config import Config
 from asyncrl.errors import observing
 from asyncrl.launch.placement import Placement
-from asyncrl.observe.rollbacks import read_rollbacks
+from asyncrl.observe.collapse import read_rollbacks
 from asyncrl.plan.measured import RecentRun
 from asyncrl.plan.verdict import (
     MOST_OF_RATE,

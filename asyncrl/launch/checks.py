@@ -20,11 +20,11 @@ from asyncrl.environments.environment import Schema
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.generator.engine import check_installed
 from asyncrl.generator.vllm_backend.setup import check_adapters, check_tensor_parallel
-from asyncrl.launch.console import say
 from asyncrl.launch.machine import Host, check_interfaces
 from asyncrl.launch.memory import with_changes
 from asyncrl.launch.placement import Placement
 from asyncrl.launch.row_checks import FirstRow, check_first_row
+from asyncrl.observe.console import say
 from asyncrl.rewards.table import choose_rewards, describe_choice, evaluation_config, reward_names
 from asyncrl.util.files import read_json, tensor_files
 from asyncrl.util.processes import PYTHON, raise_file_limit

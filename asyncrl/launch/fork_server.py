@@ -213,7 +213,7 @@ def main(run: Callable[[list[str]], int], preloaded: Sequence[str] | None = None
     Returns when the parent has closed its socket."""
     parent, engine = int(sys.argv[1]), sys.argv[2]
     end_with_parent(parent)
-    own = socket.socket(fileno=os.dup(0))
+    requests = socket.socket(fileno=os.dup(0))
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
@@ -221,8 +221,8 @@ def main(run: Callable[[list[str]], int], preloaded: Sequence[str] | None = None
     setproctitle("asyncrl forker")  # locates the title by the environment, which a child replaces
     modules = (*PRELOADED, *ENGINE_MODULES.get(engine, ())) if preloaded is None else preloaded
     error = _preload(modules, engine)
-    own.send(json.dumps({"error": error} if error else {}).encode())
-    return serve(own, parent, run)
+    requests.send(json.dumps({"error": error} if error else {}).encode())
+    return serve(requests, parent, run)
 
 
 def _preload(modules: Sequence[str], engine: str) -> str:
@@ -244,10 +244,10 @@ def _preload(modules: Sequence[str], engine: str) -> str:
     return ""
 
 
-def serve(own: socket.socket, parent: int, run: Callable[[list[str]], int]) -> int:
+def serve(requests: socket.socket, parent: int, run: Callable[[list[str]], int]) -> int:
     """Forks a child for every request, until the parent has closed its socket; returns 0."""
     while True:
-        request, descriptors, _, _ = socket.recv_fds(own, MESSAGE_BYTES, 2)
+        request, descriptors, _, _ = socket.recv_fds(requests, MESSAGE_BYTES, 2)
         if not request:
             return 0
         read_end, write_end = os.pipe()
@@ -259,7 +259,7 @@ def serve(own: socket.socket, parent: int, run: Callable[[list[str]], int]) -> i
                     os.write(write_end, pid.to_bytes(4))
                 else:
                     os.setpgid(0, 0)
-                    own.close()
+                    requests.close()
                     os.close(read_end)
                     os.close(write_end)
                     _be_child(json.loads(request), descriptors, parent, run)
@@ -270,7 +270,7 @@ def serve(own: socket.socket, parent: int, run: Callable[[list[str]], int]) -> i
         os.waitpid(intermediate, 0)  # afterwards the child is a child of the parent
         pid = int.from_bytes(os.read(read_end, 4))
         os.close(read_end)
-        own.send(json.dumps({"pid": pid} if pid else {"error": "the system refuses another process"}).encode())
+        requests.send(json.dumps({"pid": pid} if pid else {"error": "the system refuses another process"}).encode())
 
 
 def _be_child(

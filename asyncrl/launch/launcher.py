@@ -24,7 +24,7 @@ from asyncrl.launch.placement import RoleResources
 from asyncrl.launch.worker import EXIT_DISK_FULL, SHOW_STACKS, RoleSpec
 from asyncrl.observe.logs import last_error
 from asyncrl.util.processes import PYTHON
-from asyncrl.util.redaction import redact, redact_file
+from asyncrl.util.text import redact, redact_file
 from asyncrl.util.user_code import resolve_function
 from asyncrl.wire.endpoints import LOOPBACK
 
@@ -348,7 +348,7 @@ def find_launcher(config: Config) -> Callable[[], Launcher]:
     """Returns the class that `launch.cluster` names. Raises ConfigError if it cannot be resolved or is not a subclass
     of Launcher."""
     key, name = "launch.cluster", config.launch.cluster
-    found = resolve_function(key, name, LAUNCHERS)
-    if name not in LAUNCHERS and not (isinstance(found, type) and issubclass(found, Launcher)):
+    launcher = resolve_function(key, name, LAUNCHERS)
+    if name not in LAUNCHERS and not (isinstance(launcher, type) and issubclass(launcher, Launcher)):
         raise ConfigError(f"{key} = {name!r}: must be a subclass of asyncrl.launch.launcher.Launcher")
-    return found
+    return launcher

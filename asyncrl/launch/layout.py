@@ -33,8 +33,8 @@ from asyncrl.launch.memory import (
     with_changes,
 )
 from asyncrl.replay.journal import FRAME_BYTES
-from asyncrl.util.hints import did_you_mean
-from asyncrl.util.routing import replayed_routers
+from asyncrl.util.model_files import replayed_routers
+from asyncrl.util.text import did_you_mean
 
 DEFAULT_TOKENS = 8192
 SHOWN = 6

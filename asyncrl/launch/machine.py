@@ -98,19 +98,19 @@ def _named(variable: str, listed: list[_Listed] | None) -> list[Gpu]:
         if listed is None or name.startswith(MIG):
             gpus.append(Gpu(name))
             continue
-        found = [line for line in listed if (line.index == name or line.uuid.startswith(name))]
-        if not found:
+        line = next((line for line in listed if line.index == name or line.uuid.startswith(name)), None)
+        if line is None:
             break
-        gpus.append(Gpu(name, _memory_bytes(name, found[0], listed)))
+        gpus.append(Gpu(name, _memory_bytes(name, line, listed)))
     return gpus
 
 
-def _memory_bytes(name: str, found: _Listed, listed: list[_Listed]) -> int:
+def _memory_bytes(name: str, line: _Listed, listed: list[_Listed]) -> int:
     """Returns the GPU's memory, or the smallest of all if its number is ambiguous: by default CUDA numbers the fastest
     GPU first, while nvidia-smi numbers by PCI bus."""
     if name.isdecimal() and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
         return min(line.memory_bytes for line in listed)
-    return found.memory_bytes
+    return line.memory_bytes
 
 
 def _listed_gpus() -> list[_Listed] | None:
@@ -203,10 +203,10 @@ def address_beside(head: str, *, machine: str) -> str:
 
 def _own_addresses() -> dict[str, str]:
     return {
-        one.address: name
+        address.address: name
         for name, addresses in psutil.net_if_addrs().items()
-        for one in addresses
-        if one.family is socket.AF_INET
+        for address in addresses
+        if address.family is socket.AF_INET
     }
 
 
@@ -241,7 +241,8 @@ def check_interfaces(*, with_gpus: bool) -> None:
         is_prefix = variable.startswith("NCCL") and not value.startswith("=")
         if not value or (is_prefix and value.startswith("^")):  # NCCL: all but these
             continue
-        if not any(name.startswith(one) if is_prefix else name == one for name in names for one in wanted):
+        matches = str.startswith if is_prefix else str.__eq__
+        if not any(matches(name, part) for name in names for part in wanted):
             raise ConfigError(
                 f"{variable} = {value!r} in the environment: this machine has no such network interface; it has "
                 f"{_listed(_own_addresses())}; unset the variable, and launch.address chooses the interface"

@@ -60,7 +60,7 @@ TRAINED_FRACTION = 0.95
 REWARD_MODEL = {"dtype": "float32", "tokens_per_batch": 16384, "device": "auto"}
 """Options of the reward model that determine its memory, with their defaults."""
 PIECE = "piece of the weights"
-"""The part of a learner rank that versions pass through, if they come from its card memory."""
+"""The part of a learner rank that versions pass through, if they come from its GPU memory."""
 NAMES = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
     "hidden": ("hidden_size", "n_embd", "d_model"),
@@ -113,14 +113,14 @@ class Shape:
         """Returns the shape of a model with this `config.json` and these numbers of elements by parameter; None if
         sizes are missing in the former."""
         settings = settings.get("text_config") or settings
-        found = {
+        sizes_by_name = {
             key: number
             for key, names in NAMES.items()
             if isinstance(number := next((settings[n] for n in names if n in settings), None), int)
         }
-        if found.keys() != NAMES.keys():
+        if sizes_by_name.keys() != NAMES.keys():
             return None
-        hidden, heads = found["hidden"], found["heads"]
+        hidden, heads = sizes_by_name["hidden"], sizes_by_name["heads"]
         head = settings.get("head_dim") or hidden // heads
         dense = settings.get("intermediate_size") or settings.get("ffn_dim") or settings.get("n_inner") or 4 * hidden
         experts, share = settings.get("num_experts_per_tok"), 1.0
@@ -137,7 +137,7 @@ class Shape:
             key_value=key_value_heads * head,
             key_value_heads=key_value_heads,
             window=settings.get("max_position_embeddings"),
-            **found,
+            **sizes_by_name,
         )
 
     @classmethod
@@ -464,7 +464,7 @@ class Need:
 
 
 @dataclass(frozen=True)
-class Card:
+class GpuNeeds:
     """A GPU and the needs of the roles placed on it."""
 
     name: str
@@ -530,26 +530,26 @@ def fit_memory(config: Config, placement: Placement, *, reward_model: bool) -> P
     models = Models.read(config, reward_model=reward_model) if known else None
     if models is None:
         return _divided(config, placement)
-    cards = make_cards(config, placement, models)
-    if short := [card for card in cards if card.missing_bytes]:
+    gpus = needs_of_gpus(config, placement, models)
+    if short := [gpu for gpu in gpus if gpu.missing_bytes]:
         raise ConfigError(_refusal(config, placement, models, short))
-    for card in cards:
-        log.info("computed memory needs", gpu=str(card))
-    return _with_fractions(config, placement, models, cards)
+    for gpu in gpus:
+        log.info("computed memory needs", gpu=str(gpu))
+    return _with_fractions(config, placement, models, gpus)
 
 
-def make_cards(config: Config, placement: Placement, models: Models) -> list[Card]:
+def needs_of_gpus(config: Config, placement: Placement, models: Models) -> list[GpuNeeds]:
     """Returns every GPU of the placement that has roles, with their needs."""
     needs = list(_needs(config, placement, models))
     engines = {gpu for resources in placement.generators for gpu in resources.gpus}
-    cards: list[Card] = []
+    used: list[GpuNeeds] = []
     for gpu in placement.gpus:
-        own, memory_bytes = [need for name, need in needs if name == gpu.name], gpu.memory_bytes or 0
+        roles, memory_bytes = [need for name, need in needs if name == gpu.name], gpu.memory_bytes or 0
         fraction = config.generator.gpu_memory_utilization if gpu.name in engines else TRAINED_FRACTION
-        in_turn = config.launch.colocated and gpu.name in engines
-        if own:
-            cards.append(Card(gpu.name, memory_bytes, own, round(fraction * memory_bytes), in_turn, config.hands_over))
-    return cards
+        in_turn, limit_bytes = config.launch.colocated and gpu.name in engines, round(fraction * memory_bytes)
+        if roles:
+            used.append(GpuNeeds(gpu.name, memory_bytes, roles, limit_bytes, in_turn, config.hands_over))
+    return used
 
 
 def _needs(config: Config, placement: Placement, models: Models) -> Iterator[tuple[str, Need]]:
@@ -592,19 +592,19 @@ def sends_by_nccl(config: Config, placement: Placement) -> bool:
     return placement.sends_between_gpus and config.weights.transport not in ("gloo", "files")
 
 
-def _with_fractions(config: Config, placement: Placement, models: Models, cards: list[Card]) -> Placement:
+def _with_fractions(config: Config, placement: Placement, models: Models, gpus: list[GpuNeeds]) -> Placement:
     staged = sum(staging_parts(config, models.policy, on_gpu=sends_by_nccl(config, placement)).values())
     least = sum(engine_parts(config, models.policy).values())
     fractions: dict[str, float] = {}
-    for card in cards:
-        engines = [need for need in card.needs if need.name.startswith("generator-")]
+    for gpu in gpus:
+        engines = [need for need in gpu.needs if need.name.startswith("generator-")]
         if not engines:
             continue
-        others = card.generating_bytes - sum(need.num_bytes for need in engines)
-        engine_bytes = (card.limit_bytes - others) // len(engines) - staged
+        others = gpu.generating_bytes - sum(need.num_bytes for need in engines)
+        engine_bytes = (gpu.limit_bytes - others) // len(engines) - staged
         if config.generator.kv_cache_bytes is not None:
             engine_bytes = min(engine_bytes, least)  # the engine uses no more, and requires that this much is free
-        fractions[card.name] = engine_bytes / card.memory_bytes
+        fractions[gpu.name] = engine_bytes / gpu.memory_bytes
     return _set_fractions(placement, lambda resources: min(fractions[gpu] for gpu in resources.gpus))
 
 
@@ -621,7 +621,7 @@ def _set_fractions(placement: Placement, fraction: Callable[[RoleResources], flo
     return replace(placement, generators=generators)
 
 
-def _refusal(config: Config, placement: Placement, models: Models, short: list[Card]) -> str:
+def _refusal(config: Config, placement: Placement, models: Models, short: list[GpuNeeds]) -> str:
     lines = "\n  ".join(map(str, short))
     advice = "no setting of these keys is enough: use more ranks (launch.learners, critic.ranks) or a smaller model"
     if changes := find_changes(config, placement, models):
@@ -675,7 +675,7 @@ def _fits(config: Config, placement: Placement, models: Models, changes: list[tu
         LearnerConfig.model_validate(config.learner.model_dump())
     except ValidationError:
         return False
-    return not any(card.missing_bytes for card in make_cards(config, placement, models))
+    return not any(gpu.missing_bytes for gpu in needs_of_gpus(config, placement, models))
 
 
 def with_changes(config: Config, changes: Mapping[str, Any]) -> Config:
@@ -709,7 +709,7 @@ def choose_staging(config: Config, placement: Placement, *, reward_model: bool) 
     name = "whole"
     if not by_nccl:
         name = "host"
-    elif any(card.missing_bytes for card in make_cards(whole, placement, models)):
+    elif any(gpu.missing_bytes for gpu in needs_of_gpus(whole, placement, models)):
         is_reloaded = config.generator.engine == "vllm" and models.policy.active != models.policy.parameters
         needs_all = is_reloaded or config.learner.lora.rank or config.launch.colocated
         name = "host" if needs_all else "buckets"

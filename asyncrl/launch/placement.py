@@ -37,14 +37,14 @@ def deal_roles(config: Config, hosts: Sequence[Host], *, reward_model: bool) -> 
     dealt: list[list[Member]] = [[] for _ in hosts]
     for pool in dict.fromkeys(config.placement.pool_of(role) for role, _ in order):
         members = [member for member in order if config.placement.pool_of(member[0]) == pool]
-        own = [place for place, host in enumerate(hosts) if host.takes(pool)]
-        if not own:
+        numbers = [number for number, host in enumerate(hosts) if host.takes(pool)]
+        if not numbers:
             raise ConfigError(
                 f"placement.roles: pool {pool!r} of {', '.join(dict.fromkeys(role for role, _ in members))} has no host"
             )
-        sizes = _sizes([hosts[place] for place in own], [num_devices(config, role) for role, _ in members])
-        for place, first, end in zip(own, [0, *accumulate(sizes)], accumulate(sizes), strict=False):
-            dealt[place] += members[first:end]
+        sizes = _sizes([hosts[number] for number in numbers], [num_devices(config, role) for role, _ in members])
+        for number, first, end in zip(numbers, [0, *accumulate(sizes)], accumulate(sizes), strict=False):
+            dealt[number] += members[first:end]
     return dealt
 
 
@@ -128,7 +128,7 @@ class Placement:
     def sends_between_gpus(self) -> bool:
         """True if learner rank 0 and every generator each have GPUs that none of the others uses, as NCCL requires."""
         devices = [resources.devices for resources in (self.learners[0], *self.generators)]
-        return all(devices) and len({gpu for own in devices for gpu in own}) == sum(map(len, devices))
+        return all(devices) and len({gpu for gpus in devices for gpu in gpus}) == sum(map(len, devices))
 
     def of(self, role: str) -> tuple[RoleResources, ...]:
         """Returns the resources of each process of the role."""
@@ -168,10 +168,10 @@ def place_roles(config: Config, *, reward_model: bool = False, hosts: Sequence[H
         if _split(members)[0]:
             _check_parallel(host, parallel)
         if config.launch.colocated:
-            own = on_shared_cards(config, host, members)
+            by_member = on_shared_cards(config, host, members)
         else:
-            own = _on_gpus(host, members, parallel) if host.gpus else _on_cores(host, members, parallel)
-        placed |= {member: replace(resources, host=host.name) for member, resources in own.items()}
+            by_member = (_on_gpus if host.gpus else _on_cores)(host, members, parallel)
+        placed |= {member: replace(resources, host=host.name) for member, resources in by_member.items()}
 
     def of(role: str) -> tuple[RoleResources, ...]:
         return tuple(resources for member, resources in sorted(placed.items()) if member[0] == role)
@@ -223,8 +223,9 @@ def _cut(host: Host, members: Sequence[Member], parallel: int) -> int:
 def _on_cores(host: Host, members: Sequence[Member], parallel: int) -> dict[Member, RoleResources]:
     generators, trained = _split(members)
     if cut := _cut(host, members, parallel):
-        engines = _deal(host.cpus[:cut], len(generators), parallel)
-        dealt = [replace(own, helper_cpus=host.cpus[cut:]) for own in engines]
+        dealt = [
+            replace(engine, helper_cpus=host.cpus[cut:]) for engine in _deal(host.cpus[:cut], len(generators), parallel)
+        ]
         dealt += _deal(host.cpus[cut:], len(trained))
     elif not generators or not trained:
         dealt = _deal(host.cpus, len(members), parallel if generators else 1)
@@ -243,23 +244,23 @@ def _on_gpus(host: Host, members: Sequence[Member], parallel: int) -> dict[Membe
     # The reward model gets a separate GPU if one is left.
     alone = scored and len(left) > parallel * len(generators)
     places = _places(left[:-1] if alone else left, parallel) or _least_taken(taken, num_gpus, parallel)
-    cards = {member: [card] for member, card in zip(trained, taken, strict=True)}
-    cards |= {member: places[index % len(places)] for index, member in enumerate(generators)}
-    cards |= {("reward_model", 0): [left[-1] if left else _least_taken(taken, num_gpus, 1)[-1][0]]} if scored else {}
+    devices = {member: [number] for member, number in zip(trained, taken, strict=True)}
+    devices |= {member: places[index % len(places)] for index, member in enumerate(generators)}
+    devices |= {("reward_model", 0): [left[-1] if left else _least_taken(taken, num_gpus, 1)[-1][0]]} if scored else {}
     threads = max(1, len(host.cpus) // max(1, len(members)))
     return {
-        member: RoleResources(host.cpus, threads, tuple(host.gpus[card].name for card in own))
-        for member, own in cards.items()
+        member: RoleResources(host.cpus, threads, tuple(host.gpus[number].name for number in numbers))
+        for member, numbers in devices.items()
     }
 
 
-def _places(cards: Sequence[int], parallel: int) -> list[list[int]]:
-    return [list(cards[start : start + parallel]) for start in range(0, len(cards) - parallel + 1, parallel)]
+def _places(gpus: Sequence[int], parallel: int) -> list[list[int]]:
+    return [list(gpus[start : start + parallel]) for start in range(0, len(gpus) - parallel + 1, parallel)]
 
 
 def _least_taken(taken: Sequence[int], num_gpus: int, parallel: int) -> list[list[int]]:
     groups = _places(range(num_gpus), parallel)
-    loads = [sum(taken.count(card) for card in group) for group in groups]
+    loads = [sum(taken.count(gpu) for gpu in group) for group in groups]
     return [group for group, load in zip(reversed(groups), reversed(loads), strict=True) if load == min(loads)]
 
 
@@ -286,19 +287,16 @@ def _least_loaded(
     pool, count = config.placement.pool_of(role), num_devices(config, role)
     rooms: list[tuple[float, RoleResources]] = []
     for host in hosts:
-        own = [resources for resources in taken if resources.host == host.name]
-        used = {gpu for resources in own for gpu in resources.gpus}
-        free = next((cards for cards in _adjacent(host, count) if not used & set(cards)), ())
+        names = [gpu.name for gpu in host.gpus]
+        adjacent = [tuple(names[start : start + count]) for start in range(len(names) - count + 1)]
+        others = [resources for resources in taken if resources.host == host.name]
+        used = {gpu for resources in others for gpu in resources.gpus}
+        free = next((gpus for gpus in adjacent if not used & set(gpus)), ())
         if not host.takes(pool) or (host.gpus and not free) or len(host.cpus) < count:
             continue
-        threads = max(1, len(host.cpus) // (len(own) + 1))
-        rooms.append((len(own) / len(host.cpus), RoleResources(host.cpus, threads, free, host=host.name)))
+        threads = max(1, len(host.cpus) // (len(others) + 1))
+        rooms.append((len(others) / len(host.cpus), RoleResources(host.cpus, threads, free, host=host.name)))
     return min(rooms, key=lambda room: room[0])[1] if rooms else None
-
-
-def _adjacent(host: Host, count: int) -> list[tuple[str, ...]]:
-    names = [gpu.name for gpu in host.gpus]
-    return [tuple(names[start : start + count]) for start in range(len(names) - count + 1)]
 
 
 def refuse_joiner(config: Config, running: Placement, wanted: Placement, index: int) -> str:

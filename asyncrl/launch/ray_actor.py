@@ -29,8 +29,7 @@ class NodeLauncher(LocalLauncher):
         self._passed = passed
 
     def environment(self) -> dict[str, str]:
-        own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        return own | self._passed
+        return {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | self._passed
 
 
 class PoolActor:
@@ -86,11 +85,11 @@ class PoolActor:
     async def ping(self, offsets: Mapping[str, int] | None) -> dict[str, tuple[int, bytes]]:
         """Returns an offset and the bytes from there for each file that roles have written to: the caller's offset, or
         the size before their first start. Nothing if `offsets` is None."""
-        found: dict[str, tuple[int, bytes]] = {}
+        written: dict[str, tuple[int, bytes]] = {}
         for file, start in self._files.items() if offsets is not None else ():
             offset = offsets.get(file.name, start) if offsets else start
             if file.is_file() and file.stat().st_size > offset:
                 with file.open("rb") as stream:
                     stream.seek(offset)
-                    found[file.name] = offset, stream.read(MAX_BYTES)
-        return found
+                    written[file.name] = offset, stream.read(MAX_BYTES)
+        return written

@@ -22,11 +22,11 @@ from rich.console import Console
 
 from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError, RunError
-from asyncrl.launch.console import EXIT_FAILED, EXIT_INTERRUPTED, say
 from asyncrl.launch.launcher import HOST_LOST, KILL_S, Launcher, LocalLauncher, RoleHandle
 from asyncrl.launch.machine import Host, listening_address
 from asyncrl.launch.placement import RoleResources, num_devices
 from asyncrl.launch.worker import EXIT_CRASHED, RoleSpec
+from asyncrl.observe.console import EXIT_FAILED, EXIT_INTERRUPTED, say
 
 if TYPE_CHECKING:
     from asyncrl.launch.ray_cluster import RayHost, RayHosts

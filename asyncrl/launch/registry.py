@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl.config.config import Config
-from asyncrl.launch.console import say
+from asyncrl.observe.console import say
 from asyncrl.util.user_code import resolve
 
 OF_THE_RUN = ("seed", "sent")

@@ -18,13 +18,13 @@ from rich.console import Console
 from asyncrl.config.config import Config
 from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
-from asyncrl.launch.console import say
 from asyncrl.launch.memory import with_changes
 from asyncrl.launch.run_dir import read_summary
+from asyncrl.observe.collapse import ROLLBACKS, read_rollbacks
+from asyncrl.observe.console import say
 from asyncrl.observe.curves import step_of
-from asyncrl.observe.rollbacks import ROLLBACKS, read_rollbacks
-from asyncrl.samples.book import EVALUATED, TRAINED, evaluated_versions
-from asyncrl.samples.book import FOLDER as SAMPLES
+from asyncrl.observe.samples import EVALUATED, TRAINED, evaluated_versions
+from asyncrl.observe.samples import FOLDER as SAMPLES
 from asyncrl.util.files import next_free_path, read_lines, replace_file
 
 MAX_ROLLBACKS = 2

@@ -26,13 +26,12 @@ from asyncrl.environments.dialogue.rendering import DialogueError
 from asyncrl.environments.environment import Schema
 from asyncrl.environments.table import environment_for
 from asyncrl.errors import ConfigError, DataError
-from asyncrl.launch.console import say
+from asyncrl.observe.console import say
 from asyncrl.rewards.dry_call import dry_call, own_functions
 from asyncrl.rewards.table import evaluation_config, reward_names, truth_reader
 from asyncrl.types import Prompt
-from asyncrl.util.redaction import describe
-from asyncrl.util.text import printable, shortened
-from asyncrl.util.tokenizer import end_tokens, load_tokenizer, num_embeddings
+from asyncrl.util.model_files import end_tokens, load_tokenizer, num_embeddings
+from asyncrl.util.text import describe, printable, shortened
 
 log = structlog.get_logger()
 

@@ -38,7 +38,16 @@ from asyncrl.errors import ConfigError, PeerTimeoutError, RunError, observing
 from asyncrl.generator.vllm_backend.setup import check_cpu
 from asyncrl.launch.bottleneck import BottleneckMonitor
 from asyncrl.launch.checks import check_inputs, check_machine, length_of, run_recipes, with_start_deadline
-from asyncrl.launch.console import (
+from asyncrl.launch.fork_server import ForkServer
+from asyncrl.launch.launcher import Launcher, LocalLauncher, find_launcher
+from asyncrl.launch.memory import choose_staging, fit_memory
+from asyncrl.launch.placement import Placement, check_run_dir, check_transport, place_roles
+from asyncrl.launch.rollback import collapse_error, config_to_resume, is_due, resume_point
+from asyncrl.launch.row_checks import PromptScan
+from asyncrl.launch.run_dir import RunFolder, check_resume, nothing_to_resume, run_endpoints
+from asyncrl.launch.supervisor import Progress, Supervisor
+from asyncrl.launch.worker import RoleSpec
+from asyncrl.observe.console import (
     EXIT_CONFIG,
     EXIT_DONE,
     EXIT_FAILED,
@@ -47,21 +56,12 @@ from asyncrl.launch.console import (
     ignore_broken_pipe,
     say,
 )
-from asyncrl.launch.documents import report_end
-from asyncrl.launch.fork_server import ForkServer
-from asyncrl.launch.launcher import Launcher, LocalLauncher, find_launcher
-from asyncrl.launch.memory import choose_staging, fit_memory
-from asyncrl.launch.placement import Placement, check_run_dir, check_transport, place_roles
-from asyncrl.launch.rollback import collapse_error, config_to_resume, is_due, resume_point
-from asyncrl.launch.row_checks import PromptScan
-from asyncrl.launch.run_dir import RunFolder, check_resume, nothing_to_resume, run_endpoints
-from asyncrl.launch.shown_samples import Onlooker
-from asyncrl.launch.supervisor import Progress, Supervisor
-from asyncrl.launch.worker import RoleSpec
+from asyncrl.observe.first_look import Onlooker
 from asyncrl.observe.live import LiveView
 from asyncrl.observe.logs import configure_logs
+from asyncrl.observe.report import report_end
+from asyncrl.observe.trace import trace_bytes
 from asyncrl.replay.client import LauncherClient
-from asyncrl.replay.metrics.trace import trace_bytes
 from asyncrl.rewards.reward_model import uses_reward_model
 
 log = structlog.get_logger()
@@ -150,7 +150,7 @@ def _launch(
             code = run.run()
             goes_on = code == EXIT_FAILED and not interrupts.count and is_due(config, folder.summary(run.summary))
             start = {"start": asdict(inputs.first_row), "rows": scan.summary}
-            report_end(run, folder, Console(quiet=True) if goes_on else console, start)
+            report_end(run.summary, start, run.bottleneck, folder, Console(quiet=True) if goes_on else console)
     if interrupts.go_on_later and code in (EXIT_INTERRUPTED, EXIT_FAILED):
         launcher.requeue()
     # Without a summary, on a full disk, the run would stop in the same step again.
@@ -328,15 +328,13 @@ class Run:
         )
 
     def _summarize(self, code: int, error: str) -> dict[str, Any]:
-        own: dict[str, Any] = {"status": STATUS_OF_EXIT[code], "wall_s": time.monotonic() - self.started_s}
+        summary: dict[str, Any] = {"status": STATUS_OF_EXIT[code], "wall_s": time.monotonic() - self.started_s}
         if error:
-            own["error"] = error
-        own["restarts"] = self.supervisor.restarts
+            summary["error"] = error
         if not self.supervisor.replay.running:
-            return own
+            return summary | {"restarts": self.supervisor.restarts}
         try:
-            told = self.client.summary()
+            summary |= self.client.summary()
         except (PeerTimeoutError, RunError) as failure:
             log.warning("no summary from the replay queue", error=str(failure))
-            return own
-        return own | told | {"restarts": own["restarts"]}
+        return summary | {"restarts": self.supervisor.restarts}

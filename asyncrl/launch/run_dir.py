@@ -21,12 +21,12 @@ from asyncrl.config.config import Config
 from asyncrl.config.load import config_keys, load_config
 from asyncrl.config.sections import MappingValue
 from asyncrl.errors import ConfigError
-from asyncrl.launch.console import say
 from asyncrl.launch.machine import Host, find_port, listening_address
-from asyncrl.observe.rollbacks import read_rollbacks
+from asyncrl.observe.collapse import read_rollbacks
+from asyncrl.observe.console import say
 from asyncrl.util.files import next_free_path, read_json, replace_file
 from asyncrl.util.locks import is_locked, try_lock
-from asyncrl.util.redaction import redact, redact_named
+from asyncrl.util.text import redact, redact_named
 from asyncrl.wire.endpoints import NAMED, Endpoints
 from asyncrl.wire.sockets import IPC, is_loopback, new_keys, socket_folder
 
@@ -136,8 +136,8 @@ class RunFolder:
             replace_file(self.path / ATTEMPTS, json.dumps(self.earlier_s) + "\n")
         replace_file(self.path / FILE, json.dumps(fingerprints(config), indent=2) + "\n")
         # A config that is used again starts a new run, whatever started this one.
-        kept = config.model_copy(update={"resume": "never"}) if config.resume == "must" else config
-        replace_file(self.path / "config.yaml", kept.to_yaml())
+        saved = config.model_copy(update={"resume": "never"}) if config.resume == "must" else config
+        replace_file(self.path / "config.yaml", saved.to_yaml())
         (self.path / "summary.json").unlink(missing_ok=True)
         replace_file(self.path / HOSTS, json.dumps([asdict(host) for host in hosts], indent=2) + "\n")
         replace_file(self.path / ENDPOINTS, json.dumps(asdict(endpoints), indent=2) + "\n", mode=0o600)

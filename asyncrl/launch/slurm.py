@@ -24,13 +24,13 @@ from asyncrl.config.sections import Options, Pool
 from asyncrl.data.hub import fetch
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.launch.checks import check_inputs
-from asyncrl.launch.console import EXIT_DONE, say
 from asyncrl.launch.launcher import HOST_LOST, LocalLauncher, RoleHandle, RoleProcess
 from asyncrl.launch.machine import Host, HostFacts, listening_address, other_packages, own_name, this_machine
 from asyncrl.launch.placement import RoleResources
 from asyncrl.launch.run_dir import JOB, check_resume, is_prepared, is_running, nothing_to_resume
 from asyncrl.launch.supervisor import LOCAL_RUNS
 from asyncrl.launch.worker import EXIT_CRASHED, RoleSpec
+from asyncrl.observe.console import EXIT_DONE, say
 from asyncrl.util.files import next_free_path, replace_file
 from asyncrl.util.processes import PYTHON
 from asyncrl.wire.sockets import is_loopback

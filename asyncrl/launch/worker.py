@@ -24,8 +24,8 @@ from asyncrl.config.load import load_config, read_config
 from asyncrl.errors import AsyncrlError, ConfigError, DataError, PeerTimeoutError, is_disk_full
 from asyncrl.launch.machine import check_interfaces, network_environment
 from asyncrl.observe.logs import configure_logs
+from asyncrl.util.model_files import replayed_routers
 from asyncrl.util.processes import end_with_parent, raise_file_limit, tune_gc
-from asyncrl.util.routing import replayed_routers
 from asyncrl.wire.endpoints import Endpoints
 
 log = structlog.get_logger()
@@ -94,13 +94,13 @@ class RoleSpec:
 def _run_replay(config: Config, spec: RoleSpec, should_stop: Callable[[], bool]) -> None:
     from asyncrl.data.cursor import PromptCursor
     from asyncrl.data.prompts import eval_prompts
+    from asyncrl.observe.trace import TraceWriter
     from asyncrl.replay.codec import MAX_INT32, GroupLimits, max_group_header_bytes
     from asyncrl.replay.evaluation import EvalSamples
     from asyncrl.replay.journal import SEGMENT_BYTES, Journal
-    from asyncrl.replay.metrics.trace import TraceWriter
     from asyncrl.replay.queue import ReplayQueue
     from asyncrl.replay.server import Directory, run_replay
-    from asyncrl.util.tokenizer import num_embeddings
+    from asyncrl.util.model_files import num_embeddings
 
     run_dir, run_id, generator = Path(spec.run_dir), spec.endpoints.run_id, config.generator
     prompts = PromptCursor(config, limit_tokens=spec.prompt_tokens)

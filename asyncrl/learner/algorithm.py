@@ -19,7 +19,7 @@ from asyncrl.config.config import Config
 from asyncrl.config.sections import Options
 from asyncrl.config.training import Correction, CriticConfig
 from asyncrl.errors import ConfigError
-from asyncrl.util.hints import check_options
+from asyncrl.util.text import check_options
 from asyncrl.util.user_code import resolve_function
 
 TERMS = [field.name for field in fields(PolicyTerms)] + ["old_logprobs"]

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from asyncrl.config.config import Config
 from asyncrl.errors import AsyncrlError, PeerTimeoutError, RunError
-from asyncrl.replay.metrics.collapse import LASTS_STEPS
+from asyncrl.observe.collapse import LASTS_STEPS
 from asyncrl.util.files import replace_file, sync_folder
 
 if TYPE_CHECKING:

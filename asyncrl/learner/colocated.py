@@ -24,8 +24,8 @@ from torch import Tensor
 from asyncrl.config.config import Config
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.step import Trainer
-from asyncrl.util.card_lock import CardLock
 from asyncrl.util.host_memory import HostMemory
+from asyncrl.util.locks import CardLock
 from asyncrl.util.processes import Stopwatch
 from asyncrl.wire.messages import Committed
 

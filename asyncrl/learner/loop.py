@@ -41,15 +41,14 @@ from asyncrl.learner.batch import Batch, collate
 from asyncrl.learner.checkpoint import Checkpoints, Files, bytes_file
 from asyncrl.learner.colocated import OwnCard
 from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.metrics.flops import device_peak, utilization
-from asyncrl.learner.metrics.profiler import StepProfiler
+from asyncrl.learner.metrics import StepProfiler, device_peak, utilization
 from asyncrl.learner.model.saving import save_model
 from asyncrl.learner.step import Trainer
+from asyncrl.observe.metrics import LEARNER_TIMES
+from asyncrl.observe.samples import SampleBook
 from asyncrl.observe.trackers import Trackers
 from asyncrl.replay.client import LearnerClient
 from asyncrl.replay.history import JournalBatches, SampleBatches
-from asyncrl.replay.metrics.run import LEARNER_TIMES
-from asyncrl.samples.book import SampleBook
 from asyncrl.types import Shard
 from asyncrl.util.processes import Stopwatch
 from asyncrl.weights.sender import BackgroundSender

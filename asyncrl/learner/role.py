@@ -19,8 +19,8 @@ from asyncrl.learner.distributed import Ranks, enable_determinism, process_group
 from asyncrl.learner.loop import Learner
 from asyncrl.learner.model.checks import MismatchCheck
 from asyncrl.learner.step import Trainer
-from asyncrl.samples.book import SampleBook
-from asyncrl.util.card_lock import CardLock, card_path
+from asyncrl.observe.samples import SampleBook
+from asyncrl.util.locks import CardLock, card_path
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.rpc import announce
 from asyncrl.wire.store import StoreServer

@@ -42,10 +42,7 @@ from asyncrl.learner.batch import Batch, MicroBatch, Name, empty_micro_batch
 from asyncrl.learner.checkpoint import Files, bytes_file, step_of, tensors_file
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.learning_rate import DivergenceBound, learning_rate
-from asyncrl.learner.metrics.batch import batch_metrics
-from asyncrl.learner.metrics.flops import ModelFlops
-from asyncrl.learner.metrics.phases import PhaseTimer
-from asyncrl.learner.metrics.step import StepMetrics
+from asyncrl.learner.metrics import ModelFlops, PhaseTimer, StepMetrics, batch_metrics
 from asyncrl.learner.model.checks import MismatchCheck
 from asyncrl.learner.model.engine import TrainedModel
 from asyncrl.learner.model.policy import Policy, Reference

@@ -18,6 +18,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.util.files import read_lines
+
 MAX_POINTS = 1000
 RATE_POINTS = 100
 """Largest number of points of a rate: each is the tokens of some steps divided by their seconds."""
@@ -202,3 +204,14 @@ def step_of(line: bytes) -> int | None:
         return int(decode_row(line)["step"])
     except ValueError:
         return None
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """The rows of a `metrics.jsonl`, without a torn last line."""
+    rows: list[dict[str, float]] = []
+    for line in read_lines(path):
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    return rows

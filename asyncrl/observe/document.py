@@ -8,26 +8,23 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import yaml
+from numpy.typing import NDArray
 
-from asyncrl.observe.charts import CHARTS
+from asyncrl.observe.collapse import rollback_line
 from asyncrl.observe.curves import LATEST_STEPS, OF_STEP, Curves
-from asyncrl.observe.destinations import METRICS_FILE
-from asyncrl.observe.environment_tiles import environment_tiles
-from asyncrl.observe.group_time import group_times
-from asyncrl.observe.rollbacks import rollback_line
-from asyncrl.observe.timeline import timeline
-from asyncrl.samples import Samples
-from asyncrl.samples.book import CHOSEN
-from asyncrl.types import GOODPUT_FACTORS, STALENESS_BUCKETS, STALENESS_METRICS, goodput_of
-from asyncrl.util.files import read_lines
-from asyncrl.util.redaction import redact
+from asyncrl.observe.samples import CHOSEN, Samples
+from asyncrl.observe.trackers import METRICS_FILE
+from asyncrl.types import EPISODE_ENDS, GOODPUT_FACTORS, STALENESS_BUCKETS, STALENESS_METRICS, goodput_of
+from asyncrl.util.text import redact
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -114,17 +111,6 @@ def _config_text(file: Path) -> str:
         return yaml.safe_dump(redact(yaml.safe_load(file.read_text(encoding="utf-8"))), sort_keys=False)
     except (yaml.YAMLError, OSError, ValueError) as error:
         return f"{file} cannot be read: {type(error).__name__}"
-
-
-def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The rows of a `metrics.jsonl`, without a torn last line."""
-    rows: list[dict[str, float]] = []
-    for line in read_lines(path):
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            break
-    return rows
 
 
 def _tiles(curves: Curves, summary: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -313,3 +299,247 @@ def _finite(value: Any) -> Any:
             return float(f"{value:.6g}") if math.isfinite(value) else None
         case _:
             return value
+
+
+CHARTS: dict[str, dict[str, list[str]]] = {
+    "Learning": {
+        "Reward": ["reward/mean"],
+        "Rows of the dataset": ["prompts/learning", "prompts/solved", "prompts/hopeless", "prompts/unseen"],
+        "Entropy (nats)": ["learner/entropy"],
+        "Policy loss": ["learner/policy_loss"],
+        "Gradient norm": ["learner/grad_norm"],
+        "Advantages of trained tokens": ["batch/advantage_mean", "batch/advantage_std"],
+        "Learning rate": ["learner/lr"],
+        "Tokens of a completion": ["completion/tokens", "batch/completion_tokens_max"],
+        "Fraction of completions truncated": ["completion/truncated_fraction"],
+        "Fraction of groups with a training signal": ["reward/signal_fraction"],
+        "Critic: explained variance of the returns": ["critic/explained_variance"],
+        "Divergence from the reference policy (nats)": ["kl/reference"],
+    },
+    "Speed": {
+        "Trained tokens per second": ["tokens_per_s"],
+        "Goodput and its factors (since the start)": [
+            "goodput/total",
+            "goodput/engine",
+            "goodput/admitted",
+            "goodput/signal",
+            "goodput/trained",
+        ],
+        "Seconds of a step": ["learner/step_s", "learner/wait_s", "learner/sync_s", "learner/write_s"],
+        "Phases of a step (seconds)": [
+            "learner/forward_s",
+            "learner/backward_s",
+            "learner/optimizer_s",
+            "learner/advantage_s",
+            "learner/proximal_s",
+            "learner/reference_s",
+            "learner/values_s",
+            "learner/critic_s",
+        ],
+        "Phases of the generators (fraction of their time since the start)": [
+            "generator/engine_fraction",
+            "generator/requests_fraction",
+            "generator/rewards_fraction",
+            "generator/messages_fraction",
+            "generator/idle_fraction",
+            "generator/environments_fraction",
+        ],
+        "Fraction of the learner devices' peak (MFU)": ["learner/mfu"],
+        "Tokens per second and device": [
+            "throughput/trained_tokens_per_s_per_device",
+            "throughput/generated_tokens_per_s_per_device",
+        ],
+        "Peak memory of a process (bytes)": [
+            "learner/peak_memory_bytes",
+            "generator/peak_memory_bytes",
+            "critic/peak_memory_bytes",
+            "reward_model/peak_memory_bytes",
+            "replay/peak_memory_bytes",
+        ],
+        "Seconds of a group in each state": ["group/generate_s", "group/queue_s", "group/train_s"],
+    },
+    "Environment": {
+        "Turns of an episode": ["environment/turns"],
+        "Tokens that the environment says in an episode": ["environment/observation_tokens"],
+        "Seconds for which an episode waits": [
+            "environment/wait_s/p50",
+            "environment/wait_s/p95",
+            "environment/reset_s",
+        ],
+        "Ends of episodes (fraction)": [
+            "environment/ended_done",
+            "environment/ended_max_turns",
+            "environment/ended_window",
+        ],
+        "Failed episodes (fraction)": [
+            "environment/failed/environment",
+            "environment/failed/timeout",
+            "environment/failed/overlong",
+            "environment/failed/host",
+        ],
+        "Episodes in progress": ["environment/live_episodes", "environment/waiting_episodes"],
+    },
+    "Off-policy": {
+        "Staleness of trained tokens (learner steps)": ["staleness/mean", "staleness/max", "replay/staleness_limit"],
+        "Staleness gained in flight and in the queue": ["staleness/in_flight", "staleness/in_queue"],
+        "Effective sample size of the importance weights": ["correction/ess", "correction/ess_capped"],
+        "Distance of current and behavior policy (nats)": ["correction/behavior_kl", "correction/mismatch_kl"],
+        "Fraction of tokens clipped, capped": ["learner/clip_fraction", "correction/capped_fraction"],
+        "Active alarms of a collapse": ["collapse/alarms"],
+    },
+}
+"""Section -> chart title -> metrics drawn in it. A chart is left out when the run has none of its metrics."""
+
+
+def environment_tiles(metrics: Mapping[str, float]) -> Iterator[tuple[str, str, str, str]]:
+    """The title, value, note and metric of each tile, by the metrics of the last step; none without an environment."""
+    if "environment/turns" not in metrics:
+        return
+    note = (
+        f"turns of an episode, mean of the last step; {metrics['environment/observation_tokens']:.1f} tokens observed"
+    )
+    yield "How long are episodes?", f"{metrics['environment/turns']:.2f}", note, "environment/turns"
+    p50, p95 = (metrics[f"environment/wait_s/{name}"] for name in ("p50", "p95"))
+    note = f"wait of an episode for its environment, median; 95 % wait at most {p95:.2g} s"
+    yield "How slow is the environment?", f"{p50:.2g} s", note, "environment/wait_s/p50"
+    ends = {end: metrics[f"environment/ended_{end}"] for end in EPISODE_ENDS}
+    failed = sum(value for name, value in metrics.items() if name.startswith("environment/failed/"))
+    note = ", ".join(f"{end} {fraction:.0%}" for end, fraction in ends.items()) + f"; {failed:.0%} of all failed"
+    yield "How do episodes end?", f"done {ends['done']:.0%}", note, "environment/ended_done"
+
+
+SLOWEST = 0.95
+"""Groups from this quantile of the total time on have a row of their own."""
+MIN_GROUPS = 40
+"""Trained groups needed for that row."""
+
+
+def group_times(trace: pa.Table) -> list[dict[str, Any]]:
+    """Rows of the trained groups: "role" names the groups, "seconds" is their mean time, and "activities" has
+    [part, fraction of it]. Empty without trained groups, and for a trace that does not say how long rewards took.
+
+    "environment" is the mean over the group's episodes, and "engine" the rest of its time in the generator: also that
+    in which its first completions wait for its last.
+    """
+    trained = trace.filter(trace.column("train_version").to_numpy() >= 0)
+    if not len(trained) or trained.column("reward_s").null_count:
+        return []
+    started_s, finished_s, taken_s, trained_s, reward_s = (
+        trained.column(name).to_numpy() for name in ("started_s", "finished_s", "taken_s", "trained_s", "reward_s")
+    )
+    waited_s = list_sums(trained, "reset_s") + list_sums(trained, "wait_s")
+    environment_s = waited_s / np.maximum(num_members(trained), 1)
+    parts_s = {
+        "engine": np.maximum(finished_s - started_s - reward_s - environment_s, 0.0),
+        "environment": environment_s,
+        "reward": reward_s,
+        "queue": np.maximum(taken_s - finished_s, 0.0),
+        "learner": np.maximum(trained_s - taken_s, 0.0),
+    }
+    if not environment_s.any():
+        del parts_s["environment"]
+    total_s = trained_s - started_s
+    rows = [_row(f"{len(trained):,} groups", parts_s, np.ones(len(trained), dtype=np.bool_))]
+    if len(trained) >= MIN_GROUPS:
+        rows.append(_row("slowest 5 %", parts_s, total_s >= np.quantile(total_s, SLOWEST)))
+    return rows
+
+
+def _row(name: str, parts_s: dict[str, NDArray[np.float64]], of: NDArray[np.bool_]) -> dict[str, Any]:
+    means = {part: float(seconds[of].mean()) for part, seconds in parts_s.items()}
+    total_s = sum(means.values())
+    shares = [[part, seconds / total_s if total_s else 0.0] for part, seconds in means.items()]
+    return {"role": name, "seconds": total_s, "activities": shares}
+
+
+def list_sums(table: pa.Table, column: str) -> NDArray[np.float64]:
+    """Sum of the list in each row."""
+    lists = table.column(column).combine_chunks()
+    ends = np.concatenate([[0.0], np.cumsum(lists.values.to_numpy().astype(np.float64))])
+    offsets = lists.offsets.to_numpy()
+    return ends[offsets[1:]] - ends[offsets[:-1]]
+
+
+def num_members(table: pa.Table) -> NDArray[np.int64]:
+    """Number of the members of the group in each row."""
+    return np.array([members[-1] + 1 if members else 0 for members in table.column("members").to_pylist()])
+
+
+STEPS = 4
+"""Number of steps shown: of an ended run from the middle of the trace, where the run is in a steady state."""
+MAX_GROUPS = 600
+"""Groups shown of one generator."""
+MAX_LANES = 64
+"""Groups shown side by side in one generator."""
+
+
+def timeline(trace: pa.Table, *, latest: bool = False) -> dict[str, Any] | None:
+    """A window of the run, from its trace, with `latest` the last steps; None when the trace has no step.
+
+    "roles" has [name, first lane, lanes] of the learner and each generator. "bars" has [begin_s, end_s, lane, kind,
+    text] with the kind "step", "staleness N" of a group's oldest token when it was trained, or another outcome.
+    """
+    steps = _steps(trace)
+    if not steps:
+        return None
+    begin_s, end_s = _window(steps, max(0, len(steps) - STEPS if latest else len(steps) // 2 - STEPS // 2))
+    bars = [
+        [taken_s, trained_s, 0, "step", f"step {step}"]
+        for step, taken_s, trained_s in steps
+        if trained_s > begin_s and taken_s < end_s
+    ]
+    roles: list[list[Any]] = [["learner", 0, 1]]
+    _add_generators(roles, bars, trace, begin_s, end_s)
+    return {"begin_s": begin_s, "end_s": end_s, "roles": roles, "bars": bars}
+
+
+def _steps(trace: pa.Table) -> list[tuple[int, float, float]]:
+    """(step, taken, trained) of each step in order; times in seconds since the start of the run."""
+    versions, taken_s, trained_s = (trace.column(name).to_numpy() for name in ("train_version", "taken_s", "trained_s"))
+    trained = np.flatnonzero(versions >= 0)
+    _, first = np.unique(versions[trained], return_index=True)
+    return [(int(versions[i]) + 1, float(taken_s[i]), float(trained_s[i])) for i in trained[first]]
+
+
+def _window(steps: list[tuple[int, float, float]], first: int) -> tuple[float, float]:
+    shown = steps[first : first + STEPS]
+    before_s = steps[first - 1][2] if first else shown[0][1]
+    return before_s, shown[-1][2]
+
+
+def _add_generators(
+    roles: list[list[Any]], bars: list[list[Any]], trace: pa.Table, begin_s: float, end_s: float
+) -> None:
+    """Adds a bar for every group that a generator worked on in the window."""
+    columns = ("generator", "ticket", "started_s", "finished_s", "start_version", "train_version", "outcome")
+    began, ended = trace.column("started_s").to_numpy() < end_s, trace.column("finished_s").to_numpy() > begin_s
+    window = trace.filter(began & ended)
+    rows = zip(*(window.column(name).to_pylist() for name in columns), strict=True)
+    shown = sorted(rows, key=lambda row: (row[0], row[2]))
+    top = 2
+    for generator in sorted({row[0] for row in shown}):
+        own = [row for row in shown if row[0] == generator][:MAX_GROUPS]
+        lanes = _lanes([(row[2], row[3]) for row in own])
+        for row, lane in zip(own, lanes, strict=True):
+            if lane < MAX_LANES:
+                _, ticket, started_s, finished_s, start, train, outcome = row
+                kind = f"staleness {train - start}" if outcome == "trained" else f"{outcome}".replace("_", " ")
+                text = f"group {ticket}, {finished_s - started_s:.2f} s, {kind}"
+                bars.append([started_s, finished_s, top + lane, kind, text])
+        height = min(max(lanes) + 1, MAX_LANES)
+        roles.append([f"generator {generator}", top, height])
+        top += height + 1
+
+
+def _lanes(spans_s: Sequence[tuple[float, float]]) -> list[int]:
+    """Assigns a lane to each span so that no two in a lane overlap. Spans are sorted by their start."""
+    free: list[int] = []
+    busy: list[tuple[float, int]] = []
+    lanes: list[int] = []
+    for begin_s, end_s in spans_s:
+        while busy and busy[0][0] <= begin_s:
+            heappush(free, heappop(busy)[1])
+        lane = heappop(free) if free else len(busy)
+        heappush(busy, (end_s, lane))
+        lanes.append(lane)
+    return lanes

@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from asyncrl.config.config import Config
 from asyncrl.config.load import load_config
 from asyncrl.errors import DataError
-from asyncrl.observe.document import read_metrics
-from asyncrl.observe.rollbacks import read_rollbacks, rollback_line
+from asyncrl.observe.collapse import read_rollbacks, rollback_line
+from asyncrl.observe.curves import read_metrics
+from asyncrl.observe.metrics import COSTS
+from asyncrl.observe.stats import bare_fraction
+from asyncrl.observe.trace import END_OF_STREAM, SCHEMA, last_of_each, trace_parts, whole_bytes
 from asyncrl.plan.workload import TURNS, EngineCost, Episodes, LearnerCost, Lengths, Setup, SyncCost, Workload, slowdown
-from asyncrl.replay.metrics.goodput import bare_fraction
-from asyncrl.replay.metrics.run import COSTS
-from asyncrl.replay.metrics.trace import END_OF_STREAM, SCHEMA, last_of_each, trace_parts, whole_bytes
 from asyncrl.types import goodput_of
 from asyncrl.util.files import read_json
 from asyncrl.util.processes import GENERATOR_PHASES

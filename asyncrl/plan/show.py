@@ -28,7 +28,7 @@ from asyncrl.plan.workload import (
     ZeroVariance,
 )
 from asyncrl.types import mean_staleness
-from asyncrl.util.routing import replayed_routers
+from asyncrl.util.model_files import replayed_routers
 
 QUEUE_GROUP_S, QUEUE_BYTE_S = 0.56e-3, 1.22e-9
 """Time of the replay queue's core for a group and for each of its bytes: 0.7 ms at 118 KB and 2.8 ms at 1.84 MB."""

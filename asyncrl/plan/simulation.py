@@ -16,9 +16,9 @@ from math import inf
 
 import numpy as np
 
+from asyncrl.observe.stats import Goodput
 from asyncrl.plan.workload import EngineCost, Setup, Turn, Workload, slowdown, turns_of
 from asyncrl.replay.ledger import Ledger, State, wanted_groups
-from asyncrl.replay.metrics.goodput import Goodput
 from asyncrl.types import mean_staleness
 
 

@@ -24,8 +24,7 @@ from rich.table import Table
 from asyncrl.config.config import Config
 from asyncrl.config.load import load_config, parse_override
 from asyncrl.errors import ConfigError, DataError
-from asyncrl.observe.curves import OF_STEP
-from asyncrl.observe.document import read_metrics
+from asyncrl.observe.curves import OF_STEP, read_metrics
 from asyncrl.observe.page import render_page
 from asyncrl.util.files import read_json
 from asyncrl.util.processes import PYTHON, end_with_parent

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError
-from asyncrl.replay.metrics.goodput import bare_tokens_per_s
+from asyncrl.observe.stats import bare_tokens_per_s
 
 SYNTHETIC_GROUPS = 4096
 """Number of groups in a synthetic workload. The simulator draws from them."""

@@ -19,10 +19,8 @@ from numpy.typing import NDArray
 
 from asyncrl.config.config import Config
 from asyncrl.errors import ProtocolError
-from asyncrl.replay.metrics.stats import ReportedStats
-from asyncrl.samples import Samples
-from asyncrl.samples.book import append_rows, evaluated_file
-from asyncrl.samples.table import segments_of
+from asyncrl.observe.samples import Samples, append_rows, evaluated_file, segments_of
+from asyncrl.observe.stats import ReportedStats
 from asyncrl.types import EpisodeOutcome, Group, Lease, Prompt, Status, Trajectory
 from asyncrl.util.durable import Durable
 from asyncrl.wire.messages import Evaluated, ReleasedEvaluation

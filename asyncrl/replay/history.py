@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from asyncrl.errors import DataError, JournalError, ProtocolError
+from asyncrl.observe.samples import Samples
 from asyncrl.replay.codec import unpack_group
 from asyncrl.replay.journal import HINT, Journal, Loader, Location, Segment, scan_journal, segments_of
 from asyncrl.replay.state import CommitEvent, GroupEvent, TakeEvent, event_of, load_group
-from asyncrl.samples import Samples
 from asyncrl.types import Group, Shard
 from asyncrl.wire.frames import Array
 from asyncrl.wire.messages import Committed, GroupHeader

@@ -8,10 +8,10 @@ from msgspec import field
 
 from asyncrl.config.config import Config
 from asyncrl.errors import InvariantError, ProtocolError, RunError
+from asyncrl.observe.stats import completion_tokens, tokens_by_version
 from asyncrl.replay.codec import header_bytes, prompt_bytes
 from asyncrl.replay.journal import Location
 from asyncrl.replay.ledger import Ledger
-from asyncrl.replay.metrics.stats import completion_tokens, tokens_by_version
 from asyncrl.types import Prompt
 from asyncrl.util.durable import Durable
 from asyncrl.wire.frames import Array

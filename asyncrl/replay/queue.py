@@ -45,16 +45,16 @@ from msgspec import structs
 
 from asyncrl.config.config import Config
 from asyncrl.errors import ProtocolError
+from asyncrl.observe.collapse import COLLAPSE
+from asyncrl.observe.metrics import FailedRewards
+from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay.codec import NO_LIMITS, GroupLimits, check_group, check_sampled
 from asyncrl.replay.evaluation import STRANDED, eval_metrics
 from asyncrl.replay.history import balance, split_between_ranks
 from asyncrl.replay.journal import HINT, Journal
 from asyncrl.replay.ledger import MAX_TAKEN, State
 from asyncrl.replay.live_group import FAILURES, check_refunds, has_signal, refund_reason
-from asyncrl.replay.metrics.collapse import COLLAPSE
-from asyncrl.replay.metrics.report import run_status, run_summary
-from asyncrl.replay.metrics.rewards import FailedRewards
-from asyncrl.replay.metrics.trace import TraceWriter
+from asyncrl.replay.report import run_status, run_summary
 from asyncrl.replay.state import (
     DropEvent,
     GroupEvent,

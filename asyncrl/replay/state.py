@@ -16,14 +16,14 @@ from msgspec import field
 
 from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError, JournalError, RunError
+from asyncrl.observe.collapse import COLLAPSE
+from asyncrl.observe.metrics import RunMetrics, RunSums
+from asyncrl.observe.stats import ReportedStats
+from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay.evaluation import EvalRecord, Evaluations
 from asyncrl.replay.journal import DAMAGED, FORMAT, OTHER_FORMAT, Journal, Loader, Location, Record
 from asyncrl.replay.ledger import ControllerState, Ledger, LedgerCounts, StalenessController, State
 from asyncrl.replay.live_group import FAILURES, Failures, LiveGroup, LiveLease, TakenStep
-from asyncrl.replay.metrics.collapse import COLLAPSE
-from asyncrl.replay.metrics.run import RunMetrics, RunSums
-from asyncrl.replay.metrics.stats import ReportedStats
-from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.results import RowRecord, RowResults
 from asyncrl.types import Prompt, PromptPosition
 from asyncrl.util.durable import Durable, of_bytes, restore

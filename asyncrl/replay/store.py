@@ -11,6 +11,7 @@ import structlog
 
 from asyncrl.config.config import Config
 from asyncrl.errors import JournalError, ProtocolError
+from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay.history import History
 from asyncrl.replay.journal import (
     DAMAGED,
@@ -24,8 +25,7 @@ from asyncrl.replay.journal import (
     segments_of,
 )
 from asyncrl.replay.ledger import State
-from asyncrl.replay.metrics.step import step_metrics
-from asyncrl.replay.metrics.trace import TraceWriter
+from asyncrl.replay.report import step_metrics
 from asyncrl.replay.state import (
     CommitEvent,
     Event,

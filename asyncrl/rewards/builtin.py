@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError
-from asyncrl.util.answers import after_reasoning, find_answer
+from asyncrl.util.text import after_reasoning, find_answer
 
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 CHOICES = {"allenai/ai2_arc": (5, 1), "TIGER-Lab/MMLU-Pro": (10, 0)}

@@ -44,8 +44,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from asyncrl.errors import ConfigError
-from asyncrl.util.answers import THINK
-from asyncrl.util.redaction import describe, redact
+from asyncrl.util.text import THINK, describe, redact
 
 FORMS = "compute_score(data_source, solution_str, ground_truth, extra_info) or reward(completions, **columns)"
 

@@ -15,7 +15,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.rewards.calling import Failed
 from asyncrl.sandbox.inside import plain
 from asyncrl.sandbox.run import Ended, Limits, Sandbox, check_sandbox
-from asyncrl.util.answers import after_reasoning
+from asyncrl.util.text import after_reasoning
 
 FORMS = (
     '{"inputs": [...], "outputs": [...]} with "fn_name" or without, {"assert_case": ["assert ...", ...]}, '

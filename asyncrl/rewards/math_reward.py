@@ -14,7 +14,7 @@ from latex2sympy2_extended import NormalizationConfig
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 from sympy import Expr, FiniteSet, Float, Integer, Interval, MatrixBase, Tuple, UnevaluatedExpr, default_sort_key
 
-from asyncrl.util.answers import after_reasoning, find_answer, has_box
+from asyncrl.util.text import after_reasoning, find_answer, has_box
 
 # math_verify logs each answer that times out.
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)

@@ -16,8 +16,8 @@ from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.calling import describe
 from asyncrl.rewards.reward_model import KEY, WAY_OUT, check_model_folder, model_options
-from asyncrl.util.memory import peak_memory_bytes
-from asyncrl.util.tokenizer import load_tokenizer, render_chat, start_tokens
+from asyncrl.util.model_files import load_tokenizer, render_chat, start_tokens
+from asyncrl.util.processes import peak_memory_bytes
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.frames import MAX_TEXT_HEADER_BYTES, Message
 from asyncrl.wire.messages import Memory

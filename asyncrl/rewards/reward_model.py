@@ -12,8 +12,8 @@ from asyncrl.config.sections import Options
 from asyncrl.errors import ConfigError, PeerTimeoutError, ProtocolError, RunError
 from asyncrl.rewards.calling import Failed
 from asyncrl.rewards.table import evaluation_config, reward_names
-from asyncrl.util.answers import after_reasoning
 from asyncrl.util.files import read_json, read_tensor_descriptions
+from asyncrl.util.text import after_reasoning
 from asyncrl.wire.endpoints import Endpoints
 
 if TYPE_CHECKING:

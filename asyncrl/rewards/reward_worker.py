@@ -13,9 +13,9 @@ from asyncrl.errors import ConfigError
 from asyncrl.rewards import reward_model
 from asyncrl.rewards.calling import TURN_BREAK, CompletedGroup, Message, Score
 from asyncrl.rewards.table import RewardTable, evaluation_config
+from asyncrl.util.model_files import Decoder, load_decoder
 from asyncrl.util.processes import become_helper
-from asyncrl.util.redaction import redact
-from asyncrl.util.tokenizer import Decoder, load_decoder
+from asyncrl.util.text import redact
 from asyncrl.wire.endpoints import Endpoints
 
 TIME_SHARE = 0.9

@@ -19,8 +19,7 @@ from asyncrl.config.config import Config
 from asyncrl.config.sections import ENVIRONMENT, Options, Rewards, RewardSpec
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.calling import SAMPLE_ARGUMENTS, CompletedGroup, RewardFunction, Score, failure, parameters_of
-from asyncrl.util.hints import check_options, did_you_mean
-from asyncrl.util.redaction import MIN_SECRET_CHARACTERS, keep_secret
+from asyncrl.util.text import MIN_SECRET_CHARACTERS, check_options, did_you_mean, keep_secret
 from asyncrl.util.user_code import resolve_function
 
 REWARDS: dict[str, str] = {

@@ -1,4 +1,4 @@
-"""Process set-up: garbage collection, cores, scheduling, end with the parent; and a stopwatch of activities."""
+"""Process set-up: garbage collection, cores, scheduling, end with the parent; stopwatch of activities; memory peak."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.context import SpawnContext, SpawnProcess
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, Literal
 
 PYTHON = (sys.executable, "-P")
@@ -185,3 +186,14 @@ def normal_priority() -> Iterator[None]:
         yield
     finally:
         os.sched_setscheduler(0, policy, os.sched_param(0))
+
+
+def peak_memory_bytes() -> int:
+    """The most memory that this process has used since its start: of tensors on its GPU if it uses one, otherwise its
+    resident set."""
+    torch: Any = sys.modules.get("torch")  # the replay queue does not import torch
+    if torch is not None and torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated()
+    # getrusage has that of the process before it executed another program, too.
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split(maxsplit=1)[0]) << 10

@@ -18,8 +18,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from asyncrl.errors import ConfigError
-from asyncrl.util.hints import did_you_mean
-from asyncrl.util.redaction import describe
+from asyncrl.util.text import describe, did_you_mean
 
 IMPORT_S = 120.0
 """Longest time that the import of a module may take."""

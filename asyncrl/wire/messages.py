@@ -139,7 +139,7 @@ class GeneratorStats(Body):
     """Fitted costs in seconds: per engine step, per sequence in a step, per request, and from the last token of a group
     to its rewards; empty until known."""
     peak_memory_bytes: Number
-    """As `asyncrl.util.memory` measures it; 0 until known."""
+    """As `asyncrl.util.processes` measures it; 0 until known."""
     live_episodes: Count
     """Episodes in progress."""
     waiting_episodes: Count
@@ -447,7 +447,7 @@ class Memory(Body):
 
     role: Literal["reward_model"]
     peak_memory_bytes: Number
-    """As `asyncrl.util.memory` measures it."""
+    """As `asyncrl.util.processes` measures it."""
 
 
 class ReadStatus(Body):

@@ -27,7 +27,7 @@ from zmq.utils.z85 import encode
 
 from asyncrl.errors import ConfigError
 from asyncrl.util.locks import remove_leftovers, temporary_folder
-from asyncrl.util.redaction import keep_secret
+from asyncrl.util.text import keep_secret
 
 KEY_CHARACTERS = 40
 """Length of a CURVE key as Z85 text."""

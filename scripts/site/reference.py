@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncrl
+from asyncrl.cli.show_config import Key, config_keys_of, written
 from asyncrl.config.config import Config
-from asyncrl.launch.commands.show_config import Key, config_keys_of, written
 
-API_MODULES = ("asyncrl.launch.samples.Query",)
+API_MODULES = ("asyncrl.observe.sample_search.Query",)
 """Further objects that users of the API meet."""
 SEAMS = {
     "Policy losses": ("asyncrl.algorithms.losses", ("PolicyTerms", "aggregate")),

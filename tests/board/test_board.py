@@ -15,11 +15,11 @@ from typing import Any, ClassVar
 
 import pytest
 
-from asyncrl.board import cards as cards_module
-from asyncrl.board.guard import HOSTS
 from asyncrl.errors import PeerTimeoutError
-from asyncrl.launch import documents
 from asyncrl.launch.run_dir import lock_path
+from asyncrl.observe import board as cards_module
+from asyncrl.observe import report as documents
+from asyncrl.observe.board import HOSTS
 from asyncrl.util.locks import try_lock
 from tests.helpers.board import Client, add_samples, append_metrics, made_run, rows_of, serving
 from tests.helpers.cli import asyncrl

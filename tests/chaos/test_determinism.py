@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from asyncrl.launch.fork_server import ForkServer
+from asyncrl.observe.samples import Samples
 from asyncrl.replay.history import JournalSamples
-from asyncrl.samples import Samples
 from tests.chaos.runs import Chaos, check_complete
 from tests.helpers.preloaded import Command
 

@@ -21,7 +21,7 @@ from asyncrl.data.convert import CONVERTERS, without_wikihow_marks
 from asyncrl.data.cursor import PromptCursor
 from asyncrl.data.rows import PromptTable, check_dataset
 from asyncrl.errors import AsyncrlError, ConfigError, DataError
-from asyncrl.util.answers import last_boxed
+from asyncrl.util.text import last_boxed
 
 Records = list[dict[str, Any]]
 

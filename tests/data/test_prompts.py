@@ -18,7 +18,7 @@ from asyncrl.data.prompts import PromptBuilder, eval_prompts
 from asyncrl.data.rows import PromptTable, check_dataset
 from asyncrl.data.tiny_model import make_tokenizer
 from asyncrl.errors import ConfigError, DataError
-from asyncrl.util.tokenizer import load_tokenizer
+from asyncrl.util.model_files import load_tokenizer
 from tests.data.conftest import row
 
 Write = Callable[..., Config]

@@ -13,12 +13,12 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
+from asyncrl.cli.play import play
 from asyncrl.config.config import Config
 from asyncrl.environments.dialogue.conversation import Display, Shown
 from asyncrl.environments.dialogue.dialogue import Dialogue
 from asyncrl.errors import ConfigError
 from asyncrl.launch.checks import check_environments
-from asyncrl.launch.commands.play import play
 from tests.helpers.chat_models import (
     CALLING,
     FAMILIES,
@@ -153,7 +153,7 @@ def test_special_tokens_in_a_prompt_are_named(tmp_path: Path) -> None:
 
 
 def test_play_shows_roles_and_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.launch.commands.play.check_model", lambda config: 3000)
+    monkeypatch.setattr("asyncrl.cli.play.check_model", lambda config: 3000)
     save_chat_model(tmp_path)
     output = io.StringIO()
     say = [f"<think>\nTwelve times.\n</think>\n\nWell.\n{CALL}", "408"]
@@ -175,7 +175,7 @@ def test_play_shows_roles_and_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_play_shows_where_a_branch_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.launch.commands.play.check_model", lambda config: 3000)
+    monkeypatch.setattr("asyncrl.cli.play.check_model", lambda config: 3000)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "asking.py").write_text(ASKING)
     save_chat_model(tmp_path, template=THINKING)

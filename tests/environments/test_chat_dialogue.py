@@ -16,7 +16,7 @@ from asyncrl.environments.dialogue.checks import call_turn
 from asyncrl.environments.dialogue.dialogue import MARK, ChatDialogue, Dialogue
 from asyncrl.environments.dialogue.rendering import DialogueError
 from asyncrl.errors import ConfigError
-from asyncrl.util.tokenizer import TEMPLATE_COLUMN
+from asyncrl.util.model_files import TEMPLATE_COLUMN
 from tests.helpers.chat_models import CALLING, FAMILIES, QWEN, STRIPPING, save_chat_model
 
 TOOL: dict[str, Any] = {

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import structlog
 
+from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay import live_group as refunds
-from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.server import run_replay
 from asyncrl.types import Prompt, PromptPosition

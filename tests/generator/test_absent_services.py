@@ -19,9 +19,9 @@ from asyncrl.environments.pool import EnvironmentPool
 from asyncrl.generator.engine import Completion
 from asyncrl.generator.group_runner import GroupRunner
 from asyncrl.generator.groups import make_group
+from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay.codec import pack_group
 from asyncrl.replay.live_group import MIN_FAILURES
-from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.wire.endpoints import LOOPBACK, Endpoints

@@ -23,7 +23,7 @@ from asyncrl.environments.pool import EnvironmentPool
 from asyncrl.generator.engine import Engine
 from asyncrl.generator.loop import GeneratorLoop
 from asyncrl.types import Group, Lease, Prompt
-from asyncrl.util.tokenizer import load_tokenizer
+from asyncrl.util.model_files import load_tokenizer
 from asyncrl.wire.endpoints import Endpoints
 from tests.helpers.chat_models import save_chat_model
 

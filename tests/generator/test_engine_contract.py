@@ -17,8 +17,8 @@ from asyncrl.generator.colocated import SharedCard
 from asyncrl.generator.engine import ENGINES, Completion, Engine, Sampling, make_engine
 from asyncrl.generator.weight_swaps import WeightSwaps
 from asyncrl.types import NO_VERSION
-from asyncrl.util.card_lock import Cards
-from asyncrl.util.tokenizer import load_decoder
+from asyncrl.util.locks import Cards
+from asyncrl.util.model_files import load_decoder
 from asyncrl.weights.layout import WeightManifest, WeightPart, plan_buckets, shares_of_ranks
 from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.sender import WeightSender

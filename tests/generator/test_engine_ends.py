@@ -14,7 +14,7 @@ from asyncrl.errors import InvariantError
 from asyncrl.generator.engine import Completion, Sampling
 from asyncrl.generator.vllm_backend import requests as requests_module
 from asyncrl.generator.vllm_backend.engine import VllmEngine
-from asyncrl.util.tokenizer import load_decoder
+from asyncrl.util.model_files import load_decoder
 
 EngineMaker = Callable[..., VllmEngine]
 Policies = list[Qwen2ForCausalLM]

@@ -16,7 +16,7 @@ from transformers import Qwen2ForCausalLM
 
 from asyncrl.environments.dialogue.dialogue import ChatDialogue
 from asyncrl.generator.engine import Engine
-from asyncrl.util.tokenizer import load_tokenizer
+from asyncrl.util.model_files import load_tokenizer
 from tests.helpers.chat_models import THINKING
 from tests.helpers.talking_models import save_talking_model
 

@@ -19,7 +19,7 @@ from worlds import endpoints, make_config, make_trainer, pack_groups
 
 from asyncrl.launch.memory import PROCESS_BYTES, Shape, learner_parts
 from asyncrl.learner.distributed import process_group
-from asyncrl.learner.metrics.flops import device_peak
+from asyncrl.learner.metrics import device_peak
 from asyncrl.types import NO_VERSION, Group, Trajectory
 
 HALF_B: dict[str, Any] = {

@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from asyncrl.board.server import BoardServer
 from asyncrl.data.tiny_model import make_tokenizer
-from asyncrl.samples.book import TRAINED, append_rows, choose, evaluated_file
+from asyncrl.observe.board import BoardServer
+from asyncrl.observe.samples import TRAINED, append_rows, choose, evaluated_file
 from asyncrl.types import Lease, Prompt
 from tests.helpers.replay import make_group, small_config
 

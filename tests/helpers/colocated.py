@@ -25,8 +25,8 @@ from asyncrl.learner.loop import Learner
 from asyncrl.replay.client import LeaseReply
 from asyncrl.rewards.pool import Scored
 from asyncrl.types import NO_VERSION, Group, Lease, Prompt, Shard
-from asyncrl.util.card_lock import Cards
 from asyncrl.util.host_memory import HostMemory
+from asyncrl.util.locks import Cards
 from asyncrl.weights.receiver import StagedWeights
 from asyncrl.weights.sender import WeightSyncStats
 from asyncrl.wire.messages import Committed

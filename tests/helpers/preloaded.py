@@ -19,7 +19,7 @@ from asyncrl.util.processes import end_with_parent
 COMMANDS = (
     "asyncrl.cli",
     "asyncrl.launch.run",
-    "asyncrl.launch.commands.evaluate",
+    "asyncrl.cli.evaluate",
     "asyncrl.data.tiny_model",
     "plotly.io",
 )

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from asyncrl.config.config import Config
 from asyncrl.config.load import load_config
-from asyncrl.replay.metrics.stats import ReportedStats
+from asyncrl.observe.stats import ReportedStats
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.state import QueueSnapshot
 from asyncrl.types import NO_VERSION, Group, Lease, Prompt, PromptPosition, Status, Trajectory

@@ -21,6 +21,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import save_file
 
+from asyncrl.cli.evaluate import check_out
 from asyncrl.config.config import Config
 from asyncrl.config.load import load_config
 from asyncrl.data import tiny_model
@@ -28,7 +29,6 @@ from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.errors import ConfigError
 from asyncrl.launch import checks
 from asyncrl.launch.checks import EVAL_ROWS, check_architecture, check_model, check_positions, run_recipes
-from asyncrl.launch.commands.evaluate import check_out
 from asyncrl.util import user_code
 from asyncrl.util.files import tensor_files
 from tests.helpers.cli import asyncrl

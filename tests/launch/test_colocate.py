@@ -15,7 +15,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.generator.colocated import cards_of
 from asyncrl.launch import machine as gpus
 from asyncrl.launch.machine import Host
-from asyncrl.launch.memory import GIB, PIECE, PROCESS_BYTES, Models, choose_staging, make_cards
+from asyncrl.launch.memory import GIB, PIECE, PROCESS_BYTES, Models, choose_staging, needs_of_gpus
 from asyncrl.launch.placement import check_transport, place_roles
 from asyncrl.launch.supervisor import Progress
 from tests.helpers.replay import small_config
@@ -124,7 +124,7 @@ def test_a_card_needs_the_larger_of_the_two(monkeypatch: pytest.MonkeyPatch) -> 
     settings = {"model__dtype": "bfloat16", "generator__max_new_tokens": 64, "learner__gradient_checkpointing": True}
     config = on(launch__colocate="force", **settings)
     placement = fitted(monkeypatch, config, 1, MIB, models)
-    (card,) = make_cards(config, placement, models)
+    (card,) = needs_of_gpus(config, placement, models)
     needs = {need.name: need.num_bytes for need in card.needs}
     assert card.needed_bytes == max(needs.values()) + PROCESS_BYTES < sum(needs.values()) - GIB
     assert f"in turn {card.needed_bytes / GIB:.1f} GiB" in str(card)
@@ -153,7 +153,7 @@ def test_a_card_needs_both_weights_where_they_are_handed_over_on_it(monkeypatch:
     for transport in ("auto", "ipc"):
         config = on(weights__transport=transport, **settings)
         placement = fitted(monkeypatch, config, 1, MIB, models)
-        (cards[transport],) = make_cards(config, placement, models)
+        (cards[transport],) = needs_of_gpus(config, placement, models)
     card, weights = cards["ipc"], 2 * models.policy.parameters
     pieces = [need.parts.get(part, 0) for need in card.needs for part in (PIECE, "staged weights")]
     assert card.hand_over_bytes == 2 * weights + 2 * PROCESS_BYTES + sum(pieces) and sum(pieces) < GIB

@@ -17,8 +17,13 @@ import pytest
 from rich.console import Console
 
 from asyncrl.errors import DataError
-from asyncrl.launch import console as console_module
-from asyncrl.launch.console import (
+from asyncrl.launch.launcher import LocalLauncher
+from asyncrl.launch.placement import place_roles
+from asyncrl.launch.row_checks import PromptScan
+from asyncrl.launch.run import Run
+from asyncrl.launch.worker import RoleSpec
+from asyncrl.observe import console as console_module
+from asyncrl.observe.console import (
     EXIT_CONFIG,
     EXIT_DONE,
     EXIT_FAILED,
@@ -27,11 +32,6 @@ from asyncrl.launch.console import (
     ignore_broken_pipe,
     show_end,
 )
-from asyncrl.launch.launcher import LocalLauncher
-from asyncrl.launch.placement import place_roles
-from asyncrl.launch.row_checks import PromptScan
-from asyncrl.launch.run import Run
-from asyncrl.launch.worker import RoleSpec
 from asyncrl.observe.live import LiveView
 from tests.helpers.replay import loopback_endpoints, small_config
 from tests.helpers.sockets import socket_address
@@ -181,7 +181,7 @@ def test_a_terminal_that_was_closed_does_not_end_the_run() -> None:
 
 def test_a_pipe_that_nobody_reads_does_not_change_the_exit_code() -> None:
     code = (
-        "import sys\nfrom rich.console import Console\nfrom asyncrl.launch.console import ignore_broken_pipe\n"
+        "import sys\nfrom rich.console import Console\nfrom asyncrl.observe.console import ignore_broken_pipe\n"
         "console = ignore_broken_pipe(Console())\nsys.stdin.readline()\n"
         "for _ in range(100): console.print('x' * 1000)\nsys.exit(7)"
     )

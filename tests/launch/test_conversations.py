@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from asyncrl.cli.show_samples import show_group, show_samples
 from asyncrl.config.load import load_config
 from asyncrl.environments import Environment, Step
 from asyncrl.environments.dialogue.dialogue import Dialogue
 from asyncrl.environments.table import Named
-from asyncrl.launch.commands.samples import show_group, show_samples
-from asyncrl.launch.samples import Query, find_samples, page_samples
-from asyncrl.launch.shown_samples import ShownSamples
 from asyncrl.observe.document import run_document
-from asyncrl.samples.book import SampleBook
+from asyncrl.observe.first_look import ShownSamples
+from asyncrl.observe.sample_search import Query, find_samples, page_samples
+from asyncrl.observe.samples import SampleBook
 from asyncrl.types import EpisodeOutcome, Group, Trajectory
 from tests.helpers.chat_models import save_chat_model
 from tests.helpers.played import Played

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.cli.evaluate import reward_model, use_folder
 from asyncrl.config.load import load_config, settings_of_model
 from asyncrl.errors import ConfigError
-from asyncrl.launch.commands.evaluate import reward_model, use_folder
 from asyncrl.wire.endpoints import Endpoints
 from tests.helpers.replay import small_config
 
@@ -49,7 +49,7 @@ def test_reward_model_listens_on_this_machine_whatever_the_host(monkeypatch: pyt
         up.wait(30)
 
     monkeypatch.setattr("asyncrl.rewards.model_server.run_reward_model", serve)
-    monkeypatch.setattr("asyncrl.launch.commands.evaluate.await_reward_model", lambda *_, **__: None)
+    monkeypatch.setattr("asyncrl.cli.evaluate.await_reward_model", lambda *_, **__: None)
     config = small_config(launch__address="192.0.2.7:1")
     with reward_model(config, lambda: False) as endpoints:
         up.set()

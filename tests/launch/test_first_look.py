@@ -12,12 +12,12 @@ import pytest
 from asyncrl.config.config import Config
 from asyncrl.config.load import load_config
 from asyncrl.errors import JournalError
-from asyncrl.launch import first_look
-from asyncrl.launch.first_look import LOOK_AFTER_S, FirstLook
-from asyncrl.launch.samples import Found, Query
+from asyncrl.observe import first_look
+from asyncrl.observe.first_look import LOOK_AFTER_S, FirstLook
+from asyncrl.observe.sample_search import Found, Query
+from asyncrl.observe.samples import Samples
+from asyncrl.observe.stats import OutcomeStats, count_rewards
 from asyncrl.replay.codec import pack_group
-from asyncrl.replay.metrics.stats import OutcomeStats, count_rewards
-from asyncrl.samples import Samples
 from asyncrl.types import Lease, Prompt
 from tests.helpers.replay import make_group
 

@@ -23,7 +23,7 @@ from asyncrl.launch.layout import (
     shared_by,
     stagings,
 )
-from asyncrl.launch.memory import GIB, Models, make_cards, with_changes
+from asyncrl.launch.memory import GIB, Models, needs_of_gpus, with_changes
 from tests.helpers.cli import asyncrl
 
 LLAMA_70B = LLAMA_8B | {
@@ -78,9 +78,9 @@ def test_what_it_writes_fits_by_the_launchers_arithmetic(
     assert config.launch.start_timeout_s >= 1200, "engines on GPUs compile for minutes"
     models = Models(shape)
     placement = fitted(monkeypatch, config, count, round(card.memory_bytes) >> 20, models)
-    for used in make_cards(config, placement, models):
+    for used in needs_of_gpus(config, placement, models):
         assert not used.missing_bytes, str(used)
-    sums = [sum(need.num_bytes for need in used.needs) / GIB for used in make_cards(config, placement, models)]
+    sums = [sum(need.num_bytes for need in used.needs) / GIB for used in needs_of_gpus(config, placement, models)]
     assert f"{sums[0]:.1f} of" in output, "the output has the sum of learner rank 0"
 
 
@@ -114,9 +114,9 @@ def test_sequences_are_shared_where_they_fit_in_no_other_way_without_offload(
     assert config.launch.learners % 2 == 0 and config.replay.groups_per_step % config.num_shards == 0
     models, card = Models(shape), CARDS["H100-80"]
     placement = fitted(monkeypatch, config, 8, round(card.memory_bytes) >> 20, models)
-    assert not any(used.missing_bytes for used in make_cards(config, placement, models))
+    assert not any(used.missing_bytes for used in needs_of_gpus(config, placement, models))
     alone = with_changes(config, {"learner.sequence_parallel": 1})
-    assert any(used.missing_bytes for used in make_cards(alone, placement, models))
+    assert any(used.missing_bytes for used in needs_of_gpus(alone, placement, models))
 
 
 def test_the_queue_is_counted_with_what_routing_replay_adds(tmp_path: Path) -> None:

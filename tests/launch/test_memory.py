@@ -31,7 +31,7 @@ from asyncrl.launch.memory import (
     item_bytes,
     learner_parts,
     longest_tokens,
-    make_cards,
+    needs_of_gpus,
     staging_parts,
     trained_parts,
 )
@@ -138,7 +138,7 @@ def test_every_preset_fits_its_cards_by_arithmetic(monkeypatch: pytest.MonkeyPat
     models = models_of(config, settings)
     assert models.policy.parameters == parameters
     placement = fitted(monkeypatch, config, count, round(gpu.memory_bytes) >> 20, models)
-    cards = make_cards(config, placement, models)
+    cards = needs_of_gpus(config, placement, models)
     print("\n".join(map(str, cards)))
     assert len(cards) == count, "a GPU of the preset is not used"
     cache_bytes = [
@@ -157,7 +157,7 @@ def test_the_gpus_of_a_generator_divide_weights_and_cache(monkeypatch: pytest.Mo
         assert placement.generators[0].gpus == tuple(str(2 + index) for index in range(parallel))
         fraction = placement.generators[0].gpu_memory_utilization
         assert fraction is not None and 0.5 < fraction < 0.9
-        return [card.needs[0].num_bytes for card in make_cards(config, placement, models)[2:]]
+        return [card.needs[0].num_bytes for card in needs_of_gpus(config, placement, models)[2:]]
 
     (whole,), (first, second) = needs(1), needs(2)
     half = 2 * 7_615_616_512 // 2
@@ -307,7 +307,7 @@ def test_an_engine_gets_what_staging_and_the_other_roles_leave(monkeypatch: pyte
     free = load_config(None, {"model.path": "m", "data.train": "d"})
     placement = fitted(monkeypatch, free, 1, MIB_80GB, Models(small))
     (learner,) = [
-        need for card in make_cards(free, placement, Models(small)) for need in card.needs if need.name[0] == "l"
+        need for card in needs_of_gpus(free, placement, Models(small)) for need in card.needs if need.name[0] == "l"
     ]
     left = 0.9 * total - learner.num_bytes - GIB - 4 * small.vocabulary * small.hidden
     assert (placement.generators[0].gpu_memory_utilization or 0) * total == pytest.approx(left)

@@ -13,10 +13,10 @@ import pytest
 from rich.console import Console
 
 from asyncrl.errors import observer_failures
-from asyncrl.launch import documents
 from asyncrl.launch.bottleneck import Background
-from asyncrl.launch.console import ignore_broken_pipe
-from asyncrl.observe.report import write_report
+from asyncrl.observe import report as documents
+from asyncrl.observe.console import ignore_broken_pipe
+from asyncrl.observe.page import write_report
 from asyncrl.util import files
 
 
@@ -83,12 +83,10 @@ def test_a_full_disk_at_the_end_names_its_files(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(files.os, "fsync", full)
     monkeypatch.setattr(documents, "document_of", lambda _: {"name": "r"})
     out = io.StringIO()
-    run: Any = SimpleNamespace(
-        summary={"status": "finished", "wall_s": 1.0, "attempts": 1, "observer_failures": {"samples": 2}},
-        bottleneck=SimpleNamespace(summary=lambda summary: 1 / 0),
-    )
+    told = {"status": "finished", "wall_s": 1.0, "attempts": 1, "observer_failures": {"samples": 2}}
+    bottleneck: Any = SimpleNamespace(summary=lambda summary: 1 / 0)
     folder: Any = Folder(tmp_path)
-    documents.report_end(run, folder, Console(file=out, width=500), {})
+    documents.report_end(told, {}, bottleneck, folder, Console(file=out, width=500))
     for name in ("summary.json", "report.html"):
         line = next(
             line for line in out.getvalue().splitlines() if line.startswith(f"{tmp_path / name} is not written")

@@ -14,13 +14,13 @@ import pytest
 from rich.console import Console
 from safetensors.numpy import save_file
 
+from asyncrl.cli import retrain
+from asyncrl.cli.retrain import first_difference, make_out, show_metrics, start, watch
 from asyncrl.errors import AsyncrlError, ConfigError, RunError
-from asyncrl.launch.commands import retrain
-from asyncrl.launch.commands.retrain import first_difference, make_out, show_metrics, start, watch
-from asyncrl.launch.console import Interrupts
 from asyncrl.launch.launcher import LocalLauncher
 from asyncrl.launch.worker import EXIT_CONFIG, EXIT_CRASHED, EXIT_FAILED, RoleSpec
-from asyncrl.samples import Samples
+from asyncrl.observe.console import Interrupts
+from asyncrl.observe.samples import Samples
 from tests.helpers.replay import loopback_endpoints, small_config
 
 

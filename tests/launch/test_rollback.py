@@ -18,12 +18,12 @@ from asyncrl.launch import run_dir as run_dir_module
 from asyncrl.launch.rollback import MAX_ROLLBACKS, collapse_error, discard_journal, is_due, resume_point
 from asyncrl.launch.run_dir import RunFolder, read_summary
 from asyncrl.learner.checkpoint import CheckpointManifest, finished_steps, sum_of, write_manifest
-from asyncrl.observe.document import read_metrics
-from asyncrl.observe.rollbacks import read_rollbacks
+from asyncrl.observe.collapse import read_rollbacks
+from asyncrl.observe.curves import read_metrics
+from asyncrl.observe.samples import evaluated_versions
+from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay.codec import pack_group
-from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
-from asyncrl.samples.book import evaluated_versions
 from tests.helpers.replay import EndlessPrompts, ask_queue, loopback_endpoints, make_group, small_config
 
 RUN = Path("runs/one")

@@ -31,7 +31,7 @@ from asyncrl.launch.run_dir import (
     run_endpoints,
 )
 from asyncrl.learner.checkpoint import CheckpointManifest, sum_of, write_manifest
-from asyncrl.observe.document import read_metrics
+from asyncrl.observe.curves import read_metrics
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.sockets import read_keys
 from tests.helpers.cli import asyncrl

@@ -13,14 +13,13 @@ import pytest
 from asyncrl.config.config import Config
 from asyncrl.config.load import load_config
 from asyncrl.data.files import write_rows
+from asyncrl.observe.samples import SampleBook, Samples
+from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay.codec import pack_group
 from asyncrl.replay.evaluation import EvalSamples, EvaluatedRow
 from asyncrl.replay.history import JournalSamples
 from asyncrl.replay.journal import Journal
-from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
-from asyncrl.samples import Samples
-from asyncrl.samples.book import SampleBook
 from asyncrl.types import Group, Lease, Prompt
 from asyncrl.wire.messages import Evaluated
 from tests.helpers.cli import asyncrl

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from asyncrl.cli.running import ScaleChange
 from asyncrl.errors import PeerTimeoutError, RunError
-from asyncrl.launch.commands.running import ScaleChange
 from asyncrl.launch.run_dir import RunFolder
 from tests.helpers.replay import loopback_endpoints, small_config
 

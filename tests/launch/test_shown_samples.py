@@ -9,10 +9,9 @@ import numpy as np
 from rich.console import Console
 
 from asyncrl.config.load import load_config
-from asyncrl.launch.shown_samples import ShownSamples
-from asyncrl.observe.live import LiveView
-from asyncrl.observe.panel import ShownSample
-from asyncrl.samples.book import SampleBook
+from asyncrl.observe.first_look import ShownSamples
+from asyncrl.observe.live import LiveView, ShownSample
+from asyncrl.observe.samples import SampleBook
 from asyncrl.types import Group, Lease, Prompt
 from tests.helpers.replay import make_group
 from tests.helpers.reward_pool import TOKENS, save_tokenizer

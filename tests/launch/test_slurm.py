@@ -26,13 +26,13 @@ from asyncrl.errors import ConfigError, RunError
 from asyncrl.launch import machine as packages
 from asyncrl.launch import slurm as slurm_job
 from asyncrl.launch import slurm as slurm_launcher
-from asyncrl.launch.console import NOTICE_S, Interrupts
 from asyncrl.launch.launcher import HOST_LOST, find_launcher
 from asyncrl.launch.machine import Gpu, Host, package_versions
 from asyncrl.launch.placement import RoleResources
 from asyncrl.launch.run_dir import RunFolder
 from asyncrl.launch.slurm import SlurmLauncher, code_of_step, in_pools, job_options, job_script, submit
 from asyncrl.launch.worker import EXIT_CRASHED, RoleSpec
+from asyncrl.observe.console import NOTICE_S, Interrupts
 from asyncrl.wire.endpoints import Endpoints
 from tests.helpers.fake_slurm import FakeSlurm
 from tests.helpers.replay import small_config

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from asyncrl.cli import running as top_module
+from asyncrl.cli.running import top
 from asyncrl.errors import ConfigError, PeerTimeoutError
-from asyncrl.launch.commands import running as top_module
-from asyncrl.launch.commands.running import top
 from asyncrl.launch.run_dir import RunFolder
 from tests.helpers.replay import loopback_endpoints, small_config
 

@@ -15,11 +15,11 @@ from asyncrl.errors import ProtocolError
 from asyncrl.learner.batch import collate
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.step import Trainer
+from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay.codec import GroupLimits, pack_group, unpack_group
-from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.types import NO_VERSION, Trajectory
-from asyncrl.util.tokenizer import num_embeddings
+from asyncrl.util.model_files import num_embeddings
 from tests.helpers.examples import examples
 from tests.helpers.replay import PROMPT_TOKENS, EndlessPrompts, ask_queue, make_group, small_config
 

@@ -18,10 +18,10 @@ from asyncrl.generator.groups import Running, make_group
 from asyncrl.learner.algorithm import make_algorithm
 from asyncrl.learner.batch import Batch, collate
 from asyncrl.learner.step import Scores, estimate, sync_microbatches
+from asyncrl.observe.metrics import LATEST_GROUPS, FailedRewards
+from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay.codec import pack_group, unpack_group
 from asyncrl.replay.journal import Journal
-from asyncrl.replay.metrics.rewards import LATEST_GROUPS, FailedRewards
-from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.rewards.calling import CompletedGroup
 from asyncrl.rewards.pool import Scored

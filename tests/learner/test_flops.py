@@ -13,7 +13,7 @@ from worlds import make_config, make_groups, make_trainer, pack_groups
 
 from asyncrl.learner.batch import make_batch
 from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.metrics.flops import ModelFlops, device_peak, peak_flops, utilization
+from asyncrl.learner.metrics import ModelFlops, device_peak, peak_flops, utilization
 
 HIDDEN, LAYERS, QUERY, KEY_VALUE, INTERMEDIATE, VOCABULARY = 32, 2, 32, 16, 64, 48
 """Sizes of the tiny model."""

@@ -21,7 +21,7 @@ from asyncrl.learner.model.loading import hidden_states, load_policy_model
 from asyncrl.learner.model.logprob_head import LogprobHead
 from asyncrl.learner.model.policy import Excluded, Policy, PolicyNetwork, Reference
 from asyncrl.types import Group, Shard
-from asyncrl.util.tokenizer import end_tokens
+from asyncrl.util.model_files import end_tokens
 
 TOKENS, HIDDEN, VOCABULARY, TEMPERATURE = 23, 6, 50, 0.7
 

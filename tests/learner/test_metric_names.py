@@ -21,13 +21,13 @@ from asyncrl.learner.critic import RemoteCritic
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.loop import Learner
 from asyncrl.learner.step import Trainer
-from asyncrl.observe.charts import CHARTS
+from asyncrl.observe.document import CHARTS
+from asyncrl.observe.trace import TraceWriter
 from asyncrl.observe.trackers import make_trackers
 from asyncrl.replay.codec import pack_group, unpack_group
-from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.types import EpisodeOutcome, Lease, Prompt, Shard
-from asyncrl.util.card_lock import CardLock, card_path
+from asyncrl.util.locks import CardLock, card_path
 from asyncrl.wire.messages import Committed, Evaluated, GeneratorStats
 from tests.helpers.metric_names import documented, undocumented, unwritten
 from tests.helpers.replay import EndlessPrompts, ask_queue, make_group

@@ -14,8 +14,7 @@ from worlds import make_config, make_groups, make_trainer, pack_groups
 
 from asyncrl.learner.batch import Batch
 from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.metrics.batch import batch_metrics
-from asyncrl.learner.metrics.phases import PhaseTimer
+from asyncrl.learner.metrics import PhaseTimer, batch_metrics
 
 
 def test_a_phase_is_the_sum_of_its_blocks_and_starts_again_with_the_next_step(one_rank: Ranks) -> None:

@@ -40,8 +40,8 @@ from asyncrl.learner.model import logprob_head
 from asyncrl.learner.model.engine import MuonWithAdamW, TrainedModel, layer_matrices
 from asyncrl.learner.model.loading import load_policy_model
 from asyncrl.learner.model.policy import Policy, PolicyNetwork
+from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay.codec import pack_group
-from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.types import Group
 from tests.helpers.far import FAR, FarTensor, far_device, move, plain_engine

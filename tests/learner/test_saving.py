@@ -39,7 +39,7 @@ from asyncrl.learner.model.saving import (
     write_file,
 )
 from asyncrl.util.files import INDEX, SINGLE, read_tensor_descriptions, tensor_files
-from asyncrl.util.tokenizer import load_tokenizer
+from asyncrl.util.model_files import load_tokenizer
 from asyncrl.weights.model_tensors import CheckpointTensor
 from benchmarks.families import save_family
 from tests.helpers.selection import selected_names, slow_except

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.learner.metrics.step import StalenessMetrics, staleness_metrics
+from asyncrl.learner.metrics import StalenessMetrics, staleness_metrics
 from asyncrl.types import STALENESS_BUCKETS
 
 TOKENS = st.lists(

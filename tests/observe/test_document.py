@@ -10,13 +10,11 @@ import numpy as np
 import pyarrow as pa
 
 from asyncrl.data.tiny_model import make_tokenizer
-from asyncrl.launch.samples import page_samples
-from asyncrl.observe.curves import MAX_POINTS, RATE_POINTS
-from asyncrl.observe.document import MAX_CHARACTERS, MAX_SAMPLES, read_metrics, run_document
-from asyncrl.observe.group_time import group_times
-from asyncrl.observe.timeline import timeline
-from asyncrl.replay.metrics.trace import SCHEMA
-from asyncrl.samples.book import append_rows, choose, evaluated_file
+from asyncrl.observe.curves import MAX_POINTS, RATE_POINTS, read_metrics
+from asyncrl.observe.document import MAX_CHARACTERS, MAX_SAMPLES, group_times, run_document, timeline
+from asyncrl.observe.sample_search import page_samples
+from asyncrl.observe.samples import append_rows, choose, evaluated_file
+from asyncrl.observe.trace import SCHEMA
 from asyncrl.types import Lease, Prompt
 from tests.helpers.replay import make_group, small_config
 from tests.observe.test_observe import LAGS

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.observe import log_entries
-from asyncrl.observe.log_entries import LineReader, LogEntry, RoleLog, merged, parse_entry
+from asyncrl.observe import logs as log_entries
+from asyncrl.observe.logs import LineReader, LogEntry, RoleLog, merged, parse_entry
 
 
 def entry(second: int, event: str, *, level: str = "info", **fields: Any) -> str:

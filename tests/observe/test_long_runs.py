@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from asyncrl.data.tiny_model import make_tokenizer
-from asyncrl.samples import Samples
-from asyncrl.samples.book import TRAINED, append_rows, choose, evaluated_file
+from asyncrl.observe.samples import TRAINED, Samples, append_rows, choose, evaluated_file
 from asyncrl.types import Lease, Prompt
 from tests.helpers.replay import make_group, small_config
 
@@ -83,9 +82,9 @@ def test_pages_of_400_000_evaluated_completions(tmp_path: Path, what: str) -> No
     for version in range(2, versions + 1):
         os.link(file, evaluated_file(tmp_path, version))
     imports = """
-        from asyncrl.board.watched import WatchedRun
-        from asyncrl.launch.documents import document_of
-        from asyncrl.observe.report import write_report
+        from asyncrl.observe.board import WatchedRun
+        from asyncrl.observe.report import document_of
+        from asyncrl.observe.page import write_report
     """
     code = {
         "report": """

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from asyncrl.observe.document import read_metrics
+from asyncrl.observe.curves import read_metrics
 from asyncrl.observe.live import LiveView
 from asyncrl.observe.logs import last_error
 from asyncrl.observe.trackers import make_trackers
@@ -151,7 +151,7 @@ def test_no_file_of_a_run_has_a_secret(tmp_path: Path) -> None:
     code = (
         "import sys, logging, os, structlog; from pathlib import Path\n"
         "from asyncrl.observe.logs import configure_logs; from asyncrl.observe.trackers import make_trackers\n"
-        "from asyncrl.util.redaction import keep_secret; from tests.helpers.replay import small_config\n"
+        "from asyncrl.util.text import keep_secret; from tests.helpers.replay import small_config\n"
         "run = Path(sys.argv[1]); configure_logs(run, 'learner-0'); log = structlog.get_logger()\n"
         "key, password = os.environ['WANDB_API_KEY'], os.environ['DB_PASSWORD']\n"
         "keep_secret('curve-secret')\n"

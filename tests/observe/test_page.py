@@ -13,8 +13,7 @@ import pytest
 from jinja2 import UndefinedError
 
 from asyncrl.observe.document import run_document
-from asyncrl.observe.page import render_page, web_file
-from asyncrl.observe.report import write_report
+from asyncrl.observe.page import render_page, web_file, write_report
 
 ROOT = Path(__file__).parents[2]
 HOSTILE = "</title></pre><script>alert('&amp;\"')</script>"

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from asyncrl.observe.live import LiveView
-from asyncrl.observe.panel import MAX_HISTORY, History, ShownSample, bar, sparkline, spread
+from asyncrl.observe.live import MAX_HISTORY, History, LiveView, ShownSample, bar, sparkline, spread
 from tests.observe.test_observe import COLLAPSE, LAGS, STATUS
 
 METRICS = {
@@ -124,7 +123,7 @@ def test_sparklines_and_bars() -> None:
 
 def test_the_history_is_bounded_and_knows_how_long_a_step_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = iter(range(0, 10_000, 2))
-    monkeypatch.setattr("asyncrl.observe.panel.time.monotonic", lambda: float(next(now_s)))
+    monkeypatch.setattr("asyncrl.observe.live.time.monotonic", lambda: float(next(now_s)))
     history = History()
     for step in range(1, 2 * MAX_HISTORY):
         history.add(step, 1.0)

@@ -14,9 +14,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from asyncrl.config.config import Config
 from asyncrl.data.tiny_model import make_tokenizer
 from asyncrl.errors import ConfigError
+from asyncrl.observe.samples import TRAINED, Samples, append_rows, choose, evaluated_file
 from asyncrl.observe.trackers import find_tracker, make_trackers
-from asyncrl.samples import Samples
-from asyncrl.samples.book import TRAINED, append_rows, choose, evaluated_file
 from asyncrl.types import Lease, Prompt
 from tests.helpers.replay import make_group, small_config
 
@@ -115,6 +114,6 @@ def test_swanlab_runs_offline(config: Config, tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize("name", ["mlflow", "swanlab"])
 def test_a_tracker_whose_package_is_missing_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if find_spec(name) is not None:
-        monkeypatch.setattr("asyncrl.observe.destinations.find_spec", lambda package: None)
+        monkeypatch.setattr("asyncrl.observe.trackers.find_spec", lambda package: None)
     with pytest.raises(ConfigError, match=rf"observe.trackers = '{name}': .*pip install 'asyncrl\[{name}\]'"):
         find_tracker(name)

@@ -14,8 +14,7 @@ import pytest
 from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError, observer_failures
 from asyncrl.observe import trackers as trackers_module
-from asyncrl.observe.destinations import JsonLines
-from asyncrl.observe.trackers import TRACKERS, make_trackers, tracker_summary
+from asyncrl.observe.trackers import TRACKERS, JsonLines, make_trackers, tracker_summary
 from tests.helpers.replay import small_config
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from asyncrl.observe.trace import OF_EPISODE, SCHEMA
 from asyncrl.plan.workload import EngineCost, LearnerCost, SyncCost
-from asyncrl.replay.metrics.trace import OF_EPISODE, SCHEMA
 from tests.helpers.replay import small_config
 
 ENGINE, LEARNER = EngineCost(0.01, 2e-4, 5e-3), LearnerCost(0.05, 1e-4, 0.02)

@@ -12,9 +12,9 @@ import pytest
 
 from asyncrl.config.load import load_config
 from asyncrl.errors import DataError
+from asyncrl.observe.trace import SCHEMA, TraceWriter
 from asyncrl.plan.measured import RecentRun, read_run, read_trace
 from asyncrl.plan.workload import slowdown
-from asyncrl.replay.metrics.trace import SCHEMA, TraceWriter
 from tests.plan.made_runs import ENGINE, GROUP_SIZE, LEARNER, REWARD_S, SYNC, make_run
 
 

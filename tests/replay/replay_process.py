@@ -6,8 +6,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay.journal import Journal
-from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.server import run_replay
 from tests.helpers.replay import EndlessPrompts, loopback_endpoints, small_config

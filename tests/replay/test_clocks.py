@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from asyncrl.launch.machine import find_port
+from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay.client import GeneratorClient, LauncherClient, LearnerClient
-from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.server import run_replay
 from asyncrl.wire.endpoints import Endpoints

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.config.config import Config
-from asyncrl.replay.metrics.collapse import CALM_STEPS, CollapseWatch
+from asyncrl.observe.collapse import CALM_STEPS, CollapseWatch
 from asyncrl.util.durable import of_bytes, to_bytes
 from tests.helpers.examples import examples
 from tests.helpers.replay import ask_queue, kill_queue, small_config

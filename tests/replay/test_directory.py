@@ -13,8 +13,8 @@ import pytest
 
 from asyncrl.errors import PeerTimeoutError, ProtocolError, RunError
 from asyncrl.launch.machine import find_port
+from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay.client import GeneratorClient, LearnerClient, LeaseReply
-from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.server import MAX_NAMES, Directory, run_replay
 from asyncrl.wire.endpoints import Endpoints

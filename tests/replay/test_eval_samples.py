@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import ProtocolError
+from asyncrl.observe.samples import evaluated_versions, read_evaluated
 from asyncrl.replay.evaluation import EvalSamples, EvaluatedRow, pack_rows, unpack_rows
-from asyncrl.samples.book import evaluated_versions, read_evaluated
 from asyncrl.types import Prompt
 from asyncrl.wire.messages import Evaluated
 

@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from asyncrl.observe.stats import GeneratorState, Goodput, GoodputSums, bare_fraction, bare_tokens_per_s
+from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay.codec import pack_group
-from asyncrl.replay.metrics.goodput import Goodput, GoodputSums, bare_fraction, bare_tokens_per_s
-from asyncrl.replay.metrics.stats import GeneratorState
-from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.types import GOODPUT_FACTORS, goodput_of
 from asyncrl.util.durable import of_bytes, to_bytes

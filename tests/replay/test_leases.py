@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from asyncrl.config.load import load_config
+from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay.codec import pack_group
 from asyncrl.replay.ledger import Ledger
-from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import SUSPECT_S, ReplayQueue
 from asyncrl.types import Lease
 from asyncrl.wire.messages import LeaseName, ReleasedLease

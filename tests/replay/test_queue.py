@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from asyncrl.errors import ProtocolError, RunError
+from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay import live_group as refunds
 from asyncrl.replay.codec import pack_group
-from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.types import Lease
 from asyncrl.wire.messages import Evaluated, ReleasedLease

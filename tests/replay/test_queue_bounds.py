@@ -13,10 +13,10 @@ import pytest
 from structlog.testing import capture_logs
 
 from asyncrl.errors import ProtocolError
+from asyncrl.observe.metrics import RunSums
+from asyncrl.observe.stats import GeneratorState
+from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay.codec import GroupLimits, pack_group
-from asyncrl.replay.metrics.run import RunSums
-from asyncrl.replay.metrics.stats import GeneratorState
-from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import MAX_FORMER, ReplayQueue
 from asyncrl.replay.server import ReplayServer
 from asyncrl.util.durable import of_bytes, to_bytes

@@ -11,8 +11,8 @@ import pytest
 from msgspec import structs
 
 from asyncrl.errors import ProtocolError, RunError
+from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay.codec import GroupLimits, check_group, pack_group, unpack_group
-from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.types import EpisodeEnd, EpisodeOutcome, Group, Lease
 from asyncrl.wire.messages import GeneratorStats

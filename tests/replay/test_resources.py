@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl.replay.metrics.resources import LearnerUse, generator_metrics, peaks_bytes, rates, times
-from asyncrl.replay.metrics.stats import GeneratorState, ReportedStats
+from asyncrl.observe.metrics import LearnerUse, generator_metrics, peaks_bytes, rates, times
+from asyncrl.observe.stats import GeneratorState, ReportedStats
 from asyncrl.util.durable import of_bytes, to_bytes
 from asyncrl.wire.messages import MAX_NUMBER, GeneratorStats
 

@@ -11,12 +11,12 @@ import pytest
 from msgspec import structs
 
 from asyncrl.errors import ProtocolError
+from asyncrl.observe.samples import Samples
+from asyncrl.observe.stats import OutcomeStats
+from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay.codec import MAX_ROWS_PER_MEMBER, check_group, pack_group, unpack_group
 from asyncrl.replay.history import SampleBatches
-from asyncrl.replay.metrics.stats import OutcomeStats
-from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
-from asyncrl.samples import Samples
 from asyncrl.types import EpisodeOutcome, Group, Lease, Prompt
 from asyncrl.wire.messages import GroupHeader
 from tests.helpers.replay import EndlessPrompts, ask_queue, make_group, small_config

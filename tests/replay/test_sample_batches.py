@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import DataError
+from asyncrl.observe.samples import Samples
 from asyncrl.replay.codec import pack_group
 from asyncrl.replay.history import SampleBatches
-from asyncrl.samples import Samples
 from asyncrl.types import Group, Lease, Prompt
 from tests.helpers.replay import make_group
 

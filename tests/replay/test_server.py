@@ -17,13 +17,13 @@ import zmq
 
 from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
 from asyncrl.launch.machine import find_port
+from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay import history as history_module
 from asyncrl.replay import server as server_module
 from asyncrl.replay.client import GeneratorClient, LauncherClient, LearnerClient, LeaseReply
 from asyncrl.replay.codec import pack_group
 from asyncrl.replay.journal import FRAME_BYTES, Flush, Journal
 from asyncrl.replay.ledger import State
-from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.server import ReplayServer, run_replay
 from asyncrl.wire import rpc as rpc_module

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 
+from asyncrl.observe.stats import StalenessBreakdown
 from asyncrl.replay.codec import pack_group
-from asyncrl.replay.metrics.stats import StalenessBreakdown
 from asyncrl.types import Lease
 from asyncrl.util.durable import of_bytes, to_bytes
 from asyncrl.wire.messages import GroupHeader

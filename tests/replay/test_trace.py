@@ -14,11 +14,11 @@ import pytest
 
 from asyncrl.errors import observer_failures
 from asyncrl.launch.run import TRACE_BYTES_PER_S, TRACE_S
+from asyncrl.observe import trace as trace_module
+from asyncrl.observe.stats import completion_tokens
+from asyncrl.observe.trace import SCHEMA, TraceWriter, trace_bytes, trace_parts
 from asyncrl.plan.measured import TraceTail, read_trace
 from asyncrl.replay.codec import pack_group
-from asyncrl.replay.metrics import trace as trace_module
-from asyncrl.replay.metrics.stats import completion_tokens
-from asyncrl.replay.metrics.trace import SCHEMA, TraceWriter, trace_bytes, trace_parts
 from asyncrl.types import Lease
 from tests.helpers.replay import EndlessPrompts, make_group
 

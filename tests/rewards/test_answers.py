@@ -12,7 +12,7 @@ from asyncrl.rewards.calling import CompletedGroup
 from asyncrl.rewards.code_reward import extract_program
 from asyncrl.rewards.math_reward import math_answer, math_truth
 from asyncrl.rewards.table import load_reward
-from asyncrl.util.answers import find_answer
+from asyncrl.util.text import find_answer
 
 LETTERS = "ABCDEFGHIJ"
 

@@ -11,11 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
+from asyncrl.cli.evaluate import check_evaluation
 from asyncrl.config.config import Config
 from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.checks import check_data_and_rewards
-from asyncrl.launch.commands.evaluate import check_evaluation
 from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.reward_model import check_failed, model_options, uses_reward_model
 from asyncrl.rewards.table import evaluation_config
@@ -127,7 +127,7 @@ def test_a_completion_that_the_reward_model_cannot_score_has_no_reward_of_0(rewa
 
 
 def test_the_command_evaluates_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.launch.commands.evaluate.check_model", lambda config: 100)
+    monkeypatch.setattr("asyncrl.cli.evaluate.check_model", lambda config: 100)
     config = config_for(tmp_path, rewards={"openai/gsm8k": "gsm8k"}, **{"eval.rewards": "auto"})
     room, config = check_evaluation(config, Console(quiet=True))
     assert (room, config.rewards, config.eval.rewards) == (100, "code", None)

@@ -17,7 +17,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.rewards.calling import CompletedGroup
 from asyncrl.rewards.math_reward import math_answer
 from asyncrl.rewards.table import REWARDS, RewardTable, check_rewards, load_reward
-from asyncrl.util import redaction
+from asyncrl.util import text as redaction
 
 
 def group(*completions: str, truth: str = "19", source: str = "sums", **extra: object) -> CompletedGroup:

@@ -9,8 +9,8 @@ import pytest
 
 from asyncrl.config.load import load_config
 from asyncrl.launch.rollback import MAX_ROLLBACKS
-from asyncrl.observe.document import read_metrics
-from asyncrl.observe.rollbacks import read_rollbacks
+from asyncrl.observe.collapse import read_rollbacks
+from asyncrl.observe.curves import read_metrics
 from tests.helpers.runs import SMALL, Launched, check_ledger
 
 pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.timeout(900)]

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import PeerTimeoutError
-from asyncrl.util.card_lock import CardLock, Cards, CardWait, card_path
+from asyncrl.util.locks import CardLock, Cards, CardWait, card_path
 
 HOLDER = """
 import os, subprocess, sys, time
 from pathlib import Path
-from asyncrl.util.card_lock import CardLock
+from asyncrl.util.locks import CardLock
 lock = CardLock(Path(sys.argv[1]), sys.argv[2])
 lock.acquire(10)
 child = os.fork()  # does not keep the lock
@@ -129,7 +129,7 @@ def test_nobody_acquires_a_card_on_which_another_role_has_memory(
 def test_a_role_that_starts_asks_for_the_card(start: Callable[[str], Holder], tmp_path: Path) -> None:
     holder = start("generator-0")
     assert holder.tell("wanted") == "False"
-    code = "import sys; from pathlib import Path; from asyncrl.util.card_lock import CardLock; "
+    code = "import sys; from pathlib import Path; from asyncrl.util.locks import CardLock; "
     code += "CardLock(Path(sys.argv[1]), 'learner-0').acquire(20)"
     other = subprocess.Popen([sys.executable, "-c", code, str(card_path(tmp_path, 0))])
     end_s = time.monotonic() + 20
@@ -161,7 +161,7 @@ def test_all_cards_or_none(start: Callable[[str], Holder], tmp_path: Path) -> No
     names = [card_path(tmp_path, number) for number in (1, 0)]
     cards = Cards([CardLock(path, "generator-0") for path in names])
     assert not cards.try_acquire()
-    code = "import sys; from pathlib import Path; from asyncrl.util.card_lock import CardLock; "
+    code = "import sys; from pathlib import Path; from asyncrl.util.locks import CardLock; "
     code += "sys.exit(not CardLock(Path(sys.argv[1]), 'learner-1').try_acquire())"
     other = [sys.executable, "-c", code, str(names[0])]
     assert subprocess.run(other, check=False).returncode == 0, "card 1 was kept without card 0"

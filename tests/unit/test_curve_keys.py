@@ -11,7 +11,7 @@ import zmq
 
 from asyncrl.errors import ConfigError
 from asyncrl.launch.machine import find_port
-from asyncrl.util.redaction import redact
+from asyncrl.util.text import redact
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.sockets import Keys, bind_router, connect_dealer, new_keys, read_keys
 

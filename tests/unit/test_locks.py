@@ -54,7 +54,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.run_dir import RunFolder, is_running
 from asyncrl.replay.journal import lock
 from asyncrl.sandbox.run import Sandbox
-from asyncrl.util.card_lock import CardLock
+from asyncrl.util.locks import CardLock
 from asyncrl.wire.sockets import socket_folder
 from tests.helpers.replay import small_config
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.sections import ModelConfig
-from asyncrl.util.tokenizer import load_tokenizer
+from asyncrl.util.model_files import load_tokenizer
 
 PACKAGE = Path(__file__).parents[2] / "asyncrl"
 MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}

@@ -12,17 +12,17 @@ import pytest
 from rich.console import Console
 
 import asyncrl
-from asyncrl.board.watched import WatchedRun
+from asyncrl.cli.show_config import show_config
 from asyncrl.config.config import Config
 from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
-from asyncrl.launch.commands.show_config import show_config
-from asyncrl.launch.documents import document_of
 from asyncrl.launch.run_dir import lock_path, refuse_changes
-from asyncrl.observe.destinations import settings_of
-from asyncrl.observe.report import write_report
+from asyncrl.observe.board import WatchedRun
+from asyncrl.observe.page import write_report
+from asyncrl.observe.report import document_of
+from asyncrl.observe.trackers import settings_of
 from asyncrl.util.locks import try_lock
-from asyncrl.util.redaction import redact, redact_named
+from asyncrl.util.text import redact, redact_named
 from tests.helpers.replay import small_config
 
 SECRET = "sk-literal-secret-1234"

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import DataError
-from asyncrl.samples.book import (
+from asyncrl.observe.samples import (
     EVERY_S,
     REASONS,
     SampleBook,
+    Samples,
     append_rows,
     choose,
     evaluated_file,
@@ -21,7 +22,6 @@ from asyncrl.samples.book import (
     read_latest,
     read_trained,
 )
-from asyncrl.samples.table import Samples
 from asyncrl.types import Group, Lease, Prompt
 from tests.helpers.replay import make_group
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import DataError
-from asyncrl.samples import ARRAYS, SCHEMA, Samples
+from asyncrl.observe.samples import ARRAYS, SCHEMA, Samples
 from asyncrl.types import NO_VERSION, Group, Trajectory
 from tests.helpers.examples import examples
 

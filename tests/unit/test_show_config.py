@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.cli.show_config import config_keys_of
 from asyncrl.config.load import config_keys, load_config, option_keys
-from asyncrl.launch.commands.show_config import config_keys_of
 from tests.helpers.cli import asyncrl
 
 pytestmark = pytest.mark.timeout(120)

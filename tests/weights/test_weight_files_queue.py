@@ -15,8 +15,8 @@ from weight_parts import manifest_of, next_staged
 
 from asyncrl.errors import PeerTimeoutError, RunError
 from asyncrl.generator import role
+from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay.client import Announcer, GeneratorClient, LauncherClient, LearnerClient, LeaseReply
-from asyncrl.replay.metrics.trace import TraceWriter
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.server import run_replay
 from asyncrl.types import NO_VERSION

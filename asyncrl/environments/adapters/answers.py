@@ -10,7 +10,7 @@ from typing import Any
 from asyncrl.environments.environment import Task
 from asyncrl.environments.programs.program import accepted
 from asyncrl.errors import ConfigError
-from asyncrl.util.redaction import describe
+from asyncrl.util.text import describe
 from asyncrl.util.user_code import resolve_function
 
 AnswerReward = Callable[[Task, str], Any]

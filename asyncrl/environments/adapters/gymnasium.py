@@ -10,7 +10,7 @@ from asyncrl.environments.adapters.answers import need, own_function
 from asyncrl.environments.environment import Action, Environment, Step, Task
 from asyncrl.environments.table import Named, checked
 from asyncrl.errors import ConfigError
-from asyncrl.util.redaction import describe
+from asyncrl.util.text import describe
 
 INSTALL = "gymnasium==1.4.0"
 OWN = ("observe", "act")

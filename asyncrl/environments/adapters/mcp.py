@@ -16,7 +16,7 @@ from asyncrl.environments.adapters.answers import load_reward, need
 from asyncrl.environments.environment import Task, Tool, ToolEnvironment, ToolError
 from asyncrl.environments.table import Named, checked
 from asyncrl.errors import ConfigError
-from asyncrl.util.redaction import describe
+from asyncrl.util.text import describe
 
 INSTALL = "mcp==2.3.0"
 START_S = 60.0

@@ -10,7 +10,7 @@ from asyncrl.environments.adapters.answers import need
 from asyncrl.environments.environment import Action, Environment, Message, Say, Step, Task
 from asyncrl.environments.table import Named, checked
 from asyncrl.errors import ConfigError
-from asyncrl.util.hints import did_you_mean
+from asyncrl.util.text import did_you_mean
 from asyncrl.util.user_code import resolve
 
 INSTALL = "skyrl-gym==0.4.0"

@@ -15,7 +15,7 @@ from asyncrl.environments.adapters.answers import load_reward, need
 from asyncrl.environments.environment import Action, Step, Task, Tool, ToolEnvironment, ToolError
 from asyncrl.environments.table import Named, checked
 from asyncrl.errors import ConfigError
-from asyncrl.util.redaction import describe
+from asyncrl.util.text import describe
 
 INSTALL = "--no-deps verl==0.9.1 ray tensordict pyvers omegaconf"
 

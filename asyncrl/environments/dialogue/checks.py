@@ -13,7 +13,7 @@ from asyncrl.environments.dialogue.rendering import DialogueError
 from asyncrl.environments.environment import Message, Schema
 from asyncrl.errors import ConfigError
 from asyncrl.types import Prompt
-from asyncrl.util.tokenizer import end_tokens
+from asyncrl.util.model_files import end_tokens
 
 SENTINEL = "zq7sentinel7qz"
 USER: Message = {"role": "user", "content": "Zq7first7qZ"}

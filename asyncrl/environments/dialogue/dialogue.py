@@ -28,7 +28,7 @@ from asyncrl.environments.dialogue.rendering import (
     with_text_arguments,
 )
 from asyncrl.environments.environment import Message, Schema, ToolCall
-from asyncrl.util.tokenizer import TEMPLATE_COLUMN, Decoder, load_decoder, load_tokenizer, num_embeddings
+from asyncrl.util.model_files import TEMPLATE_COLUMN, Decoder, load_decoder, load_tokenizer, num_embeddings
 
 MARK = "\n[...]\n"
 """Stands for the middle of an observation that is too long."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from asyncrl.environments.environment import Message, Schema, ToolCall
-from asyncrl.util.answers import END_THINK, THINK
+from asyncrl.util.text import END_THINK, THINK
 
 DEEPSEEK_CALL, DEEPSEEK_SEPARATOR, DEEPSEEK_END = (
     f"<\uff5ctool\u2581{name}\uff5c>" for name in ("call\u2581begin", "sep", "call\u2581end")

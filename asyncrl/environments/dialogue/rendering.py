@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, cast
 from asyncrl.environments.dialogue.formats import END_THINK, TAGS, THINK
 from asyncrl.environments.environment import Message, Schema
 from asyncrl.errors import AsyncrlError, ConfigError
-from asyncrl.util.tokenizer import load_tokenizer, no_embedding, num_embeddings, render_chat
+from asyncrl.util.model_files import load_tokenizer, no_embedding, num_embeddings, render_chat
 
 
 class DialogueError(AsyncrlError, ValueError):

@@ -17,7 +17,7 @@ import msgspec
 
 from asyncrl.environments.environment import Message
 from asyncrl.errors import AsyncrlError
-from asyncrl.util.tokenizer import TEMPLATE_COLUMN
+from asyncrl.util.model_files import TEMPLATE_COLUMN
 from asyncrl.wire.service_messages import MAX_STOP_CHARACTERS, MAX_STOPS
 
 MODEL = "policy"

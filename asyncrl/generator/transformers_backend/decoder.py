@@ -26,7 +26,7 @@ from asyncrl.generator.transformers_backend.routing import RoutingRecorder
 from asyncrl.generator.transformers_backend.sizes import cache_pages, step_tokens, window_of
 from asyncrl.generator.transformers_backend.varlen import choose_kernel
 from asyncrl.util.host_memory import HostMemory
-from asyncrl.util.routing import replayed_routers
+from asyncrl.util.model_files import replayed_routers
 from asyncrl.weights.layout import WeightPart
 
 

@@ -22,8 +22,8 @@ from asyncrl.generator.transformers_backend.scheduler import Request, Scheduler
 from asyncrl.generator.transformers_backend.stops import StopTexts
 from asyncrl.generator.weight_fit import Shapes, check_fit
 from asyncrl.types import NO_VERSION
-from asyncrl.util.memory import peak_memory_bytes
-from asyncrl.util.tokenizer import end_tokens
+from asyncrl.util.model_files import end_tokens
+from asyncrl.util.processes import peak_memory_bytes
 from asyncrl.weights.layout import WeightPart
 
 

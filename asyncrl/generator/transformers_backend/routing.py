@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from asyncrl.util.routing import Routers, router_modules
+from asyncrl.util.model_files import Routers, router_modules
 
 
 class RoutingRecorder:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from asyncrl.generator.engine import Sampling
 from asyncrl.generator.transformers_backend.batch import Row, sort_rows
 from asyncrl.generator.transformers_backend.cache import PagedCache
-from asyncrl.util.routing import keep_routing
+from asyncrl.util.model_files import keep_routing
 
 
 @dataclass(slots=True, eq=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from asyncrl.config.config import Config
-from asyncrl.util.tokenizer import load_decoder
+from asyncrl.util.model_files import load_decoder
 
 MARGIN_TOKENS = 8
 """Tokens that are decoded in front of those that may be part of the text, so that it is not at the beginning."""

@@ -25,8 +25,8 @@ from asyncrl.generator.vllm_backend.version_labels import VersionLabels, check_f
 from asyncrl.generator.vllm_backend.workers import Workers
 from asyncrl.generator.weight_fit import Shapes
 from asyncrl.types import NO_VERSION, Status
-from asyncrl.util.memory import peak_memory_bytes
-from asyncrl.util.routing import replayed_routers
+from asyncrl.util.model_files import replayed_routers
+from asyncrl.util.processes import peak_memory_bytes
 from asyncrl.weights.layout import WeightPart
 
 if TYPE_CHECKING:

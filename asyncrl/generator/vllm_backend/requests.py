@@ -10,7 +10,7 @@ from asyncrl.config.config import Config
 from asyncrl.errors import InvariantError
 from asyncrl.generator.engine import Sampling
 from asyncrl.types import NO_VERSION
-from asyncrl.util.tokenizer import end_tokens, load_tokenizer
+from asyncrl.util.model_files import end_tokens, load_tokenizer
 
 if TYPE_CHECKING:
     from vllm import SamplingParams

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError, InvariantError
 from asyncrl.generator.vllm_backend.version_labels import OwnScheduler
-from asyncrl.util.routing import KEY, Routers, keep_routing
+from asyncrl.util.model_files import KEY, Routers, keep_routing
 
 if TYPE_CHECKING:
     from vllm.distributed.aux_output_connector.connector import AuxRequestOutput

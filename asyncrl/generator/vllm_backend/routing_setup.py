@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from asyncrl.errors import ConfigError
-from asyncrl.util.routing import KEY
+from asyncrl.util.model_files import KEY
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

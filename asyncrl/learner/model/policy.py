@@ -23,8 +23,7 @@ from asyncrl.learner.model.loading import hidden_states, load_policy_model
 from asyncrl.learner.model.logprob_head import LogprobHead
 from asyncrl.learner.model.lora import Adapters
 from asyncrl.types import Group
-from asyncrl.util.routing import Routers, replayed_routers, router_modules
-from asyncrl.util.tokenizer import end_tokens
+from asyncrl.util.model_files import Routers, end_tokens, replayed_routers, router_modules
 
 
 class Policy(TrainedModel):

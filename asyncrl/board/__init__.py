@@ -1,1 +1,0 @@
-"""`asyncrl board`: a page over the runs of a folder, served on the loopback interface."""

@@ -1,1 +1,0 @@
-"""The commands other than `asyncrl launch`."""

@@ -1,1 +1,0 @@
-"""Metrics of the learner's steps: losses, batches, phases, operations, and traces."""

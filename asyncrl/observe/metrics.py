@@ -1,0 +1,471 @@
+"""The replay queue's metrics of a run: rewards, staleness, idle time, memory and rates."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import structlog
+from msgspec import field
+
+from asyncrl.config.config import Config
+from asyncrl.observe.collapse import CollapseWatch
+from asyncrl.observe.stats import (
+    DownsampledSeries,
+    ExactMean,
+    GeneratorState,
+    GoodputSums,
+    OutcomeStats,
+    Quantiles,
+    ReportedStats,
+    StalenessBreakdown,
+)
+from asyncrl.types import EPISODE_ENDS, EpisodeEnd
+from asyncrl.util.durable import Durable
+from asyncrl.util.processes import (
+    ACTIVITIES,
+    GENERATOR_ACTIVITIES,
+    GENERATOR_PHASES,
+    LEARNER_PHASES,
+    fractions,
+    peak_memory_bytes,
+)
+from asyncrl.wire.messages import MAX_COUNT, MAX_NUMBER, GeneratorStats, GroupHeader
+
+log = structlog.get_logger()
+
+RATE_WINDOW_S = 10.0
+LEARNER_TIMES = {
+    "waiting": "learner/wait_s", "working": "learner/step_s", "syncing": "learner/sync_s", "writing": "learner/write_s",
+}  # fmt: skip
+"""The learner's metric of each activity."""
+SKIPPED_UPDATES = ("learner/skipped_updates", "critic/skipped_updates")
+COSTS = ("generator/step_base_s", "generator/step_sequence_s", "generator/request_s", "generator/reward_s")
+"""Metrics of the generators' engine costs, in the order of `GeneratorStats.costs`."""
+EPISODE_FAILURES: tuple[EpisodeEnd, ...] = ("environment", "timeout", "overlong", "host")
+"""The ends of a failed episode."""
+LATEST_GROUPS, MAX_FAILED = 100, 0.05
+"""Warn when more than this part of the rewards of the latest groups failed."""
+EXAMPLES = 3
+
+
+class TrainedGroup(Protocol):
+    """What the metrics of a step read of a group that it trains."""
+
+    completion: list[int]
+    """Action tokens of each trajectory."""
+    by_version: dict[int, int]
+    """Action tokens by the policy version that sampled them."""
+    signal: bool
+    taken_s: float
+
+    @property
+    def finished(self) -> GroupHeader: ...
+
+
+class RewardsSinceStep(Durable):
+    """Means over the members that have a reward, of groups since the last step: rewards, their parts, lengths. They do
+    not depend on the order in which groups arrive."""
+
+    means: dict[str, ExactMean] = field(default_factory=dict[str, ExactMean])
+    wait_s: Quantiles = field(default_factory=Quantiles)
+    """The episodes' `wait_s`."""
+
+    @property
+    def reward(self) -> float | None:
+        """The mean reward; None before the first."""
+        return self.means["reward/mean"].mean if "reward/mean" in self.means else None
+
+    def add(self, header: GroupHeader, completion: Sequence[int]) -> None:
+        """Counts the members of a group that have a reward, and the lengths of all; `completion` has the action tokens
+        of each trajectory."""
+        rewards, all_parts = header.of_scored(header.rewards), header.of_scored(header.parts)
+        self._count("reward/mean", rewards)
+        self._count(f"reward/{header.data_source}", rewards)
+        for name in {name for parts in all_parts for name in parts}:
+            self._count(f"reward_part/{name}", [parts[name] for parts in all_parts if name in parts])
+        self._count("completion/tokens", [float(tokens) for tokens in header.sums_of_members(completion)])
+        if header.greedy_reward is not None:
+            self._count("reward/greedy", [header.greedy_reward])
+        if header.episodes:
+            for name, values in _episode_values(header).items():
+                self._count(name, header.of_scored(values))
+            self.wait_s.values += [one.wait_s for one in header.of_scored(header.episodes)]
+        truncated = [float(status == "truncated") for status in header.of_scored(header.status)]
+        self._count("completion/truncated_fraction", truncated)
+
+    def count_group(self, header: GroupHeader, *, signal: bool) -> None:
+        """Counts any group: whether it has a training signal, and its members without a reward."""
+        self._count("reward/signal_fraction", [float(signal)])
+        self._count("reward/failed_fraction", [float(bool(error)) for error in header.of_members(header.errors)])
+        if header.episodes:
+            episodes = header.of_members(header.episodes)
+            for end in EPISODE_FAILURES:
+                self._count(f"environment/failed/{end}", [float(one.ended == end) for one in episodes])
+
+    def table(self) -> dict[str, float]:
+        """The means, by name."""
+        means = {name: self.means[name].mean for name in sorted(self.means)}
+        return means | self.wait_s.table("environment/wait_s")
+
+    def _count(self, name: str, values: Sequence[float]) -> None:
+        self.means.setdefault(name, ExactMean()).add(values)
+
+
+def _episode_values(header: GroupHeader) -> dict[str, list[float]]:
+    """A value of each episode of a group with rewards, by the metric that is their mean."""
+    turns = header.sums_of_members([len(one.turn_rewards) for one in header.episodes])
+    branches = header.sums_of_members([1] * len(header.episodes))
+    observed = header.sums_of_members([one.observation_tokens for one in header.episodes])
+    episodes = header.of_members(header.episodes)
+    ends = {f"environment/ended_{end}": [float(one.ended == end) for one in episodes] for end in EPISODE_ENDS}
+    return {
+        "environment/turns": [float(count) for count in turns],
+        "environment/branches": [float(count) for count in branches],
+        "environment/observation_tokens": [float(tokens) for tokens in observed],
+        "environment/episode_s": [one.environment_s for one in episodes],
+        "environment/reset_s": [one.reset_s for one in episodes],
+        "environment/tries": [float(one.tries) for one in episodes],
+        **ends,
+    }
+
+
+class FailedRewards:
+    """Logs failed rewards. Warns of groups that are refunded for them, and with examples each time that the fraction of
+    failed ones passes MAX_FAILED."""
+
+    def __init__(self) -> None:
+        self._errors: deque[list[str]] = deque(maxlen=LATEST_GROUPS)
+        """Error texts of the members of each of the latest groups; empty for a member with a reward."""
+        self._are_many = False
+
+    def add(self, header: GroupHeader, *, refunded: bool) -> None:
+        """Counts a group; `refunded` is true if it has too few rewards."""
+        self._errors.append([*header.of_members(header.errors)])
+        errors = [error for error in self._errors[-1] if error]
+        if refunded or errors:
+            write, event = (log.warning, "group failed") if refunded else (log.info, "rewards failed")
+            write(event, ticket=header.ticket, row=header.row, count=len(errors), error=(errors or [""])[0])
+        failed = [error for group in self._errors for error in group if error]
+        rewards, were_many = sum(map(len, self._errors)), self._are_many
+        self._are_many = len(failed) >= EXAMPLES and len(failed) > MAX_FAILED * rewards
+        if self._are_many and not were_many:
+            examples = list(dict.fromkeys(reversed(failed)))[:EXAMPLES]
+            log.warning("many rewards fail", failed=len(failed), rewards=rewards, examples=examples)
+
+
+class LearnerUse(Durable):
+    """Sums over the steps: what learner rank 0 reports of itself and of the critic with its metrics."""
+
+    phases_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LEARNER_PHASES, 0.0))
+    """Seconds of each phase."""
+    peaks_bytes: dict[str, int] = field(default_factory=dict[str, int])
+    """Highest peak of the memory by role, over all starts."""
+
+    def add(self, metrics: Mapping[str, float]) -> None:
+        """Counts the metrics of a step, which may have any values, including NaN."""
+        for name in LEARNER_PHASES:
+            self.phases_s[name] += _bounded(metrics.get(f"learner/{name}_s", 0.0))
+        for role in ("learner", "critic"):
+            if peak := _bounded(metrics.get(f"{role}/peak_memory_bytes", 0.0)):
+                self.peaks_bytes[role] = max(self.peaks_bytes.get(role, 0), int(peak))
+
+
+class RunSums(Durable):
+    """Sums over the run. Rewards count every scored group, trained or refunded; staleness is in learner steps and
+    counts action tokens when they are trained. Times are the run's (`RunClock`)."""
+
+    first_lease_s: float | None = None
+    last_step_s: float | None = None
+    step_rewards: DownsampledSeries = field(default_factory=DownsampledSeries)
+    rewards_since_step: RewardsSinceStep = field(default_factory=RewardsSinceStep)
+    outcomes: dict[str, OutcomeStats] = field(default_factory=dict[str, OutcomeStats])
+    """Stats by outcome: "trained", or the reason of the refund."""
+    goodput: GoodputSums = field(default_factory=GoodputSums)
+    greedy_tokens: int = 0
+    """Tokens of the greedy completions of scored groups; the ledger does not count them."""
+    histogram: list[int] = field(default_factory=list[int])
+    breakdown: StalenessBreakdown = field(default_factory=StalenessBreakdown)
+    learner_wait_s: float = 0.0
+    learner_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(ACTIVITIES, 0.0))
+    """Seconds of learner rank 0, by activity."""
+    learner_use: LearnerUse = field(default_factory=LearnerUse)
+    syncs: int = 0
+    """Versions that the current learner process has sent."""
+    syncs_before: int = 0
+    """Versions that previous learner processes have sent."""
+    skipped_updates: int = 0
+    """Updates of policy and critic that were skipped because they were not finite."""
+    collapse: CollapseWatch = field(default_factory=CollapseWatch)
+    last_metrics: dict[str, float] = field(default_factory=dict[str, float])
+    """All metrics of the last step, including those of the learner."""
+
+
+class RunMetrics(RunSums, kw_only=True):
+    """The sums, what processes report, and the metrics made of both."""
+
+    config: Config
+    reported: ReportedStats = field(default_factory=ReportedStats)
+    recent: deque[tuple[float, int]] = field(default_factory=deque[tuple[float, int]])
+    """End time and tokens of each recent step."""
+
+    @property
+    def generators(self) -> dict[int, GeneratorState]:
+        """The stats of each generator."""
+        return self.reported.generators
+
+    def heartbeat(self, generator: int, session: str, version: int, stats: GeneratorStats, now_s: float) -> None:
+        """Records the stats of an ask."""
+        self.generators.setdefault(generator, GeneratorState()).heartbeat(session, version, stats, now_s)
+
+    def lost(self, generator: int) -> None:
+        """The generator is no longer up."""
+        if generator in self.generators:
+            self.generators[generator].last_heartbeat_s = None
+
+    def leased(self, now_s: float) -> None:
+        """Starts the clock of the run at the first lease."""
+        if self.first_lease_s is None:
+            self.first_lease_s = now_s
+
+    def scored(self, header: GroupHeader, completion: Sequence[int], *, signal: bool, failed: bool) -> None:
+        """Counts a group that arrived; `completion` has the action tokens of each trajectory, `signal` is `has_signal`,
+        and `failed` is true if it is refunded for lack of rewards."""
+        self.goodput.arrived(sum(completion), signal=signal)
+        self.rewards_since_step.count_group(header, signal=signal)
+        if not failed:
+            self.rewards_since_step.add(header, completion)
+            self.greedy_tokens += header.greedy_tokens
+
+    def ended(self, outcome: str, header: GroupHeader, completion: Sequence[int]) -> None:
+        """Counts a group that was trained or refunded."""
+        self.outcomes.setdefault(outcome, OutcomeStats()).add(header, completion)
+
+    def step_metrics(
+        self, step: int, groups: Sequence[TrainedGroup], now_s: float, *, tokens: int, samples: int, generators: int
+    ) -> dict[str, float]:
+        """The metrics of a step that trains these groups and is committed at `now_s`; `tokens` and `samples` are what
+        the steps before have trained, and `generators` the wanted number. Changes nothing."""
+        counts, breakdown = staleness_counts(groups, step - 1), breakdown_of(groups, step - 1, now_s)
+        staleness = np.arange(len(counts))
+        tokens += int(counts.sum())
+        samples += sum(group.finished.num_members for group in groups)
+        elapsed_s = now_s - (self.first_lease_s or 0.0)
+        every = self.generators.values()
+        own = {
+            "reward/mean": self._reward or 0.0,
+            "staleness/mean": float((counts * staleness).sum() / max(int(counts.sum()), 1)),
+            "staleness/max": float(staleness[counts > 0].max(initial=0)),
+            **{f"staleness/{name}": mean for name, mean in breakdown.staleness.items()},
+            **{f"group/{name}_s": mean_s for name, mean_s in breakdown.phases_s.items()},
+            "time/elapsed_s": elapsed_s,
+            "generator/idle_fraction": fractions(self.generator_s)["waiting"],
+            "generator/busy_s": sum(g.busy_s for g in every),
+            "generator/tokens": float(sum(g.tokens for g in every)),
+            "generator/recomputed_tokens": float(self.recomputed_tokens),
+        }
+        own |= {f"throughput/{name}": rate for name, rate in self.rates(tokens, samples, elapsed_s).items()}
+        own |= {f"{role}/peak_memory_bytes": float(peak) for role, peak in peaks_bytes(self.reported).items()}
+        settings, goodput = self.config.generator, self._goodput_after(groups, now_s, generators)
+        own |= goodput.metrics(self.generators, slots=settings.max_running_groups * settings.group_size)
+        if self.config.environment.name is not None:
+            own |= self._episode_states()
+        return self.rewards_since_step.table() | self._costs() | generator_metrics(every) | own
+
+    def committed(
+        self, step: int, groups: Sequence[TrainedGroup], metrics: dict[str, float], now_s: float, *, generators: int
+    ) -> None:
+        """Counts a step that trained these groups; `metrics` are all of the step, including those of the learner, and
+        `generators` is the wanted number."""
+        self.goodput = self._goodput_after(groups, now_s, generators)
+        counts = staleness_counts(groups, step - 1)
+        self.histogram.extend([0] * (len(counts) - len(self.histogram)))
+        for staleness, count in enumerate(counts.tolist()):
+            self.histogram[staleness] += count
+        self.breakdown.join(breakdown_of(groups, step - 1, now_s))
+        waited_s = metrics.get("learner/wait_s", 0.0) + metrics.get("learner/sync_s", 0.0)
+        if not waited_s >= 0.0:  # a learner's metric may have any value, including NaN
+            waited_s = 0.0
+        self.learner_wait_s += min(waited_s, now_s - (self.last_step_s or self.first_lease_s or 0.0))
+        for name, metric in LEARNER_TIMES.items():
+            self.learner_s[name] += _bounded(metrics.get(metric, 0.0))
+        self.learner_use.add(metrics)
+        self.last_step_s = now_s
+        self._count_syncs(metrics.get("weights/broadcasts", 0.0))
+        for skipped in (metrics.get(name, 0.0) for name in SKIPPED_UPDATES):
+            self.skipped_updates += int(skipped) if 0 <= skipped <= MAX_COUNT else 0
+        self.recent.append((now_s, int(counts.sum())))
+        while now_s - self.recent[0][0] >= RATE_WINDOW_S:
+            self.recent.popleft()
+        if (reward := self._reward) is not None:
+            self.step_rewards.add(reward)
+        self.rewards_since_step = RewardsSinceStep()
+        self.last_metrics = metrics
+        self.collapse = self.collapse_after(step, metrics)
+
+    def collapse_after(self, step: int, metrics: dict[str, float]) -> CollapseWatch:
+        """Returns the watch after a step with these metrics, which are all of the step. Changes nothing."""
+        return self.collapse.after_step(step, metrics, self.config)
+
+    @property
+    def generator_idle(self) -> float:
+        """Fraction of the generators' time, up to their last heartbeats, in which they had nothing to generate."""
+        return fractions(self.generator_s)["waiting"]
+
+    @property
+    def generator_environments(self) -> float:
+        """Fraction of it in which all their episodes waited for their environments."""
+        return fractions(self.generator_s)["environments"]
+
+    @property
+    def generator_s(self) -> dict[str, float]:
+        """Seconds of all generators together, by activity."""
+        return _activities_s(self.generators.values())
+
+    @property
+    def stall_ms_mean(self) -> float:
+        """Mean duration for which a weight swap stalled an engine."""
+        stall_ms = sum(g.stall_ms_sum for g in self.generators.values())
+        return stall_ms / max(sum(g.stalls for g in self.generators.values()), 1)
+
+    @property
+    def recomputed_tokens(self) -> int:
+        """Tokens whose keys and values engines have computed again."""
+        return sum(g.recomputed_tokens for g in self.generators.values())
+
+    @property
+    def learner_idle(self) -> float:
+        """Fraction of the wall time, up to the last step, in which learner rank 0 waited for data or weights."""
+        return min(1.0, self.learner_wait_s / self.training_s) if self.training_s else 0.0
+
+    @property
+    def training_s(self) -> float:
+        """Seconds from the first lease to the last step."""
+        if self.first_lease_s is None or self.last_step_s is None:
+            return 0.0
+        return self.last_step_s - self.first_lease_s
+
+    def rates(self, tokens: int, samples: int, elapsed_s: float) -> dict[str, float]:
+        """The rates of a run that has trained this number of action tokens and of trajectories."""
+        generators, learners = self.generators.values(), self.config.launch.learners
+        return rates(generators, tokens=tokens, samples=samples, elapsed_s=elapsed_s, learners=learners)
+
+    def _goodput_after(self, groups: Sequence[TrainedGroup], now_s: float, generators: int) -> GoodputSums:
+        """The sums of the goodput after a step that trains these groups and is committed at `now_s`."""
+        since_s = self.first_lease_s if self.last_step_s is None else self.last_step_s
+        return self.goodput.after_step(
+            offered_s=generators * (now_s - (now_s if since_s is None else since_s)),
+            trained_signal=sum(sum(group.completion) for group in groups if group.signal),
+        )
+
+    def _costs(self) -> dict[str, float]:
+        """Means over the generators that know their engine costs; empty if none does."""
+        known = [g.costs for g in self.generators.values() if len(g.costs) == len(COSTS)]
+        costs = {name: sum(column) / len(column) for name, column in zip(COSTS, zip(*known, strict=True), strict=False)}
+        return costs | ({"weights/stall_ms": self.stall_ms_mean} if known else {})
+
+    def _episode_states(self) -> dict[str, float]:
+        """Numbers of episodes in the generators that are up, and the fraction of the time of all generators in which
+        all their episodes waited."""
+        up = [g for g in self.generators.values() if g.last_heartbeat_s is not None]
+        return {
+            "generator/environments_fraction": self.generator_environments,
+            "environment/live_episodes": float(sum(g.live_episodes for g in up)),
+            "environment/waiting_episodes": float(sum(g.waiting_episodes for g in up)),
+        }
+
+    def _count_syncs(self, broadcasts: float) -> None:
+        """Records the number of versions that the learner has sent since its start, unless the value is implausible."""
+        syncs = int(broadcasts) if 0 <= broadcasts <= MAX_COUNT else self.syncs
+        if syncs < self.syncs:
+            self.syncs_before += self.syncs
+        self.syncs = syncs
+
+    @property
+    def _reward(self) -> float | None:
+        """Mean reward of the trajectories scored since the last step, or of that step if there are none."""
+        reward = self.rewards_since_step.reward
+        return self.step_rewards.latest if reward is None else reward
+
+
+def staleness_counts(groups: Sequence[TrainedGroup], version: int) -> np.ndarray:
+    """Action tokens of the groups by staleness at `version`, [max staleness + 1]."""
+    sampled = [pair for group in groups for pair in group.by_version.items()]
+    counts = np.zeros(1 + max((version - by for by, _ in sampled), default=-1), dtype=np.int64)
+    for by, tokens in sampled:
+        counts[version - by] += tokens
+    return counts
+
+
+def breakdown_of(groups: Sequence[TrainedGroup], version: int, trained_s: float) -> StalenessBreakdown:
+    """The breakdown of groups that are trained together at `version`."""
+    made = StalenessBreakdown()
+    for group in groups:
+        made.add(group.finished, group.by_version, taken_s=group.taken_s, trained_s=trained_s, train_version=version)
+    return made
+
+
+def generator_metrics(generators: Collection[GeneratorState]) -> dict[str, float]:
+    """`generator/PHASE_fraction`: the fraction of the generators' time since the start that each phase takes, and
+    `generator/engine_cpu_fraction`: that of their decoding steps in which the thread that runs them computes. Empty
+    before the first generator is up."""
+    total_s = sum(sum(g.seconds.values()) for g in generators)
+    phases_s = _phases_s(generators)
+    found = {f"generator/{name}_fraction": seconds / total_s for name, seconds in phases_s.items() if total_s}
+    if engine_s := phases_s["engine"]:
+        found["generator/engine_cpu_fraction"] = sum(g.engine_cpu_s for g in generators) / engine_s
+    return found
+
+
+def peaks_bytes(reported: ReportedStats) -> dict[str, int]:
+    """Peak of the memory by role: of this process, of the generator with the highest one, and of the roles that have
+    reported theirs; without learner and critic."""
+    highest = max((g.peak_memory_bytes for g in reported.generators.values()), default=0)
+    generator = {"generator": highest} if highest else {}
+    return {"replay": peak_memory_bytes(), **generator, **reported.peaks_bytes}
+
+
+def times(
+    generators: Collection[GeneratorState], learner_s: dict[str, float], learner: LearnerUse
+) -> dict[str, dict[str, Any]]:
+    """By role the fraction of its time in each activity and, as "phases", in each phase of its work; `learner_s` are
+    the seconds of learner rank 0 by activity."""
+    found: dict[str, dict[str, Any]] = {}
+    for role, seconds, phases_s in (
+        ("generator", _activities_s(generators), _phases_s(generators)),
+        ("learner", learner_s, learner.phases_s),
+    ):
+        total_s = sum(seconds.values())
+        phases = {name: part / total_s if total_s else 0.0 for name, part in phases_s.items()}
+        found[role] = {**fractions(seconds), "phases": phases}
+    return found
+
+
+def rates(
+    generators: Collection[GeneratorState], *, tokens: int, samples: int, elapsed_s: float, learners: int
+) -> dict[str, float]:
+    """Rates per second since the first lease: `tokens` and `samples` that were trained, of all learner ranks and of
+    each, and what each generator has generated. Empty before any time has passed."""
+    trained = {"tokens": tokens, "samples": samples}
+    found: dict[str, float] = {}
+    for what, count in trained.items() if elapsed_s > 0 else ():
+        found[f"trained_{what}_per_s"] = count / elapsed_s
+        found[f"trained_{what}_per_s_per_device"] = count / elapsed_s / learners
+    generators_s = sum(sum(g.seconds.values()) for g in generators)
+    for what in ("tokens", "samples") if generators_s else ():
+        found[f"generated_{what}_per_s_per_device"] = sum(getattr(g, what) for g in generators) / generators_s
+    return found
+
+
+def _activities_s(generators: Collection[GeneratorState]) -> dict[str, float]:
+    return {name: sum(getattr(g, f"{name}_s") for g in generators) for name in GENERATOR_ACTIVITIES}
+
+
+def _phases_s(generators: Collection[GeneratorState]) -> dict[str, float]:
+    return {name: sum(getattr(g, f"{name}_s") for g in generators) for name in GENERATOR_PHASES}
+
+
+def _bounded(value: float) -> float:
+    return min(value, MAX_NUMBER) if value >= 0.0 else 0.0

@@ -1,1 +1,0 @@
-"""Metrics of a run, its running statistics, and the trace."""
