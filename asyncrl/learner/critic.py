@@ -35,7 +35,7 @@ from asyncrl.learner.model.checks import check_packing
 from asyncrl.learner.model.engine import TrainedModel
 from asyncrl.learner.model.loading import hidden_states, load_value_model
 from asyncrl.learner.model.saving import model_files, restore_state, save_model
-from asyncrl.learner.step import Minibatch, may_be_empty, plan_updates, skip_if_not_finite, sync_microbatches
+from asyncrl.learner.update import Minibatch, may_be_empty, plan_updates, skip_if_not_finite, sync_microbatches
 from asyncrl.util.processes import peak_memory_bytes
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.frames import KINDS, NAMES, Array, Message

@@ -27,7 +27,7 @@ from asyncrl.algorithms.corrections import (
 from asyncrl.errors import observing
 from asyncrl.learner.batch import Batch, MicroBatch
 from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.step import TokenLosses
+from asyncrl.learner.update import TokenLosses
 from asyncrl.types import STALENESS_BOUNDS, STALENESS_BUCKETS
 from asyncrl.util.processes import LEARNER_PHASES, peak_memory_bytes
 

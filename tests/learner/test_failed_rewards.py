@@ -17,7 +17,8 @@ from asyncrl.generator.engine import Completion
 from asyncrl.generator.groups import Running, make_group
 from asyncrl.learner.algorithm import make_algorithm
 from asyncrl.learner.batch import Batch, collate
-from asyncrl.learner.step import Scores, estimate, sync_microbatches
+from asyncrl.learner.step import Scores, estimate
+from asyncrl.learner.update import sync_microbatches
 from asyncrl.observe.metrics import LATEST_GROUPS, FailedRewards
 from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay.codec import pack_group, unpack_group

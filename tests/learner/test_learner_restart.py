@@ -19,7 +19,7 @@ from worlds import CRITIC, Sender, make_config, make_groups, make_trainer
 
 from asyncrl.config.config import Config
 from asyncrl.errors import RunError
-from asyncrl.learner import step as update
+from asyncrl.learner import update
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.loop import Learner

@@ -22,7 +22,8 @@ from asyncrl.learner.algorithm import check_algorithm, make_algorithm
 from asyncrl.learner.batch import Batch, MicroBatch, make_batch, pack_groups
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.model.attention import find_firsts, make_layout
-from asyncrl.learner.step import Estimates, Scores, estimate, sync_microbatches, token_losses
+from asyncrl.learner.step import Estimates, Scores, estimate, token_losses
+from asyncrl.learner.update import sync_microbatches
 from asyncrl.types import NO_VERSION, EpisodeOutcome, Group, Trajectory
 from tests.helpers.examples import examples
 

@@ -17,13 +17,14 @@ from worlds import CRITIC, copy_weights, make_config, make_groups, make_trainer,
 
 from asyncrl.algorithms.kl import kl_estimate
 from asyncrl.errors import ConfigError, InvariantError, RunError
-from asyncrl.learner import step as update
+from asyncrl.learner import update
 from asyncrl.learner.algorithm import make_algorithm
 from asyncrl.learner.batch import Batch, make_batch
 from asyncrl.learner.critic import Critic, CriticModel, ValueHead
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.model.saving import collect_state, restore_state
-from asyncrl.learner.step import Estimates, Scores, Trainer, estimate, sync_microbatches, token_losses
+from asyncrl.learner.step import Estimates, Scores, Trainer, estimate, token_losses
+from asyncrl.learner.update import sync_microbatches
 from asyncrl.types import Group, Trajectory
 
 GAE: dict[str, Any] = {"advantage": "gae", "advantage_options": {"gamma": 0.9, "lam": 0.8}, "loss": "ppo_clip"}

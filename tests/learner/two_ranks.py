@@ -28,7 +28,7 @@ from worlds import (
 
 from asyncrl.config.config import Config
 from asyncrl.errors import AsyncrlError
-from asyncrl.learner import step as update
+from asyncrl.learner import update
 from asyncrl.learner.distributed import Ranks, process_group
 from asyncrl.learner.loop import Learner
 from asyncrl.learner.model import logprob_head

@@ -1,0 +1,157 @@
+"""The parts of an update of weights: mini-batch, losses of micro-batches, and the check that all is finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import structlog
+import torch
+from torch import Tensor
+
+from asyncrl.config.config import Config
+from asyncrl.errors import RunError
+from asyncrl.learner.batch import MicroBatch, Name, empty_micro_batch
+from asyncrl.learner.distributed import Ranks
+from asyncrl.learner.model.engine import TrainedModel
+
+log = structlog.get_logger()
+MAX_SKIPPED_UPDATES = 5
+"""Consecutive updates that may be skipped because their loss or gradient is not finite."""
+MAX_NAMED = 4
+"""Maximum number of trajectories that each rank names for a skipped update; the others are only counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLosses:
+    """A micro-batch's part of an update's loss; gradients are with respect to the current log-probs [N]."""
+
+    loss: Tensor
+    policy_loss: Tensor
+    """The part of `loss` that is the policy's."""
+    kl_loss: Tensor
+    """The divergence from the reference policy in `loss`, before its coefficient; 0 without one."""
+    gradient: Tensor
+    """[N], gradient of `loss`; NaN at tokens whose log-probs or advantage are not finite."""
+    policy_gradient: Tensor
+    """[N], gradient of the sum of the policy's token losses."""
+    masked: Tensor
+    """[N] bool, tokens that the importance weights or the off-policy sequence mask exclude."""
+    entropy_gradient: Tensor | None = None
+    """[N], gradient of `loss` with respect to the entropies; None without an entropy bonus."""
+
+    def pair(self, logprobs: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the outputs that the loss depends on, and its gradient with respect to them, as
+        `TrainedModel.backward` takes them: log-probs [N], or with an entropy bonus log-probs and entropies [2, N]."""
+        if self.entropy_gradient is None:
+            return logprobs, self.gradient
+        return torch.stack([logprobs, entropies]), torch.stack([self.gradient, self.entropy_gradient])
+
+
+@dataclass(frozen=True, slots=True)
+class Minibatch:
+    """This rank's part of one optimizer update; all ranks have the same number of micro-batches."""
+
+    micro_batches: list[MicroBatch]
+    num_tokens: int
+    """Action tokens of all ranks."""
+    num_sequences: int
+    """Members of the groups of all ranks; those that are not trained have a loss of 0, as in TRL and verl."""
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The denominators of the update's loss, as `losses.aggregate` takes them."""
+        return {"num_tokens": self.num_tokens, "num_sequences": self.num_sequences}
+
+    def on(self, device: torch.device) -> Iterator[tuple[MicroBatch, bool]]:
+        """Yields each micro-batch on the device, and True with the last one."""
+        for number, micro in enumerate(self.micro_batches, start=1):
+            yield micro.to(device), number == len(self.micro_batches)
+
+
+def plan_updates(scored: list[Minibatch], *, epochs: int) -> list[Minibatch]:
+    """The mini-batch of every update of a step, in their order, without those that have no action token."""
+    return [minibatch for minibatch in scored * epochs if minibatch.num_tokens]
+
+
+def may_be_empty(config: Config) -> bool:
+    """True if a step or a mini-batch may have no trained action token."""
+    return config.replay.drops or config.algorithm.truncated == "mask"
+
+
+def sync_microbatches(
+    minibatches: list[list[MicroBatch]], num_members: list[int], ranks: Ranks, step: int, *, may_be_empty: bool = False
+) -> list[Minibatch]:
+    """Returns the mini-batches, of which this rank has `num_members` members each, with the counts over all ranks;
+    ranks with fewer micro-batches get empty ones.
+
+    All ranks call it. Raises RunError if a mini-batch has no action token on any rank, unless it `may_be_empty`.
+    """
+    own = [(sum(len(m.targets) for m in p), n, len(p)) for p, n in zip(minibatches, num_members, strict=True)]
+    table = ranks.gather(torch.tensor(own))
+    synced: list[Minibatch] = []
+    for number, parts in enumerate(minibatches):
+        num_tokens, num_sequences, _ = table[:, number].sum(dim=0).tolist()
+        if not num_tokens and not may_be_empty:
+            which = f", mini-batch {number + 1}" if len(minibatches) > 1 else ""
+            raise RunError(f"step {step}{which}: the batch has no action token")
+        missing = int(table[:, number, 2].max()) - len(parts)
+        synced.append(Minibatch(parts + [empty_micro_batch()] * missing, num_tokens, num_sequences))
+    return synced
+
+
+def skip_if_not_finite(
+    model: TrainedModel,
+    minibatch: Minibatch,
+    finite: Sequence[Tensor],
+    grad_norm: float,
+    step: int,
+    lr_key: str,
+    culprits: str = "",
+) -> bool:
+    """Drops the gradient if a loss or the gradient itself is not finite. Returns True if it did.
+
+    All ranks call it after the last backward, and either all or none of them skip the update. `finite` has one mask per
+    micro-batch, true for the action tokens [N] with finite outputs and gradients. `culprits` names trajectories already
+    known to have non-finite scores, and `lr_key` is the config key of the learning rate, for the error. Raises RunError
+    on all ranks if more than MAX_SKIPPED_UPDATES updates in a row were skipped.
+    """
+    reason = _find_reason(minibatch, finite, grad_norm, model.ranks.of_data, culprits)
+    if not reason:
+        return False
+    model.skip()
+    if model.ranks.rank == 0:
+        log.warning("update skipped", step=step, of=model.ranks.what, reason=reason, in_a_row=model.skipped)
+    if model.skipped > MAX_SKIPPED_UPDATES:
+        raise RunError(
+            f"step {step}: {model.skipped} updates in a row are not finite, more than {MAX_SKIPPED_UPDATES}; the last "
+            f"one: {reason}. The weights are those after the last finite update. Lower {lr_key} or "
+            "learner.max_grad_norm, and continue with `asyncrl launch --resume`, which trains the steps after the "
+            "newest checkpoint again"
+        )
+    return True
+
+
+def broken_names(micro: MicroBatch, finite: Tensor) -> list[Name]:
+    """Returns the trajectories of the micro-batch that have an action token [N] for which `finite` is false."""
+    return [micro.names[number] for number in micro.seq[~finite.to(micro.seq.device)].unique().tolist()]
+
+
+def name_together(names: Sequence[Name], ranks: Ranks) -> str:
+    """Returns a text with the trajectories named by any rank; empty if no rank names one. All ranks call it."""
+    texts = [f"ticket {ticket}, trajectory {number}" for ticket, number in names[:MAX_NAMED]]
+    texts += [f"{len(names) - MAX_NAMED} more"] * (len(names) > MAX_NAMED)
+    return "; ".join(text for text in ranks.gather_texts("; ".join(texts)) if text)
+
+
+def _find_reason(minibatch: Minibatch, finite: Sequence[Tensor], grad_norm: float, ranks: Ranks, culprits: str) -> str:
+    """Returns the reason to skip the update, the same on all ranks; empty if the update is finite."""
+    pairs = zip(minibatch.micro_batches, finite, strict=True)
+    losses = name_together([name for micro, own in pairs for name in broken_names(micro, own)], ranks)
+    if losses:
+        return f"the loss of {culprits or losses} is not finite"
+    if not ranks.any(not math.isfinite(grad_norm)):
+        return ""
+    names = [name for micro in minibatch.micro_batches for name in micro.names]
+    return f"the gradient is not finite (norm {grad_norm}), of one of {name_together(names, ranks)}"
