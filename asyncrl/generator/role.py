@@ -112,7 +112,7 @@ def make_receiver(
     config: Config, index: int, endpoints: Endpoints, run_dir: Path, *, device: str
 ) -> BackgroundReceiver:
     """Returns the receiver of the run's weights: from the learner, or from a store."""
-    from asyncrl.weights.files import FileReceiver, StoreOptions
+    from asyncrl.weights.files import FileReceiver, store_url
     from asyncrl.weights.model_tensors import fingerprint_of
     from asyncrl.weights.receiver import WeightReceiver
     from asyncrl.weights.transports import goes_by_files
@@ -122,7 +122,7 @@ def make_receiver(
     base = fingerprint_of(config.model.path) if rank else ""
     if goes_by_files(config):
         return FileReceiver(
-            StoreOptions.of(config, run_dir).url,
+            store_url(config, run_dir),
             run_id=endpoints.run_id,
             timeout_s=timeout_s,
             max_bytes=max_bytes,

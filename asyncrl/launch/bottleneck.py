@@ -19,7 +19,6 @@ from asyncrl.plan.verdict import (
     after_collapse,
     divergence_sentence,
     goodput_sentence,
-    link_sentence,
     thread_sentence,
     timeout_sentence,
     verdict_of,
@@ -83,7 +82,7 @@ class BottleneckMonitor:
             return verdict["bottleneck"]
         if status["step"] and time.monotonic() >= self._next_s:
             idle = status["generator_idle"], status["learner_idle"], status["generator_environments"]
-            more = goodput_of(status["metrics"]), status["links"], status["collapse"]
+            more = goodput_of(status["metrics"]), status["collapse"]
             self._background.start(partial(self._judge, *idle, *more))
         return ""
 
@@ -95,7 +94,7 @@ class BottleneckMonitor:
         fractions = idle["generator"], idle["learner"], idle["environments"]
         self._background.join(LAST_S)
         self._background.poll()
-        more = (summary.get(name, {}) for name in ("goodput", "links", "collapse"))
+        more = (summary.get(name, {}) for name in ("goodput", "collapse"))
         self._background.start(partial(self._judge, *fractions, *more))
         self._background.join(LAST_S)
         return self._background.poll() or {"bottleneck": "not known; see logs/launcher.jsonl"}
@@ -106,7 +105,6 @@ class BottleneckMonitor:
         learner_idle: float,
         environments: float,
         goodput: dict[str, float],
-        links: dict[str, dict[str, float]],
         collapse: dict[str, Any],
     ) -> dict[str, Any]:
         verdict = verdict_of(
@@ -132,7 +130,6 @@ class BottleneckMonitor:
             divergence_sentence(rate),
             timeout_sentence(self._config, self._run.timed_out_fraction()),
             thread_sentence(engine_cpu, self._config),
-            link_sentence(links, self._config),
         ]
         more = " ".join(filter(None, sentences)) if verdict.bound != "collapse" else ""
         return {

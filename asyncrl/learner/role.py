@@ -103,14 +103,14 @@ def _make_file_sender(
 ) -> BackgroundSender:
     """The sender of this rank's slices; rank 0 publishes what all have written."""
     from asyncrl.replay.client import Announcer
-    from asyncrl.weights.files import FileSender, RankSender, StoreOptions, Written
-    from asyncrl.weights.ranks import OtherRanks
+    from asyncrl.weights.files import FileSender, RankFileSender, Written, store_url
+    from asyncrl.weights.ranks import RankCoordinator
 
-    options, timeout_s, device = StoreOptions.of(config, run_dir), config.weights.timeout_s, str(ranks.device)
+    url, timeout_s, device = store_url(config, run_dir), config.weights.timeout_s, str(ranks.device)
     if ranks.rank:
-        return RankSender(
+        return RankFileSender(
             manifest,
-            options.url,
+            url,
             endpoints,
             rank=ranks.rank,
             ranks=ranks.count,
@@ -123,12 +123,12 @@ def _make_file_sender(
         store = StoreServer(address, "shares of weights", run_id=endpoints.run_id, keys=endpoints.keys)
         parts.callback(store.close)
         announce(endpoints, endpoints.weights, store.channel.address)
-        others = OtherRanks(store, ranks.count - 1, Written, timeout_s=timeout_s)
+        others = RankCoordinator(store, ranks.count - 1, Written, timeout_s=timeout_s)
     announcer = Announcer(endpoints, timeout_s=config.launch.progress_timeout_s)
     parts.callback(announcer.close)
     return FileSender(
         manifest,
-        options,
+        url,
         announcer.announce,
         run_id=endpoints.run_id,
         timeout_s=timeout_s,

@@ -16,7 +16,6 @@ from asyncrl.plan.measured import RecentRun
 from asyncrl.plan.simulation import Prediction, simulate
 from asyncrl.plan.workload import Setup, Workload
 from asyncrl.types import GOODPUT_FACTORS
-from asyncrl.weights.version_store import SLOWEST_STEPS, STRIDES, stride_of
 
 SEQUENCES, MIN_STEPS, MAX_STEPS = 20_000, 8, 200
 """Sequences simulated for one prediction, and bounds of the number of steps."""
@@ -373,34 +372,6 @@ def thread_sentence(engine_cpu: float, config: Config) -> str:
         f"Decoding steps wait for the engine's Python thread and not for the GPU: it computes for {engine_cpu:.0%} of "
         "their time; lower generator.max_running_groups, or let two generators share a GPU (launch.generators)."
     )
-
-
-def link_sentence(links: Mapping[str, Mapping[str, float]], config: Config) -> str:
-    """Returns a sentence about the generator with the slowest way to the store of weights, by generator as
-    `StoredVersions.links` has them; empty unless a version takes longer than a step there."""
-    steps, generator = max(
-        ((link["version_s"] / max(link["step_s"], 1e-9), name) for name, link in links.items()), default=(0.0, "")
-    )
-    if steps <= 1:
-        return ""
-    link, limit = links[generator], config.replay.max_staleness
-    megabits = 8e-6 * link["bytes_per_s"]
-    what = (
-        f"Generator {generator} gets a version in {link['version_s']:.3g} s = {steps:.2g} steps ({megabits:.3g} Mb/s)"
-    )
-    stride = 1 if link["full"] else stride_of(steps)
-    if stride is None:
-        return (
-            f"{what} and cannot follow: at most {SLOWEST_STEPS:.2g} steps are possible; give it a faster link, or "
-            "leave it out."
-        )
-    newest = steps * dict(STRIDES)[stride]
-    oldest = newest + max(stride, newest)
-    behind = f"{what}: it is {math.ceil(newest)} to {math.ceil(oldest)} versions behind"
-    parked = min((oldest - limit) / (oldest - newest), 1.0)
-    if parked <= 0:
-        return f"{behind}."
-    return f"{behind}; raise replay.max_staleness to {math.ceil(oldest)}, or it is parked {parked:.0%} of the time."
 
 
 def divergence_sentence(lr_fraction: float) -> str:

@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 import structlog
-from msgspec import structs
 
 from asyncrl.errors import InvariantError, ProtocolError, observer_failures, observing
 from asyncrl.replay.codec import pack_leases
@@ -59,7 +58,6 @@ from asyncrl.wire.messages import (
     GroupHeader,
     LeaseName,
     Leases,
-    Link,
     Located,
     LookUp,
     Lost,
@@ -337,7 +335,6 @@ class ReplayServer:
     def _connections(self) -> dict[str, Any]:
         server = self._server
         return {
-            "links": self._versions.links(),
             "bad_messages": server.errors.total(),
             "cut_off": server.bad_peers.cut_off,
             "strangers": server.num_strangers,
@@ -462,23 +459,16 @@ class StoredVersions:
         """A generator is live for this time after its last report."""
         self.newest: Announced | None = None
         self._live_s = live_s
-        self._links: dict[int, Link] = {}
         self._reports: dict[int, tuple[Following, float]] = {}
 
     def report(self, generator: int, following: Following | None) -> None:
         """Takes the report in an ask; None if the weights do not come from a store."""
         if following is not None:
             self._reports[generator] = following, time.monotonic()
-            if following.link is not None:
-                self._links[generator] = following.link
 
     def lost(self, generator: int) -> None:
         """The process of the generator has ended."""
         self._reports.pop(generator, None)
-
-    def links(self) -> dict[str, dict[str, float]]:
-        """The link of each generator as it was measured last, for status and summary."""
-        return {str(generator): structs.asdict(link) for generator, link in sorted(self._links.items())}
 
     def announce(self, announced: Announced) -> list[Follower]:
         """Takes the newest version. Returns what live generators have reported."""

@@ -1,13 +1,14 @@
-"""Orders of learner rank 0 to the ranks that send or write shares of versions, through a store that rank 0 serves.
+"""Learner rank 0 directs the other ranks, which send or write shares of versions, through a store that rank 0 serves.
 
-    rank 0                       the store                 each other rank
+    rank 0                        the store                 each other rank
 
-    sends an order       --->    ranks/7/order      --->   carries it out
-    has all answers      <---    ranks/7/1, ...     <---   answers
-    gives an order up    --->    ranks/7/abort      --->   ends it, and answers
-    waits on, meanwhile  <---    ranks/beat/1, ...  <---   is alive
+    sends an order        --->    ranks/7/order      --->   carries it out
+    has all answers       <---    ranks/7/1, ...     <---   answers
+    gives an order up     --->    ranks/7/abort      --->   ends it, and answers
+    waits as long as the  <---    ranks/beat/1, ...  <---   is alive
+      ranks are alive
 
-Nothing of it is in the way of training. Rank 0 sends no order before it has the answers to the one before.
+None of it delays training. Rank 0 sends no order before it has the answers to the one before.
 """
 
 from __future__ import annotations
@@ -24,18 +25,22 @@ from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.rpc import located
 from asyncrl.wire.store import Store, StoreClient
 
-_LOOK_S = 0.1
+TRANSPORT_KEY = "transport"
+"""Key of the name of the transport."""
+SILENT_DEADLINES = 2
+"""Deadlines of a phase after which a rank that has sent nothing is considered dead: ranks are silent while
+connecting."""
+_POLL_S = 0.1
 _BEAT_S = 0.3
-_KEYS = "ranks/"
 Answer = TypeVar("Answer", bound=msgspec.Struct)
 
 
 def _key(number: int | str, what: int | str) -> str:
     """Key of the order, the abort or a rank's answer of the order with this number, or of the beat of a rank."""
-    return f"{_KEYS}{number}/{what}"
+    return f"ranks/{number}/{what}"
 
 
-class OtherRanks(Generic[Answer]):
+class RankCoordinator(Generic[Answer]):
     """Ranks 1 to `count`, seen by rank 0."""
 
     def __init__(self, store: Store, count: int, answer: type[Answer], *, timeout_s: float) -> None:
@@ -46,36 +51,35 @@ class OtherRanks(Generic[Answer]):
 
     def send(self, order: msgspec.Struct) -> None:
         """Sends an order to all of them."""
-        self._set("order", msgspec.msgpack.encode(order))
+        self._store.ask("set", [_key(self._number, "order")], msgspec.msgpack.encode(order))
 
     def abort(self, reason: str) -> None:
         """Has them end the order; they still answer."""
-        self._set("abort", reason.encode())
+        self._store.ask("set", [_key(self._number, "abort")], reason.encode())
 
     def await_answers(self, check: Callable[[], None]) -> list[Answer]:
-        """Returns their answers to it once all are there, and they stay. `check` is polled and may raise. Raises
-        PeerTimeoutError naming a rank that is silent."""
+        """Returns their answers once all are there, and leaves them in the store. `check` is polled and may raise.
+        Raises PeerTimeoutError naming a rank that is silent."""
         return [self._answer(rank, check) for rank in range(1, self.count + 1)]
 
     def answers(self, check: Callable[[], None]) -> list[Answer]:
         """As `await_answers`; then the next order may follow."""
-        found = self.await_answers(check)
+        answers = self.await_answers(check)
         self._store.delete_all(_key(self._number, ""))
         self._number += 1
-        return found
+        return answers
 
     def answered(self) -> list[Answer]:
-        """Returns the answers that are there. Never waits."""
+        """Returns the answers that have arrived. Never waits."""
         keys = [_key(self._number, rank) for rank in range(1, self.count + 1)]
-        there = self._store.ask("get", keys).values
-        return [self._decoded(data) for data in there if data is not None]
+        return [self._decoded(data) for data in self._store.ask("get", keys).values if data is not None]
 
     def _answer(self, rank: int, check: Callable[[], None]) -> Answer:
         wait, beat = Wait(), None
         while True:
             check()
             try:
-                (data,) = self._store.ask("wait", [_key(self._number, rank)], within_s=_LOOK_S).values
+                (data,) = self._store.ask("wait", [_key(self._number, rank)], within_s=_POLL_S).values
                 return self._decoded(data or b"")
             except TimeoutError:
                 (now,) = self._store.ask("get", [_key("beat", rank)]).values
@@ -90,11 +94,8 @@ class OtherRanks(Generic[Answer]):
     def _decoded(self, data: bytes) -> Answer:
         return msgspec.msgpack.decode(data, type=self._answer_type)
 
-    def _set(self, what: str, data: bytes) -> None:
-        self._store.ask("set", [_key(self._number, what)], data)
 
-
-class Orders:
+class RankWorker:
     """The orders of rank 0, seen by another rank. `check` is called during every wait and may raise to end it."""
 
     def __init__(
@@ -128,7 +129,7 @@ class Orders:
         self._number += 1
 
     def beat(self) -> bool:
-        """Says that this rank is alive, if that is due. Call it continuously while an order is carried out. Returns
+        """Shows that this rank is alive, if that is due. Call it continuously while an order is carried out. Returns
         True if it was due."""
         now_s = time.monotonic()
         if is_due := now_s - self._beaten_s >= _BEAT_S:
@@ -148,67 +149,59 @@ class Orders:
         self.store.close()
 
 
-SILENT_DEADLINES = 2
-"""Deadlines of a phase after which a rank that says nothing is gone: it says nothing while it connects."""
-
-TRANSPORT_KEY = "transport"
-"""Key of the name of the transport."""
+# --- shares of a broadcast
 
 
 class VersionGoneError(RuntimeError):
-    """Another rank has a later version by now; rank 0 will, too."""
+    """Another rank already has a later version; rank 0 will as well."""
 
 
-class OrderPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A struct of an order."""
-
-
-class SendShare(OrderPart, frozen=True, tag="send"):
-    """Order to send the share of a version over the link with this number."""
+class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """An order about a version."""
 
     version: int
+
+
+class SendShare(Order, frozen=True):
+    """Asks the rank to send its share of the version over the link number `group`, which has `size` members."""
+
     group: int
     size: int
-    """Number of members of the link."""
 
 
-class Finish(OrderPart, frozen=True, tag="finish"):
-    """Order to keep the version for generators that come late, and to take the next one."""
-
-    version: int
+class Finish(Order, frozen=True):
+    """Asks the rank to keep the version for generators that come late, and to take the next one."""
 
 
-class Has(OrderPart, frozen=True, tag="has"):
-    """Order to answer as soon as there is this version."""
-
-    version: int
+class HasVersion(Order, frozen=True):
+    """Asks the rank to reply once it holds this version."""
 
 
-Order = SendShare | Finish | Has
+ShareOrder = SendShare | Finish | HasVersion
 
 
-class Done(OrderPart, frozen=True):
+class Done(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Answer to an order."""
 
     checksum: int = 0
     problem: str = ""
     """Why the share was not sent; empty if it was."""
     is_ahead: bool = False
-    """True if the rank has a later version by now."""
+    """True if the rank already has a later version."""
 
 
-class OtherShares:
-    """The other ranks, seen by rank 0. Without any, nothing is done."""
+class ShareCoordinator:
+    """The other ranks of a broadcast, seen by rank 0. Without any, nothing is done."""
 
     def __init__(self, store: Store, count: int, *, timeout_s: float) -> None:
         self._store = store
-        self._ranks = OtherRanks(store, count, Done, timeout_s=SILENT_DEADLINES * timeout_s) if count else None
+        self._ranks = RankCoordinator(store, count, Done, timeout_s=SILENT_DEADLINES * timeout_s) if count else None
 
     def announce(self, transport: str) -> None:
-        """Tells them the transport, by which they know where their buffers have to be."""
+        """Publishes the transport, by which they know where their buffers have to be."""
         self._store.ask("set", [TRANSPORT_KEY], transport.encode())
 
-    def order(self, order: Order, check: Callable[[], None]) -> None:
+    def order(self, order: ShareOrder, check: Callable[[], None]) -> None:
         """Has them carry an order out. Raises VersionGoneError, RuntimeError if one of them cannot, and
         PeerTimeoutError if one is silent; `check` is polled and may raise."""
         if self._ranks is not None:
@@ -217,8 +210,8 @@ class OtherShares:
 
     def send(self, order: SendShare, own: Callable[[], int], check: Callable[[], None]) -> int:
         """Has them send their shares while `own` sends that of rank 0. Returns the sum of all checksums. Raises what
-        `own` and `order` raise, once all have heard of it: with the causes of all ranks, since rank 0 may see the end
-        of a link before it hears why it ended."""
+        `own` and `order` raise, once all know of it: with the causes of all ranks, since rank 0 may see the end of a
+        link before it learns why it ended."""
         if self._ranks is None:
             return own()
         self._ranks.send(order)
@@ -231,7 +224,7 @@ class OtherShares:
             reason = problem(error)
             self._ranks.abort(reason)
             others = self._ranks.answers(check)
-            if causes := [one for one in others if one.problem and reason not in one.problem]:
+            if causes := [answer for answer in others if answer.problem and reason not in answer.problem]:
                 _raise_for([*causes, Done(problem=f"learner rank 0: {reason}")])
             raise
         answers = self._ranks.answers(check)

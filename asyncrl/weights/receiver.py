@@ -1,4 +1,23 @@
-"""Staging for one version of the weights: filled by the receiver's thread, taken by the engine's thread."""
+"""The generator's side of weight synchronization: receives into staging while the engine decodes, or into the engine
+while it stands still (`BucketRound`).
+
+The engine's thread calls `staged`, `round`, `loaded` and `hold`, which never block. The thread "weight-receiver" does
+the rest; `close` ends each of its waits (`sender.py` draws a round):
+
+    waits for                                  woken by                       deadline
+    a sender at the address                    the connection                 none
+    `engine_is_up`                             polled                         none
+    an offer                                   messages of the sender         none
+    free staging: the engine has loaded or     polled                         none; the sender's own
+      not taken the version that is there, or                                   (`hold` extends it)
+      an engine that stands still for buckets
+    "go"                                       messages of the sender         2 * timeout_s, again after "patience"
+    the transport: connect, each bucket        the transport; messages are    timeout_s each
+                                                 handled meanwhile
+    "sent"                                     messages of the sender         timeout_s, again after "patience"
+
+A wait that ends at its deadline loses the session: the receiver joins again.
+"""
 
 from __future__ import annotations
 
@@ -56,10 +75,26 @@ from asyncrl.wire.rpc import BadServerError, ChannelClient, ServerLostError
 from asyncrl.wire.service_messages import Go, Holding, Left, Loaded, Offer, Ready, Received, Sent, StoreReply, Up
 from asyncrl.wire.store import RemoteStore
 
+log = structlog.get_logger()
+
+IDLE_S = 0.2
+"""Longest wait for a message between two checks of a deadline."""
+PING_S = 3.0
+"""Longest time without a sign of life for the sender."""
+_LOCAL_POLL_S = 0.02
+"""Interval of the checks while waiting for the engine of this process."""
+_BUCKET_POLL_S = 0.01
+"""Interval of calls of `check` while the engine loads a bucket."""
+_REJOIN_S = 1.0
+"""Pause between two sessions."""
+
+
+# --- between the two threads
+
 
 @dataclass(frozen=True, slots=True)
 class StagedWeights:
-    """One complete version; `tensors` are views of staging, valid until `WeightReceiver.loaded`."""
+    """One complete version; `tensors` are views of staging, valid until `loaded`."""
 
     version: int
     checksum: int
@@ -73,14 +108,14 @@ class Staging:
 
     def __init__(self, keeps: Callable[[int], bool]) -> None:
         """A version for which `keeps` is true is not replaced by a newer one, unless nothing has been loaded yet."""
-        self._loaded: StagedWeights | None = None
+        self.keeps = keeps
         self.held_s = 0.0
         """When `hold` was last called."""
-        self.keeps = keeps
+        self._loaded: StagedWeights | None = None
         self._staged: StagedWeights | None = None
         self._in_use = False
         self._copies: torch.cuda.Event | None = None
-        """Behind the copies from staging that a GPU may still run."""
+        """Follows the copies from staging that a GPU may still run."""
         self._handover = threading.Lock()
 
     @property
@@ -137,11 +172,7 @@ class Staging:
         self.held_s = time.monotonic()
 
 
-_MEMORY_LOOK_S = 0.01
-"""Interval of calls of `check`."""
-
-
-class TakesBuckets(Protocol):
+class BucketLoader(Protocol):
     """The facts that a receiver needs about an engine that loads versions bucket by bucket."""
 
     def takes_rows(self, name: str) -> bool:
@@ -159,7 +190,7 @@ class BucketMemory:
 
     both: tuple[Tensor, Tensor]
     readers: list[torch.cuda.Event | None] = field(default_factory=lambda: [None, None])
-    """Behind the copies that a GPU may still make from each."""
+    """Each follows the copies that a GPU may still make from the bucket."""
 
     @classmethod
     def of(cls, memory: Tensor) -> BucketMemory:
@@ -174,7 +205,19 @@ class BucketMemory:
 
 
 class BucketRound:
-    """The round of an offer. `changed` wakes the threads that wait for each other."""
+    """One version on its way from the receiver's thread into the engine, through two buckets.
+
+    receiver's thread                              engine's thread, between two steps
+
+    an offer: a round is there       ------->      `accept`: the engine stands still until the round is over
+    says ready, waits for "go"
+    `memory`: a free bucket
+    receives its pieces
+    `put`                            ------->      `take`: loads the parameters of the bucket
+                                     <-------      `give_back`: the bucket is free
+    the checksums agree: `commit`    ------->      `committed`: the engine runs on the version
+    else: `end`                      ------->      `is_over`: the engine has parts of it if it has loaded something
+    """
 
     def __init__(
         self, version: int, shapes: dict[str, tuple[int, ...]], memory: BucketMemory, device: torch.device
@@ -198,13 +241,13 @@ class BucketRound:
     # --- the receiver's thread
 
     def memory(self, check: Callable[[], None]) -> Tensor:
-        """Returns the next bucket's memory once the engine has loaded what was in it. `check` is called meanwhile, and
-        may raise."""
+        """Returns the next bucket's memory once the engine has loaded its last contents. `check` is called during the
+        wait, and may raise."""
         while True:
             with self._changed:
                 if not self._used[self._next] and not self._memory.is_read(self._next):
                     return self._memory.both[self._next]
-                self._changed.wait(_MEMORY_LOOK_S)
+                self._changed.wait(_BUCKET_POLL_S)
             check()
 
     def put(self, bucket: PlannedBucket) -> None:
@@ -252,9 +295,6 @@ class BucketRound:
             self._changed.notify_all()
 
 
-log = structlog.get_logger()
-
-
 class BackgroundReceiver(ABC):
     """Receives versions of the policy in a thread; the other methods never block."""
 
@@ -267,8 +307,6 @@ class BackgroundReceiver(ABC):
         self._stop = threading.Event()
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="weight-receiver", daemon=True)
-
-    # --- of the subclass
 
     @abstractmethod
     def _work(self) -> None:
@@ -284,7 +322,7 @@ class BackgroundReceiver(ABC):
         """Starts the background thread, which receives as soon as the engine is up."""
         self._thread.start()
 
-    def engine_is_up(self, loader: TakesBuckets | None = None) -> None:
+    def engine_is_up(self, loader: BucketLoader | None = None) -> None:
         """Starts receiving versions; with a `loader` in rounds that the engine loads bucket by bucket, if they come so.
         Before that, neither a GPU nor memory for weights is used: a starting engine measures free memory, and captures
         CUDA graphs, which calls from other threads would invalidate."""
@@ -319,7 +357,7 @@ class BackgroundReceiver(ABC):
         return self._staging.take()
 
     def hold(self) -> None:
-        """States that the engine keeps its version. Call it often, instead of `staged`."""
+        """Signals that the engine stays on its current version; call it periodically instead of `staged`."""
         self._check()
         self._staging.hold()
 
@@ -335,14 +373,12 @@ class BackgroundReceiver(ABC):
             self._thread.join(timeout=1.5)
 
     def _check(self) -> None:
-        """Raises the error that ended the background thread."""
         if self._error is not None:
             raise self._error
 
     # --- the background thread
 
     def _raise_if_closed(self) -> None:
-        """Raises Interrupted once this receiver is closed."""
         if self._stop.is_set():
             raise Interrupted
 
@@ -360,38 +396,27 @@ class BackgroundReceiver(ABC):
             self._leave()
 
 
-IDLE_S = 0.2
-"""Longest wait for a message between two checks of a deadline."""
-PING_S = 3.0
-"""Longest time without a sign of life for the sender."""
+# --- the sender, as seen from here
+
+
 T = TypeVar("T", messages.Go, messages.Sent, messages.Abort, messages.Patience, messages.Offer)
 
 
-class Session:
-    """Joins the sender at the address. `check` is called during every wait and may raise to end it."""
+class SenderSession:
+    """A receiver's session with one sender: its connection, the sender's last messages, and waits for the next ones.
+    `check` is called during every wait and may raise to end it."""
 
     def __init__(
-        self,
-        address: str,
-        *,
-        run_id: str,
-        keys: str,
-        rank: int,
-        device: str,
-        timeout_s: float,
+        self, address: str, *, run_id: str, keys: str, rank: int, device: str, timeout_s: float,
         check: Callable[[], None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.id = uuid.uuid4().hex
         self.round = 0
         """The current round, or the last one."""
         self.phase = "let this generator join"
         """The sender's next action, for error texts."""
-        self.manifest = ""
-        """Empty until the sender has admitted this receiver."""
-        self.senders = 1
-        """Number of learner ranks that send."""
-        self.by_parameter = False
-        """True if each bucket is a part of one parameter."""
+        self.manifest: messages.Manifest | None = None
+        """None until the sender has admitted this receiver."""
         self._timeout_s = timeout_s
         self._told: dict[type, Any] = {}
         """The last message of each kind."""
@@ -404,10 +429,8 @@ class Session:
         self.say(messages.Join(rank, device, host_name()))
 
     def silent_s(self) -> float:
-        """Time since the sender was last heard; 0 before it has admitted this receiver."""
+        """Time since the last message of the sender; 0 before it has admitted this receiver."""
         return time.monotonic() - self.client.heard_s if self.manifest else 0.0
-
-    # --- messages to the sender
 
     def say(self, message: Body) -> None:
         """Sends a message."""
@@ -419,11 +442,9 @@ class Session:
             self._said[type(message)] = message.round
             self.say(message)
 
-    # --- messages of the sender
-
     def listen(self, seconds: float) -> None:
-        """Handles the messages that wait, or the first ones that arrive within `seconds`. Now and then the sender is
-        asked whether it lives, which shows it that this receiver does."""
+        """Handles the messages that wait, or the first ones that arrive within `seconds`. Every PING_S it asks the
+        sender whether it lives, which shows the sender that this receiver does."""
         self.client.listen(seconds)
         now_s = time.monotonic()
         if self.manifest and now_s - self._pinged_s > min(PING_S, self._timeout_s / 4):
@@ -454,10 +475,11 @@ class Session:
             self.listen(IDLE_S)
         return message
 
-    def await_manifest(self) -> None:
+    def await_manifest(self) -> messages.Manifest:
         """Returns when a sender listens and has admitted this receiver; there is no deadline."""
-        while not self.manifest:
+        while self.manifest is None:
             self.listen(math.inf)
+        return self.manifest
 
     def check(self) -> None:
         """Handles the messages that wait. Raises as `raise_if_over` does, and what ends the waits."""
@@ -487,40 +509,52 @@ class Session:
         if isinstance(message, StoreReply):
             self.store.handle(message)
         elif isinstance(message, messages.Manifest):
-            self.senders, self.by_parameter = message.senders, message.by_parameter
-            self.manifest = message.text
+            self.manifest = message
         else:
             self._told[type(message)] = message
 
 
-class _Targets:
-    """The memory of the pieces that one link takes, each when it is wanted."""
+# --- where the bytes of a round go
 
-    def __init__(self) -> None:
-        self.wanted: deque[Tensor] = deque()
-        self.are_all = False
 
-    def __iter__(self) -> Iterator[Tensor]:
-        while self.wanted or not self.are_all:
-            if not self.wanted:
-                raise InvariantError(
-                    "weights: the transport has taken a bucket before it yielded the one before, although its members "
-                    "reuse memory; use weights.staging=whole"
-                )
-            yield self.wanted.popleft()
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """The versions of a sender, as they arrive."""
+
+    manifest: WeightManifest
+    shares: list[RankShare]
+    """The share that each learner rank sends."""
+    bucket_bytes: int
+    device: torch.device
+    """The device on which the transport receives."""
+    pinned: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that arrive over all links."""
+        return sum(share.num_bytes for share in self.shares)
+
+    def memory(self, num_bytes: int, device: torch.device | None = None) -> Tensor:
+        """Returns memory on the transport's device, or on another one."""
+        return empty_buffer(num_bytes, device or self.device, pinned=self.pinned)
 
 
 class PieceStreams:
-    """The pieces of a version, over links of members with `reuses_memory`."""
+    """Receives a version over links of members with `reuses_memory`, one piece at a time, in an order and into memory
+    that the caller chooses."""
 
     def __init__(self, links: Sequence[Link], version: int) -> None:
-        self._targets = [_Targets() for _ in links]
-        self._streams = [link.receive(version, iter(target)) for link, target in zip(links, self._targets, strict=True)]
+        self._wanted: list[deque[Tensor]] = [deque() for _ in links]
+        """The memory of the pieces that each link takes, each when it is wanted."""
+        self._are_all = False
+        self._streams = [
+            link.receive(version, self._targets(wanted)) for link, wanted in zip(links, self._wanted, strict=True)
+        ]
         self._total = RunningChecksum()
 
     def take(self, sender: int, target: Tensor, start: int) -> None:
         """Fills the target with the next piece of a sender, which begins at byte `start` of all weights."""
-        self._targets[sender].wanted.append(target)
+        self._wanted[sender].append(target)
         if next(self._streams[sender], None) is None:
             raise RunError("weights: the transport ended before all buckets had come")
         self._total.add(target, start)
@@ -528,15 +562,24 @@ class PieceStreams:
     def finish(self, num_bytes: int) -> int:
         """Returns the checksum of all pieces when all members have them. Raises RunError unless they have `num_bytes`
         bytes."""
-        for target, stream in zip(self._targets, self._streams, strict=True):
-            target.are_all = True
+        self._are_all = True
+        for stream in self._streams:
             for _ in stream:
                 raise RunError("weights: the transport yielded more buckets than were asked for")
         return self._total.of(num_bytes) % MAX_NUMBER
 
+    def _targets(self, wanted: deque[Tensor]) -> Iterator[Tensor]:
+        while wanted or not self._are_all:
+            if not wanted:
+                raise InvariantError(
+                    "weights: the transport has taken a bucket before it yielded the one before, although its members "
+                    "reuse memory; use weights.staging=whole"
+                )
+            yield wanted.popleft()
 
-class IntoStaging:
-    """Receives each version into staging, while the engine decodes."""
+
+class StagedReceive:
+    """Receives each version into staging in memory of the transport's device, while the engine decodes."""
 
     reuses_memory = False
     round: BucketRound | None = None
@@ -544,23 +587,17 @@ class IntoStaging:
 
     def __init__(self, staging: Staging) -> None:
         self._staging = staging
-        self._manifest: WeightManifest | None = None
-        self._shares: Sequence[RankShare] = []
         self._buffer = torch.empty(0)
 
-    def prepare(
-        self,
-        manifest: WeightManifest,
-        shares: Sequence[RankShare],
-        bucket_bytes: int,
-        device: torch.device,
-        *,
-        pinned: bool,
-    ) -> None:
-        """Makes the memory for a sender's versions. The transport receives on the device."""
-        self._manifest, self._shares = manifest, shares
-        if self._buffer.numel() != manifest.num_bytes or self._buffer.device.type != device.type:
-            self._buffer = empty_buffer(manifest.num_bytes, device, pinned=pinned)
+    def prepare(self, incoming: Incoming) -> None:
+        """Makes the memory for a sender's versions."""
+        self._incoming = incoming
+        self._allocate(incoming.device)
+
+    def _allocate(self, device: torch.device) -> None:
+        num_bytes = self._incoming.manifest.num_bytes
+        if self._buffer.numel() != num_bytes or self._buffer.device.type != device.type:
+            self._buffer = self._incoming.memory(num_bytes, device)
 
     @property
     def is_free_early(self) -> bool:
@@ -577,26 +614,25 @@ class IntoStaging:
     def fill(self, links: Sequence[Link], version: int, check: Callable[[], None], told: Callable[[], None]) -> int:
         """Receives a version. Returns the checksum of its bytes. `check` is called in waits for the engine, `told`
         after each piece."""
-        totals = [RunningChecksum() for _ in links]
+        total = RunningChecksum()
         streams: list[Iterator[Tensor]] = []
-        for link, share, total in zip(links, self._shares, totals, strict=True):
-            parts = [self._buffer[cut.start : cut.start + cut.num_bytes] for cut in share.cuts]
-            streams.append(total.over(link.receive(version, parts), [cut.start for cut in share.cuts]))
+        for link, share in zip(links, self._incoming.shares, strict=True):
+            targets = [self._buffer[cut.start : cut.start + cut.num_bytes] for cut in share.cuts]
+            streams.append(total.over(link.receive(version, targets), [cut.start for cut in share.cuts]))
         for _ in in_turn(streams):
             told()
-        sums = [total.of(share.num_bytes) for total, share in zip(totals, self._shares, strict=True)]
-        return sum(sums) % MAX_NUMBER
+        return total.of(self._incoming.num_bytes) % MAX_NUMBER
 
     def commit(self, version: int, checksum: int, session: str) -> None:
         """States that the bytes are those that were sent."""
-        assert self._manifest is not None
-        self._staging.put(StagedWeights(version, checksum, self._manifest.views(self._buffer), session))
+        tensors = self._incoming.manifest.views(self._buffer)
+        self._staging.put(StagedWeights(version, checksum, tensors, session))
 
     def end(self) -> None:
         """Ends the round."""
 
 
-class IntoHostMemory(IntoStaging):
+class HostReceive(StagedReceive):
     """Receives each version into host memory; from a transport that receives on a device through two buckets there."""
 
     def __init__(self, staging: Staging) -> None:
@@ -608,52 +644,49 @@ class IntoHostMemory(IntoStaging):
         """True if the transport receives on a device."""
         return self._memory is not None
 
-    def prepare(
-        self,
-        manifest: WeightManifest,
-        shares: Sequence[RankShare],
-        bucket_bytes: int,
-        device: torch.device,
-        *,
-        pinned: bool,
-    ) -> None:
-        """As `IntoStaging.prepare`."""
-        super().prepare(manifest, shares, bucket_bytes, torch.device("cpu"), pinned=pinned)
+    def prepare(self, incoming: Incoming) -> None:
+        """As `StagedReceive.prepare`."""
+        self._incoming = incoming
+        self._allocate(torch.device("cpu"))
         self._memory = None
-        if device.type != "cpu":
-            largest = max(cut.num_bytes for share in shares for cut in share.cuts)
-            self._memory = BucketMemory.of(torch.empty(2 * largest, dtype=torch.uint8, device=device))
+        if incoming.device.type != "cpu":
+            largest = max(cut.num_bytes for share in incoming.shares for cut in share.cuts)
+            self._memory = BucketMemory.of(incoming.memory(2 * largest))
 
     def fill(self, links: Sequence[Link], version: int, check: Callable[[], None], told: Callable[[], None]) -> int:
-        """As `IntoStaging.fill`."""
+        """As `StagedReceive.fill`."""
         memory = self._memory
         if memory is None:
             return super().fill(links, version, check, told)
         streams = PieceStreams(links, version)
-        for number, (start, sender, num_bytes) in enumerate(in_byte_order(self._shares)):
+        for number, (start, sender, num_bytes) in enumerate(in_byte_order(self._incoming.shares)):
             slot = number % 2
-            while memory.is_read(slot):
-                check()
-                time.sleep(POLL_S)
+            self._await_copied(memory, slot, check)
             piece = memory.both[slot][:num_bytes]
             streams.take(sender, piece, start)
             self._buffer[start : start + num_bytes].copy_(piece, non_blocking=True)
             memory.readers[slot] = transports.queued(piece.device)
             told()
-        while memory.is_read(0) or memory.is_read(1):
+        for slot in (0, 1):
+            self._await_copied(memory, slot, check)
+        return streams.finish(self._incoming.num_bytes)
+
+    @staticmethod
+    def _await_copied(memory: BucketMemory, slot: int, check: Callable[[], None]) -> None:
+        while memory.is_read(slot):
             check()
             time.sleep(POLL_S)
-        return streams.finish(sum(share.num_bytes for share in self._shares))
 
 
-class IntoEngine:
-    """Rounds of an engine that loads buckets. Used by the receiver's thread; the engine's thread reads `round`."""
+class StreamedReceive:
+    """Receives versions into an engine that loads them bucket by bucket. Used by the receiver's thread; the engine's
+    thread reads `round`."""
 
     reuses_memory = True
     is_free_early = False
     """Always: an engine stands still only for a version that is there."""
 
-    def __init__(self, loader: TakesBuckets, device: torch.device) -> None:
+    def __init__(self, loader: BucketLoader, device: torch.device) -> None:
         """The engine is on the device."""
         self._loader, self._device = loader, device
         self.round: BucketRound | None = None
@@ -663,24 +696,17 @@ class IntoEngine:
         self._memory: BucketMemory | None = None
         self._num_bytes = 0
 
-    def prepare(
-        self,
-        manifest: WeightManifest,
-        shares: Sequence[RankShare],
-        bucket_bytes: int,
-        device: torch.device,
-        *,
-        pinned: bool,
-    ) -> None:
-        """Makes the memory for the buckets of a sender's versions. The transport receives on the device."""
+    def prepare(self, incoming: Incoming) -> None:
+        """Makes the memory for the buckets of a sender's versions."""
+        manifest = incoming.manifest
         self._shapes = {entry.name: entry.shape for entry in manifest.entries}
-        self._plan = plan_buckets(manifest, shares, bucket_bytes, self._loader.takes_rows)
+        self._plan = plan_buckets(manifest, incoming.shares, incoming.bucket_bytes, self._loader.takes_rows)
         largest = max(bucket.num_bytes for bucket in self._plan)
         num_bytes = 2 * (-(-largest // ALIGN_BYTES) * ALIGN_BYTES)
         if self._memory is None or self._num_bytes != num_bytes:
-            shared = self._loader.bucket_memory(num_bytes) if device.type == "cpu" else None
-            memory = empty_buffer(num_bytes, device, pinned=pinned) if shared is None else shared
-            self._memory, self._num_bytes = BucketMemory.of(memory), num_bytes
+            shared = self._loader.bucket_memory(num_bytes) if incoming.device.type == "cpu" else None
+            self._memory = BucketMemory.of(incoming.memory(num_bytes) if shared is None else shared)
+            self._num_bytes = num_bytes
 
     def begin(self, version: int) -> None:
         """Begins a round, which the engine's thread sees."""
@@ -716,10 +742,7 @@ class IntoEngine:
             self.round = None
 
 
-_LOCAL_POLL_S = 0.02
-"""Interval of the checks while waiting for the engine of this process."""
-_REJOIN_S = 1.0
-"""Pause between two sessions."""
+# --- the receiver
 
 
 class WeightReceiver(BackgroundReceiver):
@@ -760,23 +783,23 @@ class WeightReceiver(BackgroundReceiver):
         self._transport = transport
         self._timeout_s = timeout_s
         self._run_id, self._keys = run_id, keys
-        self._session: Session | None = None
-        self._manifest: WeightManifest | None = None
-        self._way: Transport | None = None
-        """The transport, once the sender has named it."""
-        self._shares: list[RankShare] = []
-        """The share that each learner rank sends."""
+        self._session: SenderSession | None = None
+        self._incoming: Incoming | None = None
+        self._transport_type: Transport | None = None
+        """Known once the sender has named it."""
         self._links: list[Link] = []
         """The links in which they send."""
         self._group_number = 0
         """The number of the links, from "go"."""
         self._warned = False
-        self._into: IntoStaging | IntoEngine = IntoHostMemory(self._staging) if on_host else IntoStaging(self._staging)
+        self._into: StagedReceive | StreamedReceive = (
+            HostReceive(self._staging) if on_host else StagedReceive(self._staging)
+        )
 
-    def engine_is_up(self, loader: TakesBuckets | None = None) -> None:
+    def engine_is_up(self, loader: BucketLoader | None = None) -> None:
         """As `BackgroundReceiver.engine_is_up`."""
         if loader is not None:
-            self._into = IntoEngine(loader, self._device)
+            self._into = StreamedReceive(loader, self._device)
         super().engine_is_up()
 
     def round(self) -> BucketRound | None:
@@ -810,11 +833,11 @@ class WeightReceiver(BackgroundReceiver):
 
     def _join(self) -> None:
         """Joins a sender and serves it until it closes, is gone, or does not answer."""
-        self._manifest = None
+        self._incoming = None
         while not (address := self._address):
             self._raise_if_closed()
             self._stop.wait(_LOCAL_POLL_S)
-        session = Session(
+        session = SenderSession(
             address,
             run_id=self._run_id,
             keys=self._keys,
@@ -842,7 +865,7 @@ class WeightReceiver(BackgroundReceiver):
             self._drop_links()
         self._stop.wait(_REJOIN_S)
 
-    def _serve(self, session: Session) -> None:
+    def _serve(self, session: SenderSession) -> None:
         announced = False
         while True:
             if not announced and self._engine_up.is_set():
@@ -852,7 +875,7 @@ class WeightReceiver(BackgroundReceiver):
             session.phase = "announce a version"
             offer = session.next_offer()
             if offer is None:
-                is_ready = self._manifest is not None and self._into.is_free_early
+                is_ready = self._incoming is not None and self._into.is_free_early
                 if is_ready:
                     self._say_ready(session, session.round + 1)  # the next version need not wait for that
                 session.listen(IDLE_S if is_ready else _LOCAL_POLL_S)
@@ -865,8 +888,7 @@ class WeightReceiver(BackgroundReceiver):
                 log.info("weights not received", version=offer.version, reason=str(error))
                 session.say_once(Received(offer.round, 0, str(error)))
 
-    def _receive(self, session: Session, offer: Offer) -> None:
-        """Runs one round, from an offer to complete staging. Raises RoundAborted if it fails."""
+    def _receive(self, session: SenderSession, offer: Offer) -> None:
         self._prepare(session, offer.transport, offer.bucket_bytes)
         self._into.begin(offer.version)
         try:
@@ -874,7 +896,7 @@ class WeightReceiver(BackgroundReceiver):
         finally:
             self._into.end()
 
-    def _run_round(self, session: Session, offer: Offer) -> None:
+    def _run_round(self, session: SenderSession, offer: Offer) -> None:
         self._await_memory(session, urgent=offer.urgent)
         self._say_ready(session, offer.round)
         # Twice the deadline: the other generators have timeout_s of their own to become ready.
@@ -886,14 +908,14 @@ class WeightReceiver(BackgroundReceiver):
         except (RuntimeError, OSError) as error:
             raise RoundAborted(problem(error)) from None
         session.say_once(Received(offer.round, checksum, ""))
-        sent = session.wait_for(Sent, "say what became of a version", self._timeout_s)
+        sent = session.wait_for(Sent, "report the outcome of a version", self._timeout_s)
         if sent.checksum == checksum:
             self._into.commit(offer.version, checksum, session.id)
 
-    def _say_ready(self, session: Session, number: int) -> None:
+    def _say_ready(self, session: SenderSession, number: int) -> None:
         session.say_once(Ready(number, self._staging.loaded_in(session.id)))
 
-    def _await_memory(self, session: Session, *, urgent: bool) -> None:
+    def _await_memory(self, session: SenderSession, *, urgent: bool) -> None:
         """Returns when the next version has somewhere to go."""
         wait, holding_sent_s, pause_s = Wait(), time.monotonic(), 0.0 if urgent else self._timeout_s / 4
         while not self._into.is_free():
@@ -905,32 +927,33 @@ class WeightReceiver(BackgroundReceiver):
             wait.look()
             self._stop.wait(wait.pause_s)  # the engine of this process does not wake this thread
 
-    def _prepare(self, session: Session, name: str, bucket_bytes: int) -> None:
+    def _prepare(self, session: SenderSession, name: str, bucket_bytes: int) -> None:
         if name != self._transport and (self._transport != "auto" or name not in transports.TRANSPORTS):
             raise ConfigError(f"weights.transport: the learner sends by {name!r}, here it is {self._transport!r}")
-        if isinstance(self._into, IntoEngine) and not session.by_parameter:
+        if self._incoming is not None:
+            return
+        sent = session.await_manifest()
+        if isinstance(self._into, StreamedReceive) and not sent.by_parameter:
             raise RunError(
                 "weights.staging = 'buckets': the learner sends copies, as with weights.staging=whole; start both "
                 "sides with the same config"
             )
-        if self._manifest is None:
-            manifest = WeightManifest.from_json(session.manifest)
-            manifest.check_size(self._max_bytes)
-            manifest.check_base(self._base)
-            self._way = find_transport(name)
-            device = self._device if self._way.on_device else torch.device("cpu")
-            pinned = self._device.type == "cuda"
-            self._shares = shares_of_ranks(manifest, session.senders, bucket_bytes, by_parameter=session.by_parameter)
-            self._into.prepare(manifest, self._shares, bucket_bytes, device, pinned=pinned)
-            self._manifest = manifest
+        manifest = WeightManifest.from_json(sent.text)
+        manifest.check_size(self._max_bytes)
+        manifest.check_base(self._base)
+        self._transport_type = find_transport(name)
+        shares = shares_of_ranks(manifest, sent.senders, bucket_bytes, by_parameter=sent.by_parameter)
+        device = self._device if self._transport_type.on_device else torch.device("cpu")
+        self._into.prepare(incoming := Incoming(manifest, shares, bucket_bytes, device, self._device.type == "cuda"))
+        self._incoming = incoming
 
-    def _linked(self, session: Session, go: Go) -> list[Link]:
+    def _linked(self, session: SenderSession, go: Go) -> list[Link]:
         """Returns the links to receive from: the last ones, unless the members have changed."""
-        assert self._way is not None
+        assert self._transport_type is not None and self._incoming is not None
         if not self._links or self._group_number != go.group:
             self._drop_links()
             self._group_number = go.group
-            for sender, share in enumerate(self._shares):
+            for sender, share in enumerate(self._incoming.shares):
                 member = Member(
                     go.rank,
                     go.size,
@@ -941,10 +964,10 @@ class WeightReceiver(BackgroundReceiver):
                     sender=sender,
                     reuses_memory=self._into.reuses_memory,
                 )
-                self._links.append(link_of(session.store, self._way, go.group, member))
+                self._links.append(link_of(session.store, self._transport_type, go.group, member))
         return self._links
 
-    def _fill(self, links: list[Link], session: Session, offer: Offer) -> int:
+    def _fill(self, links: list[Link], session: SenderSession, offer: Offer) -> int:
         """Receives the buckets. Returns the checksum of their bytes."""
         told_s = time.monotonic()
 

@@ -1,14 +1,39 @@
-"""The threads of sender and receiver, common to weights in rounds and weights through a store.
+"""The learner's side of weight synchronization: copies each version, and sends it while training continues.
 
-The sender copies each version while training continues. Three threads share one buffer:
+    thread            waits for                                                     woken by
+    the learner's     the previous version (`wait`), the copy (`copied`)            weight-sender, weight-copier
+    weight-copier     nothing: it fills the buffer, if `send` leaves that to it
+    weight-sender     a new version, or a generator that joined late                `send`, `close`, messages
+                      in a round: messages, full buckets, the transport             messages, `fill`, polled
+    channel-weights   messages of receivers                                         its socket
 
-    the learner's     `send`: waits for the previous version (`wait`); woken by weight-sender. Then fills the buffer, or
-                      lets weight-copier do it: training may then read the weights, and waits in `copied` before it
-                      changes them.
-    weight-copier     fills the buffer, while weight-sender already takes the buckets that are full.
-    weight-sender     delivers the version; its waits have deadlines and end early on `close`.
+Each wait of weight-sender in a round has a deadline and ends early on `close`. Generators may come and go at any time.
+One that joins late, or again, gets the current version between two sends.
 
-The receiver's thread, weight-receiver, fills staging while the engine decodes. The engine's thread never waits for it.
+A round. Messages (-->) go through the channel, transfers (==>) through the transport:
+
+    sender (rank 0)                                         each receiver (rank 1, 2, ...)
+
+    offer {version, transport}      -------- offer ------>  waits for an offer without a deadline
+    waits timeout_s                                         waits until staging is free
+      longer while it gets          <------- holding -----    while its engine keeps the version for now
+      "holding"                     <------- ready -------  sent before the offer if staging is free then
+    after a deadline, to receivers  ------- patience ---->  waits 2 * timeout_s for "go", and again after each
+      that are ready, for others                              "patience"; without one it joins again
+    {group, rank, size}             --------- go -------->
+    connects, timeout_s or less     <==== connect ======>   connects, timeout_s or less
+    timeout_s for each bucket       ==== buckets =======>   copies into staging, timeout_s for each bucket
+                                    <==== all there ====>
+    its checksum                    -------- sent ------->  waits timeout_s; staging is complete if the checksums agree
+    waits timeout_s                 <------ received -----  its checksum, or an error
+
+With several learner ranks, each sends its share over a link of its own, by orders of rank 0 (`ranks.py`).
+
+A wrong checksum repeats the round for that receiver once. The round is aborted when the transport raises or misses a
+deadline on the sender's side: the sender says "abort", and each live receiver answers "received" with its outcome. The
+receiver abandons its round at an "abort" or a newer offer. A receiver that misses a deadline, is silent for SILENT_S,
+sends a bad message or has wrong bytes twice is dropped: it receives "dropped" and joins again. _TRIES failed transfers
+of one version with all receivers alive are an error of the transport.
 """
 
 from __future__ import annotations
@@ -20,7 +45,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import structlog
 import torch
@@ -33,11 +58,11 @@ from asyncrl.weights.ranks import (
     TRANSPORT_KEY,
     Done,
     Finish,
-    Has,
-    Order,
-    Orders,
-    OtherShares,
+    HasVersion,
+    RankWorker,
     SendShare,
+    ShareCoordinator,
+    ShareOrder,
     VersionGoneError,
 )
 from asyncrl.weights.transports import (
@@ -75,7 +100,7 @@ from asyncrl.wire.torch_store import GROUP_KEYS
 
 log = structlog.get_logger()
 
-_LOOK_S = 0.05
+_POLL_S = 0.05
 """Interval of the checks whether the background thread is stuck."""
 _STUCK_PHASES, _STUCK_S = 3, 10.0
 """Deadlines and additional seconds after which a background thread that polls nothing counts as stuck."""
@@ -134,7 +159,7 @@ class WeightReferences:
                 check()
                 if time.monotonic() > deadline_s:
                     raise RunError(f"weights: the learner did not pass them on within {timeout_s:g} s")
-                self._changed.wait(_LOOK_S)
+                self._changed.wait(_POLL_S)
         if self._written is not None:
             torch.cuda.current_stream(self._device).wait_event(self._written)
         parts = iter(zip(slices, self._entries, strict=True))
@@ -147,8 +172,6 @@ class WeightReferences:
 
 Buffer = WeightBuffer | WeightReferences
 """Memory that a rank sends from."""
-
-B = TypeVar("B", bound=Buffer)
 
 
 @dataclass(slots=True)
@@ -167,7 +190,7 @@ class WeightSyncStats:
     """Bytes of weights sent, each version counted once."""
 
 
-class BackgroundSender(ABC, Generic[B]):
+class BackgroundSender(ABC):
     """Copies versions of the weights, and delivers each of them in a thread.
 
     Errors of the background thread are raised by the next `send` or `wait`: an AsyncrlError if the cause is known,
@@ -180,12 +203,12 @@ class BackgroundSender(ABC, Generic[B]):
         *,
         timeout_s: float,
         device: str,
-        look_s: float | None = None,
+        check_interval_s: float | None = None,
         copies: bool = True,
     ) -> None:
         """`manifest` describes the weights of every `send`; `timeout_s` is the deadline of each phase. Without `copies`
         the weights themselves are sent, so that they may change only after that. `_wants` is
-        looked at when `_changed` is notified, and every `look_s`. A subclass starts
+        called when `_changed` is notified, and every `check_interval_s`. A subclass starts
         `_thread` at the end of its `__init__`."""
         self.stats = WeightSyncStats()
         self._manifest = manifest
@@ -193,8 +216,8 @@ class BackgroundSender(ABC, Generic[B]):
         self._timeout_s = timeout_s
         self._device = transports.with_index(device)
         self._changed = threading.Condition()
-        self._look_s = look_s
-        self._buffer: B | None = None
+        self._check_interval_s = check_interval_s
+        self._buffer: Any = None
         self._version = 0
         self._error: Exception | None = None
         self._looks = 0
@@ -214,15 +237,11 @@ class BackgroundSender(ABC, Generic[B]):
         """True if a generator needs the last version, which has to be sent once more."""
         return False
 
-    # --- of the subclass
-
-    @property
-    @abstractmethod
-    def _receivers(self) -> str:
-        """The destination of the version, for error messages."""
+    _receivers = "the generators"
+    """The destination of the version, for error messages."""
 
     @abstractmethod
-    def _make_buffer(self) -> B:
+    def _make_buffer(self) -> Any:
         """Makes the buffer for all versions."""
 
     @abstractmethod
@@ -230,12 +249,12 @@ class BackgroundSender(ABC, Generic[B]):
         """True if there is something to do for the current version. Called with the lock of `_changed`."""
 
     @abstractmethod
-    def _deliver(self, version: int, buffer: B) -> None:
+    def _deliver(self, version: int, buffer: Any) -> None:
         """Delivers the version to where it is wanted. Its waits call `_raise_if_stopping`."""
 
-    @abstractmethod
     def _leave(self) -> None:
         """Releases what is open, once the background thread has ended."""
+        return
 
     # --- the learner's thread
 
@@ -291,7 +310,7 @@ class BackgroundSender(ABC, Generic[B]):
         limit_s = _STUCK_PHASES * self._timeout_s + _STUCK_S
         with self._changed:
             while self._busy:
-                self._changed.wait(_LOOK_S)
+                self._changed.wait(_POLL_S)
                 if looks != self._looks:
                     wait, looks = Wait(), self._looks
                 if wait.look() > limit_s:
@@ -334,7 +353,7 @@ class BackgroundSender(ABC, Generic[B]):
             transports.use_own_stream(self._device)
             while True:
                 with self._changed:
-                    has_work = self._changed.wait_for(self._has_work, self._look_s)
+                    has_work = self._changed.wait_for(self._has_work, self._check_interval_s)
                 self._raise_if_stopping()
                 if not has_work:
                     continue
@@ -380,11 +399,11 @@ def send_share(
 
 
 def buffer_of(
-    share: RankShare, device: torch.device, way: Transport | None, *, bucket_bytes: int, copies: bool
+    share: RankShare, device: torch.device, transport: Transport | None, *, bucket_bytes: int, copies: bool
 ) -> Buffer:
     """Makes the buffer of a share on this device, or holds references if nothing is to be copied. Raises ConfigError if
     a GPU's weights have to be copied to be sent."""
-    on_device = way is not None and way.on_device
+    on_device = transport is not None and transport.on_device
     pinned = device.type == "cuda"
     if not copies:
         if pinned and not on_device:
@@ -400,7 +419,7 @@ def buffer_of(
 
 
 SILENT_S = 15.0
-"""A generator that has been ready for a version, and says nothing for this time of a round, is taken for gone: it says
+"""A generator that has been ready for a version, and says nothing for this time of a round, is considered dead: it says
 something every few seconds, whatever its engine does."""
 T = TypeVar("T", messages.Ready, messages.Received)
 
@@ -628,7 +647,7 @@ class Membership:
                 self._check()
                 if wait.look() > timeout_s:
                     return False
-                self._changed.wait(_LOOK_S)
+                self._changed.wait(_POLL_S)
         return True
 
 
@@ -650,7 +669,7 @@ class Delivery:
     store: Store
     share: RankShare
     """The share that this rank sends."""
-    others: OtherShares
+    others: ShareCoordinator
     num_bytes: int
     """Bytes of all weights."""
     membership: Membership
@@ -662,9 +681,8 @@ class Delivery:
     timeout_s: float
     device: torch.device
     check: Callable[[], None]
-    transport: str = ""
-    """The name of the `way`."""
-    way: Transport | None = None
+    transport_name: str = ""
+    transport: Transport | None = None
     """The transport, known at the first version."""
     link: Link | None = None
     members: list[bytes] = field(default_factory=list[bytes])
@@ -712,7 +730,7 @@ class Delivery:
                 self.gone = version
                 break
             try:
-                self.others.order(Has(version), self.check)
+                self.others.order(HasVersion(version), self.check)
                 self._round(version, buffer, behind)
             except VersionGoneError:
                 self.gone = version
@@ -734,7 +752,7 @@ class Delivery:
     def _round(self, version: int, buffer: Buffer, behind: Sequence[Peer]) -> None:
         weights = f"version {version} of the weights"
         self.offered = list(behind)
-        offer = {"version": version, "transport": self.transport, "bucket_bytes": self.bucket_bytes}
+        offer = {"version": version, "transport": self.transport_name, "bucket_bytes": self.bucket_bytes}
         self.membership.offer(behind, **offer, urgent=self.urgent)
         ready = self._answers(behind, Ready, f"become ready to receive {weights}", self.timeout_s)
         if self.urgent:
@@ -744,9 +762,9 @@ class Delivery:
         if not peers:
             return
         self._go(peers)
-        assert self.way is not None
+        assert self.transport is not None
         # A receiver that still connects does not see the abort before its own deadline, even if the sender is through.
-        connect_deadline_s = 0.0 if self.link else time.monotonic() + min(self.way.connect_s, self.timeout_s)
+        connect_deadline_s = 0.0 if self.link else time.monotonic() + min(self.transport.connect_s, self.timeout_s)
         reason, patience_s = "", self.timeout_s
         try:
             checksum = self._send(version, buffer, peers)
@@ -773,16 +791,16 @@ class Delivery:
     def _drop_unreachable(self) -> None:
         """Drops the peers on the GPU of the learner, or on that of a peer that joined earlier, if the transport needs a
         GPU for each member; if it needs one device for all, those on another one."""
-        if self.way is not None and self.way.on_one_device:
+        if self.transport is not None and self.transport.on_one_device:
             own = host_name(), device_name(self.device)
             for peer in self.membership.present():
                 if (peer.host, peer.device) != own:
                     self._drop(
                         peer,
-                        f"{peer.name} is on {peer.device} of {peer.host}, and {self.transport} needs all on "
+                        f"{peer.name} is on {peer.device} of {peer.host}, and {self.transport_name} needs all on "
                         f"{own[1]} of {own[0]}; start the run with weights.transport=gloo",
                     )
-        if self.way is None or not self.way.needs_own_gpu:
+        if self.transport is None or not self.transport.needs_own_gpu:
             return
         owners = {device_name(self.device): "learner rank 0"}
         for peer in sorted(self.membership.present(), key=lambda peer: peer.number):
@@ -790,8 +808,8 @@ class Delivery:
             if owner != peer.name:
                 self._drop(
                     peer,
-                    f"{peer.name} is on the device of {owner} ({peer.device}), and {self.transport} needs a device "
-                    "for each of them; start it on another one, or start the run with weights.transport=gloo",
+                    f"{peer.name} is on the device of {owner} ({peer.device}), and {self.transport_name} needs a "
+                    "device for each of them; start it on another one, or start the run with weights.transport=gloo",
                 )
 
     def _drop(self, peer: Peer, reason: str, level: int = logging.WARNING) -> None:
@@ -836,10 +854,10 @@ class Delivery:
             raise
 
     def _linked(self, size: int) -> Link:
-        assert self.way is not None
+        assert self.transport is not None
         if self.link is None:
             member = Member(0, size, self.device, self.timeout_s, self._check_sending, self.share.num_bytes)
-            self.link = link_of(self.store, self.way, self.group_number, member)
+            self.link = link_of(self.store, self.transport, self.group_number, member)
         return self.link
 
     def _check_sending(self) -> None:
@@ -901,7 +919,7 @@ _LEAVE_S = 0.5
 """Time for the generators to leave a sender that closes."""
 
 
-class WeightSender(BackgroundSender[Buffer]):
+class WeightSender(BackgroundSender):
     """Broadcasts policy weights to all generators while the learner continues to train. Runs in learner rank 0, listens
     at `address`, and is rank 0 of its link."""
 
@@ -940,7 +958,7 @@ class WeightSender(BackgroundSender[Buffer]):
         self._store = Store(self._channel.send)
         description = Manifest(manifest.to_json(), ranks, not copies)
         self._membership = Membership(self._channel.send, description, self._changed, self._raise_if_stopping)
-        self._others = OtherShares(self._store, ranks - 1, timeout_s=timeout_s)
+        self._others = ShareCoordinator(self._store, ranks - 1, timeout_s=timeout_s)
         self._delivery = Delivery(
             store=self._store,
             share=self._share,
@@ -969,10 +987,10 @@ class WeightSender(BackgroundSender[Buffer]):
 
     def _make_buffer(self) -> Buffer:
         name = self._choose_transport()
-        way = find_transport(name)
-        self._delivery.transport, self._delivery.way = name, way
+        transport = find_transport(name)
+        self._delivery.transport_name, self._delivery.transport = name, transport
         self._others.announce(name)
-        return buffer_of(self._share, self._device, way, bucket_bytes=self._bucket_bytes, copies=self._copies)
+        return buffer_of(self._share, self._device, transport, bucket_bytes=self._bucket_bytes, copies=self._copies)
 
     def _wants(self, version: int) -> bool:
         return self._buffer is not None and not self._buffer.is_released and self._delivery.wants(version)
@@ -1011,7 +1029,7 @@ _IDLE_S = 0.02
 """Wait for an order for a version that all generators have: the learner may wait for it."""
 
 
-class RankShareSender(BackgroundSender[Buffer]):
+class RankShareSender(BackgroundSender):
     """Sends the share of a learner rank other than 0, as rank 0 orders."""
 
     def __init__(
@@ -1035,8 +1053,8 @@ class RankShareSender(BackgroundSender[Buffer]):
         self._rank = rank
         self._start_timeout_s = start_timeout_s or timeout_s
         check = super()._raise_if_stopping
-        self._orders = Orders(endpoints, rank, Order, timeout_s=self._start_timeout_s, check=check)
-        self._way: Transport | None = None
+        self._worker = RankWorker(endpoints, rank, ShareOrder, timeout_s=self._start_timeout_s, check=check)
+        self._transport: Transport | None = None
         self._link: Link | None = None
         self._group: int | None = None
         """The number of the link."""
@@ -1045,20 +1063,16 @@ class RankShareSender(BackgroundSender[Buffer]):
         self._rank_0_is_gone = False
         self._thread.start()
 
-    @property
-    def _receivers(self) -> str:
-        return "the generators"
-
     def _make_buffer(self) -> Buffer:
-        way = self._find_way() if self._device.type == "cuda" else None
-        return buffer_of(self._share, self._device, way, bucket_bytes=self._bucket_bytes, copies=self._copies)
+        transport = self._find_transport() if self._device.type == "cuda" else None
+        return buffer_of(self._share, self._device, transport, bucket_bytes=self._bucket_bytes, copies=self._copies)
 
-    def _find_way(self) -> Transport:
+    def _find_transport(self) -> Transport:
         """Returns the transport, which rank 0 chooses at its first version."""
-        if self._way is None:
-            (name,) = self._orders.store.ask("wait", [TRANSPORT_KEY], within_s=self._start_timeout_s).values
-            self._way = find_transport((name or b"").decode())
-        return self._way
+        if self._transport is None:
+            (name,) = self._worker.store.ask("wait", [TRANSPORT_KEY], within_s=self._start_timeout_s).values
+            self._transport = find_transport((name or b"").decode())
+        return self._transport
 
     def _wants(self, version: int) -> bool:
         return not self._rank_0_is_gone  # a generator may come late
@@ -1076,7 +1090,7 @@ class RankShareSender(BackgroundSender[Buffer]):
     def _obey(self, version: int, buffer: Buffer, **options: float) -> None:
         """Carries out the next order, if it comes in time."""
         self._raise_if_stopping()
-        order: Order | None = self._orders.next(**options)
+        order: ShareOrder | None = self._worker.next(**options)
         if order is None or order.version > version:  # or this rank has not come so far yet
             return
         answer = Done()
@@ -1086,7 +1100,7 @@ class RankShareSender(BackgroundSender[Buffer]):
             answer = Done(problem=f"learner rank {self._rank} has changed version {version}", is_ahead=True)
         elif isinstance(order, SendShare):
             answer = self._send(order, buffer)
-        self._orders.answer(answer)
+        self._worker.answer(answer)
         if isinstance(order, Finish):
             self._finished = order.version
 
@@ -1110,12 +1124,15 @@ class RankShareSender(BackgroundSender[Buffer]):
             member = Member(
                 0, order.size, self._device, self._timeout_s, self._check, self._share.num_bytes, sender=self._rank
             )
-            self._link, self._group = link_of(self._orders.store, self._find_way(), order.group, member), order.group
+            self._link, self._group = (
+                link_of(self._worker.store, self._find_transport(), order.group, member),
+                order.group,
+            )
         return self._link
 
     def _check(self) -> None:
         self._raise_if_stopping()
-        self._orders.check()
+        self._worker.check()
 
     def _drop_link(self) -> None:
         if self._link is not None:
@@ -1124,4 +1141,4 @@ class RankShareSender(BackgroundSender[Buffer]):
 
     def _leave(self) -> None:
         self._drop_link()
-        self._orders.close()
+        self._worker.close()

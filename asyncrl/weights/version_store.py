@@ -1,4 +1,14 @@
-"""A folder of a local file system or of an object store: what is written there is complete or not there."""
+"""Versions of the weights in a folder or an object store: their files, what proves them, and how they are read.
+
+    URL/v000120-1f0c9a02/   full-00000.safetensors ...  from-000119.delta  manifest.json
+    URL/v000121-77ab03d1/   from-000120.delta  from-000120-1.delta  manifest.json
+
+Each learner rank writes its slices (`layout.py`); `-1` stands for rank 1. A version has a folder, whose name no other
+attempt has. Its manifest is written last: a folder without one does not exist. Whoever has the sha256 of a manifest can
+prove everything: the manifest has the sums of its files and of the result, and the sha256 of earlier manifests. A
+manifest is signed with a key that only the processes of its run have. So neither the store nor whoever passes an
+announcement on is trusted.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +18,10 @@ import json
 import os
 import shutil
 import struct
-import time
-from collections import Counter, deque
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Annotated, Any
 
 import fsspec
@@ -29,16 +37,47 @@ from numpy.typing import NDArray
 from asyncrl.errors import ConfigError, ProtocolError
 from asyncrl.util.files import sync_folder
 from asyncrl.weights import deltas
-from asyncrl.weights.deltas import Scattered
 from asyncrl.weights.layout import Entry, RankSlices, WeightManifest, slices_of
-from asyncrl.wire.messages import MAX_INDEX, Announced, Count, FolderName, Index, Link, Number, Sha256
+from asyncrl.wire.messages import MAX_INDEX, Announced, Count, FolderName, Index, Number, Sha256
 
+log = structlog.get_logger()
+
+MANIFEST = "manifest.json"
+MAX_MANIFEST_BYTES = 64 << 20
+SUM_BYTES = 64 << 20
+"""Size of the parts of a rank's slices that have a sum each."""
 CHUNK_BYTES = 8 << 20
 """Size of the pieces in which files are read and written."""
+_TRIES = 2
+"""Attempts at a step before other paths are tried."""
+_KEY_LABEL = b"asyncrl manifests of weights"
+_FileName = Annotated[
+    str, Meta(pattern=r"\A(full-[0-9]{1,10}(-[0-9]{1,5})?\.safetensors|from-[0-9]{1,10}(-[0-9]{1,5})?\.delta)\Z")
+]
+_Xxh3 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+
+
+# --- files
 
 
 class BadFileError(Exception):
-    """A stored file is gone, cannot be read, or has other bytes than its manifest says; the text names it."""
+    """A stored file is missing, unreadable, or differs from its manifest; the text names it."""
+
+
+class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A struct of the store."""
+
+
+class StoredFile(Part, frozen=True):
+    """A file of a version, with a rank's slices (`layout.py`) of the tensors from `first` to before `last`: their
+    bytes, or the changes in them."""
+
+    name: _FileName
+    bytes: Number
+    sha256: Sha256
+    rank: Index
+    first: Count
+    last: Count
 
 
 class Folder:
@@ -58,16 +97,19 @@ class Folder:
         self._is_local = isinstance(self._store, LocalFileSystem)
 
     def at(self, name: str) -> str:
-        """The place of a file, for messages."""
+        """The full path of a file, for messages."""
         return f"{self.url.rstrip('/')}/{name}"
 
-    def write(self, name: str, chunks: Iterable[Any]) -> File:
-        """Writes the file, which is complete or not there at any moment, and survives a power loss if the file system
-        is local. Raises OSError."""
+    def write(self, name: str, chunks: Iterable[Any]) -> tuple[int, str]:
+        """Writes the file, which is complete or missing at any moment, and survives a power loss if the file system
+        is local. Returns its size and sha256. Raises OSError."""
         digest, num_bytes = hashlib.sha256(), 0
         path = f"{self._path}/{name}"
         temporary = Path(path).with_name(f".{Path(path).name}.new")
-        self._make_parent(name)
+        parent = Path(path).parent
+        if self._is_local and not parent.is_dir():
+            parent.mkdir(parents=True, exist_ok=True)  # by several ranks at once
+            sync_folder(parent.parent)
         with open(temporary, "wb") if self._is_local else self._store.open(path, "wb") as file:
             for chunk in chunks:
                 self.check()
@@ -79,16 +121,10 @@ class Folder:
                 os.fsync(file.fileno())
         if self._is_local:
             os.replace(temporary, path)
-            sync_folder(Path(path).parent)
-        return File(Path(name).name, num_bytes, digest.hexdigest())
+            sync_folder(parent)
+        return num_bytes, digest.hexdigest()
 
-    def read(self, folder: str, file: File) -> bytearray:
-        """The bytes of a file. Raises BadFileError unless they are those that were written."""
-        data = bytearray(file.bytes)
-        self.read_into(folder, file, [memoryview(data)])
-        return data
-
-    def read_into(self, folder: str, file: File, parts: Iterable[memoryview]) -> None:
+    def read_into(self, folder: str, file: StoredFile, parts: Iterable[memoryview]) -> None:
         """Fills the parts, one after another, with the bytes of a file. Raises BadFileError unless they are those that
         were written, and fill the parts."""
         name, digest = f"{folder}/{file.name}", hashlib.sha256()
@@ -100,8 +136,19 @@ class Folder:
                     raise BadFileError(f"{self.at(name)}: has more bytes than the {file.bytes} of its manifest")
         except OSError as error:
             raise BadFileError(f"{self.at(name)}: cannot be read: {error or type(error).__name__}") from None
-        if (found := digest.hexdigest()) != file.sha256:
-            raise BadFileError(f"{self.at(name)}: its sha256 is {found}, that of its manifest {file.sha256}")
+        if (actual := digest.hexdigest()) != file.sha256:
+            raise BadFileError(f"{self.at(name)}: its sha256 is {actual}, that of its manifest {file.sha256}")
+
+    def _fill(self, part: memoryview, stored: Any, name: str, digest: Any) -> None:
+        filled = 0
+        while filled < len(part):
+            self.check()
+            chunk = part[filled : filled + CHUNK_BYTES]
+            count = stored.readinto(chunk)
+            if not count:
+                raise BadFileError(f"{self.at(name)}: ends too early")
+            digest.update(chunk[:count])
+            filled += count
 
     def read_small(self, name: str) -> bytes:
         """The bytes of a file that has at most MAX_MANIFEST_BYTES. Raises BadFileError."""
@@ -115,7 +162,7 @@ class Folder:
         return data
 
     def size(self, name: str) -> int | None:
-        """Size of a file in bytes; None if it is not there. Raises OSError."""
+        """Size of a file in bytes; None if it is missing. Raises OSError."""
         try:
             return self._store.size(f"{self._path}/{name}")
         except FileNotFoundError:
@@ -124,10 +171,10 @@ class Folder:
     def names(self) -> list[str]:
         """Names of the files and folders in it. Raises OSError."""
         try:
-            found: list[str] = self._store.ls(self._path, detail=False, refresh=True)
+            paths: list[str] = self._store.ls(self._path, detail=False, refresh=True)
         except FileNotFoundError:
             return []
-        return sorted(path.rstrip("/").rpartition("/")[2] for path in found)
+        return sorted(path.rstrip("/").rpartition("/")[2] for path in paths)
 
     def remove(self, name: str) -> None:
         """Removes a folder and the files in it, the manifest first: without one, it does not exist. Raises OSError."""
@@ -141,64 +188,60 @@ class Folder:
         if self._store.exists(path):
             self._store.rm(path, recursive=True)
 
-    def _make_parent(self, name: str) -> None:
-        parent = Path(self._path, name).parent
-        if self._is_local and not parent.is_dir():
-            parent.mkdir(parents=True, exist_ok=True)  # by several ranks at once
-            sync_folder(parent.parent)
 
-    def _fill(self, part: memoryview, stored: Any, name: str, digest: Any) -> None:
-        filled = 0
-        while filled < len(part):
-            self.check()
-            chunk = part[filled : filled + CHUNK_BYTES]
-            count = stored.readinto(chunk)
-            if not count:
-                raise BadFileError(f"{self.at(name)}: ends too early")
-            digest.update(chunk[:count])
-            filled += count
+_SAFETENSORS_NAMES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+}
 
 
-MANIFEST = "manifest.json"
-MAX_MANIFEST_BYTES = 64 << 20
-SUM_BYTES = 64 << 20
-"""Size of the parts of a rank's slices that have a sum each."""
-
-_KEY_LABEL = b"asyncrl manifests of weights"
-
-_FileName = Annotated[
-    str, Meta(pattern=r"\A(full-[0-9]{1,10}(-[0-9]{1,5})?\.safetensors|from-[0-9]{1,10}(-[0-9]{1,5})?\.delta)\Z")
-]
-_Xxh3 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
-
-
-class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A struct of the store."""
+def header(entries: tuple[Entry, ...]) -> bytes:
+    """The head of a safetensors file with these tensors in this order."""
+    described: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for entry in entries:
+        end = offset + entry.num_bytes
+        dtype = _SAFETENSORS_NAMES[entry.dtype]
+        described[entry.name] = {"dtype": dtype, "shape": list(entry.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(described, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
 
 
-class File(Part, frozen=True):
-    """A file and its sum."""
-
-    name: str
-    bytes: int
-    sha256: str
+def views_of(spans: Iterable[tuple[int, int]], buffer: NDArray[np.uint8]) -> list[memoryview]:
+    """The bytes of these spans, each a first byte and a size, in the buffer."""
+    return [buffer.data[start : start + num_bytes] for start, num_bytes in spans]
 
 
-class StoredFile(Part, frozen=True):
-    """A file of a version, with a rank's slices (`weights/layout.py`) of the tensors from `first` to before `last` of
-    the layout: their bytes, or what has changed in them."""
+def sums_of(buffer: NDArray[np.uint8], spans: Iterable[tuple[int, int]], check: Callable[[], None]) -> list[str]:
+    """Returns the sum of each SUM_BYTES of spans of a buffer, one after another; a span is its first byte and its size.
+    `check` is called for each part and may raise."""
+    sums: list[str] = []
+    digest, room = xxhash.xxh3_128(), SUM_BYTES
+    for start, left in spans:
+        while left:
+            check()
+            size = min(left, room)
+            digest.update(buffer[start : start + size].data)
+            start, left, room = start + size, left - size, room - size
+            if not room:
+                sums.append(digest.hexdigest())
+                digest, room = xxhash.xxh3_128(), SUM_BYTES
+    return sums if room == SUM_BYTES else [*sums, digest.hexdigest()]
 
-    name: _FileName
-    bytes: Number
-    sha256: Sha256
-    rank: Index
-    first: Count
-    last: Count
 
-    @property
-    def file(self) -> File:
-        """Its name and sum."""
-        return File(self.name, self.bytes, self.sha256)
+def digest_of(sums: Sequence[str]) -> str:
+    """The digest of weights that have these sums."""
+    return hashlib.sha256("".join(sums).encode()).hexdigest()
+
+
+# --- manifests
 
 
 class Stamp(Part, frozen=True):
@@ -208,7 +251,7 @@ class Stamp(Part, frozen=True):
     digest: Sha256
 
 
-class Way(Part, frozen=True):
+class UpdatePath(Part, frozen=True):
     """Files that turn the weights of `base` into those of a version, or make them from nothing."""
 
     base: Stamp | None
@@ -216,14 +259,14 @@ class Way(Part, frozen=True):
 
 
 class Edge(Part, frozen=True):
-    """A way of an earlier version, without its files."""
+    """The size of an update path of an earlier version."""
 
     base: Stamp | None
     bytes: Number
 
 
 class Earlier(Part, frozen=True):
-    """An earlier version that is still there."""
+    """An earlier version that is still in the store."""
 
     folder: FolderName
     sha256: Sha256
@@ -249,18 +292,23 @@ class Manifest(Part, frozen=True):
     """Learner ranks, each of which has written its slices."""
     sums: list[_Xxh3]
     """The sums of each SUM_BYTES of rank 0's slices, one after another, then of those of rank 1, and so on."""
-    ways: list[Way]
+    paths: list[UpdatePath]
     earlier: list[Earlier]
     """The oldest one first."""
 
     def __post_init__(self) -> None:
-        if any(file.rank >= self.ranks for way in self.ways for file in way.files):
-            raise ValueError(f"a file of a rank that is none of {self.ranks}")
+        if any(file.rank >= self.ranks for path in self.paths for file in path.files):
+            raise ValueError(f"a file of a rank that is not one of {self.ranks}")
 
     def signed(self, key: bytes) -> bytes:
         """The manifest as JSON, with its signature."""
         text = msgspec.json.encode(self)
         return msgspec.json.encode(Signed(_hmac(key, text), msgspec.Raw(text)))
+
+    def listed(self, folder: str, sha256: str) -> Earlier:
+        """The version as later manifests list it."""
+        edges = [Edge(path.base, sum(file.bytes for file in path.files)) for path in self.paths]
+        return Earlier(folder, sha256, self.stamp, edges)
 
 
 class Signed(Part, frozen=True):
@@ -270,9 +318,9 @@ class Signed(Part, frozen=True):
     """HMAC-SHA256 of its text."""
     manifest: msgspec.Raw
 
-    def is_of(self, key: bytes) -> bool:
-        """True if it was signed with this key."""
-        return hmac.compare_digest(self.hmac, _hmac(key, self.manifest))
+
+def _hmac(key: bytes, text: bytes | msgspec.Raw) -> str:
+    return hmac.new(key, memoryview(text), "sha256").hexdigest()
 
 
 def manifest_key(run_id: str) -> bytes:
@@ -281,35 +329,20 @@ def manifest_key(run_id: str) -> bytes:
     return hmac.digest(hmac.digest(bytes(32), run_id.encode(), "sha256"), _KEY_LABEL + b"\x01", "sha256")
 
 
-def _hmac(key: bytes, text: bytes | msgspec.Raw) -> str:
-    return hmac.new(key, memoryview(text), "sha256").hexdigest()
-
-
-def sums_of(buffer: NDArray[np.uint8], spans: Iterable[tuple[int, int]], check: Callable[[], None]) -> list[str]:
-    """Returns the sum of each SUM_BYTES of spans of a buffer, one after another; a span is its first byte and its size.
-    `check` is called for each part and may raise."""
-    sums: list[str] = []
-    digest, room = xxhash.xxh3_128(), SUM_BYTES
-    for start, left in spans:
-        while left:
-            check()
-            size = min(left, room)
-            digest.update(buffer[start : start + size].data)
-            start, left, room = start + size, left - size, room - size
-            if not room:
-                sums.append(digest.hexdigest())
-                digest, room = xxhash.xxh3_128(), SUM_BYTES
-    return sums if room == SUM_BYTES else [*sums, digest.hexdigest()]
-
-
-def digest_of(sums: Sequence[str]) -> str:
-    """The digest of weights that have these sums."""
-    return hashlib.sha256("".join(sums).encode()).hexdigest()
-
-
-def edges_of(ways: Iterable[Way]) -> list[Edge]:
-    """The ways without their files."""
-    return [Edge(way.base, sum(file.bytes for file in way.files)) for way in ways]
+def read_manifest(folder: Folder, name: str, sha256: str, key: bytes) -> Manifest:
+    """The manifest that has this sum and is signed with this key. Raises BadFileError."""
+    data = folder.read_small(name)
+    if (actual := hashlib.sha256(data).hexdigest()) != sha256:
+        raise BadFileError(f"{folder.at(name)}: its sha256 is {actual}, announced was {sha256}")
+    try:
+        signed = msgspec.json.decode(data, type=Signed)
+        if not hmac.compare_digest(signed.hmac, _hmac(key, signed.manifest)):
+            raise BadFileError(
+                f"{folder.at(name)}: was not written by this run: its HMAC-SHA256 is not of the run's key"
+            )
+        return msgspec.json.decode(signed.manifest, type=Manifest)
+    except msgspec.DecodeError as error:
+        raise BadFileError(f"{folder.at(name)}: cannot be read: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,7 +355,7 @@ class Step:
     base: Stamp | None
 
 
-def shortest_way(versions: Iterable[Earlier], held: Stamp | None, without: Container[Step] = ()) -> list[Step] | None:
+def cheapest_path(versions: Iterable[Earlier], held: Stamp | None, without: Container[Step] = ()) -> list[Step] | None:
     """Returns the steps with the fewest bytes that lead from what a reader holds, or from nothing, to the last of the
     versions, which are in the order of their publication; None if there are none. Steps in `without` are not taken."""
     best: dict[Stamp, tuple[int, list[Step]]] = {held: (0, [])} if held is not None else {}
@@ -340,121 +373,20 @@ def shortest_way(versions: Iterable[Earlier], held: Stamp | None, without: Conta
     return best[target][1] if target in best else None
 
 
-_NAMES = {
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float64: "F64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.uint8: "U8",
-}
-"""The dtypes of a layout, as safetensors files name them."""
-
-
-def shards(entries: Sequence[Entry], shard_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yields the first and behind the last tensor of each file; a file has at most `shard_bytes`, or one tensor."""
-    first = num_bytes = 0
-    for index, entry in enumerate(entries):
-        if index > first and num_bytes + entry.num_bytes > shard_bytes:
-            yield first, index
-            first, num_bytes = index, 0
-        num_bytes += entry.num_bytes
-    if entries:
-        yield first, len(entries)
-
-
-def header(entries: tuple[Entry, ...]) -> bytes:
-    """The head of a safetensors file with these tensors in this order."""
-    described: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for entry in entries:
-        end = offset + entry.num_bytes
-        described[entry.name] = {
-            "dtype": _NAMES[entry.dtype],
-            "shape": list(entry.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    text = json.dumps(described, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text
-
-
-def places(spans: Iterable[tuple[int, int]], buffer: NDArray[np.uint8]) -> list[memoryview]:
-    """The bytes of these spans, each a first byte and a size, in the buffer."""
-    whole = buffer.data
-    return [whole[start : start + num_bytes] for start, num_bytes in spans]
-
-
-STRIDES = ((1, 1.0), (4, 2.6), (16, 6.1), (64, 13.0))
-"""Steps that one delta covers, and its bytes in those of a single step: changes overlap. Measured on 100 M weights."""
-SLOWEST_STEPS = STRIDES[-1][0] / STRIDES[-1][1]
-"""Steps that a single delta may take at most."""
-_WINDOW = 8
-"""The latest fetches and steps that are averaged."""
-
-
-def stride_of(steps: float) -> int | None:
-    """The smallest stride with which a reader follows that needs this many steps for a single delta; None if none
-    suffices."""
-    return next((stride for stride, cost in STRIDES if cost * steps <= stride), None)
-
-
-class LinkMeter:
-    """Measures a link from what is fetched, and steps from what is announced."""
-
-    def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
-        self._clock_s = clock_s
-        self._announced: deque[tuple[int, float]] = deque(maxlen=_WINDOW + 1)
-        """Versions, and when they were heard of."""
-        self._fetches: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
-        """Bytes and seconds."""
-
-    def announced(self, version: int) -> None:
-        """Notes the newest version. One that is not newer than the last one begins again: the learner was restarted."""
-        if self._announced and version <= self._announced[-1][0]:
-            self._announced.clear()
-        self._announced.append((version, self._clock_s()))
-
-    def fetched(self, num_bytes: int, seconds: float) -> None:
-        """Notes what was read from the store, and the time that it took."""
-        if num_bytes:
-            self._fetches.append((num_bytes, seconds))
-
-    def link(self, version_bytes: int, *, full: bool) -> Link | None:
-        """The link, for versions that have this many bytes for a reader of the one before; `full` if they have no
-        deltas. None until something was fetched, and a step measured."""
-        steps = list(self._announced)
-        if len(steps) < 2 or not self._fetches:
-            return None
-        (first, began_s), (last, ended_s) = steps[0], steps[-1]
-        num_bytes, seconds = (sum(column) for column in zip(*self._fetches, strict=True))
-        version_s = version_bytes * seconds / num_bytes
-        step_s = (ended_s - began_s) / (last - first)
-        bytes_per_s = num_bytes / max(seconds, 1e-9)
-        stride = 1 if full else stride_of(version_s / max(step_s, 1e-9)) or STRIDES[-1][0]
-        return Link(version_s=version_s, step_s=step_s, bytes_per_s=bytes_per_s, full=full, stride=stride)
-
-
-log = structlog.get_logger()
-
-_TRIES = 2
-"""Times that a way is tried before others are."""
+# --- reading
 
 
 class Reader:
-    """Turns the weights in a buffer, bytes in the order of the layout, into announced versions."""
+    """Turns the weights in a buffer, bytes in the order of the layout, into announced versions along the cheapest path,
+    and verifies everything before it counts."""
 
     def __init__(self, folder: Folder, layout: WeightManifest, weights: NDArray[np.uint8], *, key: bytes) -> None:
         self.layout = layout
         self.held: Stamp | None = None
-        """What is in the buffer, if that is known."""
+        """The version in the buffer, if that is known."""
         self.num_bytes = 0
         """Bytes read from files of weights."""
-        self.seconds = 0.0
-        """Time that it took to read them."""
-        self.folder = folder
+        self._folder = folder
         self._last: tuple[str, Manifest] | None = None
         """The last manifest that was read, and its sha256."""
         self._layout_json = layout.to_json()
@@ -463,145 +395,106 @@ class Reader:
         """The latest start of the learner ranks of which it has read a manifest."""
         self._weights = weights
         self._slices: list[RankSlices] = []
-        """The slices of the ranks that have written what is in the buffer."""
+        """The slices of the ranks that have written the version in the buffer."""
 
-    def earlier(self, announced: Announced) -> list[Announced]:
-        """The versions before an announced one that are still there, the oldest first, and itself. Raises
-        BadFileError."""
-        return [Announced(one.stamp.version, one.folder, one.sha256) for one in self._versions(announced)]
+    def available(self, announced: Announced) -> list[Earlier]:
+        """The versions that are still in the store, the oldest first, up to an announced one. Raises BadFileError."""
+        manifest = self._manifest_of(announced)
+        return [*manifest.earlier, manifest.listed(announced.folder, announced.sha256)]
 
-    def version_bytes(self, announced: Announced) -> tuple[int, bool]:
-        """The median bytes of a version for a reader of the one before, over those that are still there, and whether
-        they are full ones. Raises BadFileError."""
-        versions = self._versions(announced)
-        edges = [(one.stamp.version, edge) for one in versions for edge in one.edges]
-        deltas = [edge.bytes for version, edge in edges if edge.base is not None and edge.base.version == version - 1]
-        return int(median(deltas or [edge.bytes for _, edge in edges])), not deltas
-
-    def fetch(self, announced: Announced, await_free: Callable[[], None]) -> Stamp:
+    def fetch(self, announced: Announced, await_free: Callable[[], None]) -> None:
         """Makes the buffer hold the version; `await_free` returns when it may be written. A step that fails is made
-        once more, then the best way without it is taken. Raises BadFileError when there is none, naming the files; the
+        once more, then the best path without it is taken. Raises BadFileError when there is none, naming the files; the
         buffer may hold another version then, or none."""
         problems: list[str] = []
         failures: Counter[Step] = Counter()
-        target = self._manifest_of(announced)
-        *earlier, own = self._versions(announced)
-        self._prove_held()
+        target, versions = self._manifest_of(announced), self.available(announced)
+        if self.held is not None and digest_of(self._sums()) != self.held.digest:
+            log.error("the weights in memory have changed", version=self.held.version)
+            self.held = None
         while self.held != target.stamp:
             bad = {step for step, count in failures.items() if count >= _TRIES}
-            steps = shortest_way([*earlier, own], self.held, bad)
+            steps = cheapest_path(versions, self.held, bad)
             if not steps:
-                raise BadFileError("; ".join(dict.fromkeys(problems)) or f"{self.folder.url}: no way to {own.folder}")
+                reason = "; ".join(dict.fromkeys(problems)) or f"{self._folder.url}: no path to {announced.folder}"
+                raise BadFileError(reason)
             step = steps[0]
             try:
-                manifest = target if step.folder == own.folder else self._manifest(step.folder, step.sha256)
-                self._take(step.folder, manifest, step.base, await_free)
+                is_target = step.folder == announced.folder
+                self._take(step, target if is_target else self._manifest(step.folder, step.sha256), await_free)
             except (BadFileError, ProtocolError) as error:
                 failures[step] += 1
                 problems.append(str(error))
                 log.warning("weights cannot be read from the store", version=announced.version, reason=str(error))
-        return target.stamp
-
-    def _versions(self, announced: Announced) -> list[Earlier]:
-        """The versions that are still there, up to the announced one."""
-        target = self._manifest_of(announced)
-        own = Earlier(announced.folder, announced.sha256, target.stamp, edges_of(target.ways))
-        return [*target.earlier, own]
 
     def _manifest_of(self, announced: Announced) -> Manifest:
-        """The manifest of an announced version; a second look if the first one fails. Raises BadFileError for one of
+        """The manifest of an announced version, read twice if the first attempt fails. Raises BadFileError for one of
         learner ranks that have been replaced, whose process is still alive."""
         try:
             manifest = self._manifest(announced.folder, announced.sha256)
         except BadFileError:
             manifest = self._manifest(announced.folder, announced.sha256)
+        place = self._folder.at(announced.folder)
         if manifest.stamp.version != announced.version:
-            raise BadFileError(
-                f"{self.folder.at(announced.folder)}: has version {manifest.stamp.version}, announced was "
-                f"{announced.version}"
-            )
+            raise BadFileError(f"{place}: has version {manifest.stamp.version}, announced was {announced.version}")
         if manifest.epoch < self._epoch:
             raise BadFileError(
-                f"{self.folder.at(announced.folder)}: was written by start {manifest.epoch} of the learner ranks, "
-                f"which start {self._epoch} has superseded"
+                f"{place}: was written by start {manifest.epoch} of the learner ranks, which start {self._epoch} has "
+                "superseded"
             )
         self._epoch = manifest.epoch
         return manifest
 
     def _manifest(self, folder: str, sha256: str) -> Manifest:
-        if self._last is not None and self._last[0] == sha256:
-            return self._last[1]
-        name = f"{folder}/{MANIFEST}"
-        manifest = read_manifest(self.folder, name, sha256, self._key)
-        if manifest.layout != self._layout_json:
-            raise BadFileError(f"{self.folder.at(name)}: has weights of other names, shapes or dtypes than the model")
-        self._last = sha256, manifest
-        return manifest
+        if self._last is None or self._last[0] != sha256:
+            name = f"{folder}/{MANIFEST}"
+            manifest = read_manifest(self._folder, name, sha256, self._key)
+            if manifest.layout != self._layout_json:
+                raise BadFileError(
+                    f"{self._folder.at(name)}: has weights of other names, shapes or dtypes than the model"
+                )
+            self._last = sha256, manifest
+        return self._last[1]
 
-    def _take(self, folder: str, manifest: Manifest, base: Stamp | None, await_free: Callable[[], None]) -> None:
-        way = next(way for way in manifest.ways if way.base == base)
-        if base is None:
-            self._take_full(folder, way, manifest.ranks, await_free)
+    def _take(self, step: Step, manifest: Manifest, await_free: Callable[[], None]) -> None:
+        path = next(path for path in manifest.paths if path.base == step.base)
+        if step.base is None:
+            await_free()
+            self.held = None
+            self._slices = [slices_of(self.layout, rank, manifest.ranks) for rank in range(manifest.ranks)]
+            for file in path.files:
+                self._read_full(step.folder, file)
         else:
-            self._take_delta(folder, way, await_free)
-        found = self._sums()
-        if found != manifest.sums:
-            part = next((i for i, pair in enumerate(zip(found, manifest.sums, strict=False)) if pair[0] != pair[1]), 0)
-            names = ", ".join(file.name for file in way.files)
+            changes = [(file.rank, self._read_delta(step.folder, file)) for file in path.files]
+            await_free()
+            self.held = None
+            for rank, delta in changes:
+                places = deltas.Scattered(self._slices[rank])
+                deltas.apply(delta, self._weights.view(np.uint16), places, check=self._folder.check)
+        self.num_bytes += sum(file.bytes for file in path.files)
+        actual = self._sums()
+        if actual != manifest.sums:
+            pairs = enumerate(zip(actual, manifest.sums, strict=False))
+            part = next((number for number, (one, other) in pairs if one != other), 0)
             raise BadFileError(
-                f"{self.folder.at(folder)}: the weights that {names} make differ from version "
-                f"{manifest.stamp.version} in part {part}: their sum is {found[part]}, that of the manifest "
-                f"{manifest.sums[part] if part < len(manifest.sums) else 'missing'}"
+                f"{self._folder.at(step.folder)}: the weights that {', '.join(file.name for file in path.files)} make "
+                f"differ from version {manifest.stamp.version} in part {part}: their sum is {actual[part]}, that of "
+                f"the manifest {manifest.sums[part] if part < len(manifest.sums) else 'missing'}"
             )
         self.held = manifest.stamp
 
-    def _take_full(self, folder: str, way: Way, ranks: int, await_free: Callable[[], None]) -> None:
-        await_free()
-        self.held = None
-        self._slices = [slices_of(self.layout, rank, ranks) for rank in range(ranks)]
-        for stored in way.files:
-            slices, of_file = self._slices[stored.rank], slice(stored.first, stored.last)
-            head = bytearray(len(expected := header(slices.layout.entries[of_file])))
-            parts = [memoryview(head), *places(slices.spans[of_file], self._weights)]
-            started_s = time.monotonic()
-            self.folder.read_into(folder, stored.file, parts)
-            self.seconds += time.monotonic() - started_s
-            if head != expected:
-                raise BadFileError(f"{self.folder.at(f'{folder}/{stored.name}')}: has other tensors than the model")
-            self.num_bytes += stored.bytes
+    def _read_full(self, folder: str, file: StoredFile) -> None:
+        slices, range_ = self._slices[file.rank], slice(file.first, file.last)
+        expected = header(slices.layout.entries[range_])
+        head = bytearray(len(expected))
+        self._folder.read_into(folder, file, [memoryview(head), *views_of(slices.spans[range_], self._weights)])
+        if head != expected:
+            raise BadFileError(f"{self._folder.at(f'{folder}/{file.name}')}: has other tensors than the model")
 
-    def _take_delta(self, folder: str, way: Way, await_free: Callable[[], None]) -> None:
-        started_s = time.monotonic()
-        found = [(stored.rank, self.folder.read(folder, stored.file)) for stored in way.files]
-        self.seconds += time.monotonic() - started_s
-        self.num_bytes += sum(len(delta) for _, delta in found)
-        await_free()
-        self.held = None
-        words = self._weights.view(np.uint16)
-        for rank, delta in found:
-            deltas.apply(memoryview(delta), words, Scattered(self._slices[rank]), check=self.folder.check)
+    def _read_delta(self, folder: str, file: StoredFile) -> memoryview:
+        delta = memoryview(bytearray(file.bytes))
+        self._folder.read_into(folder, file, [delta])
+        return delta
 
     def _sums(self) -> list[str]:
-        """The sums of what is in the buffer."""
-        return [one for of in self._slices for one in sums_of(self._weights, of.spans, self.folder.check)]
-
-    def _prove_held(self) -> None:
-        if self.held is not None and digest_of(self._sums()) != self.held.digest:
-            log.error("the weights in memory have changed", version=self.held.version)
-            self.held = None
-
-
-def read_manifest(folder: Folder, name: str, sha256: str, key: bytes) -> Manifest:
-    """The manifest that has this sum and is signed with this key. Raises BadFileError."""
-    data = folder.read_small(name)
-    if (found := hashlib.sha256(data).hexdigest()) != sha256:
-        raise BadFileError(f"{folder.at(name)}: its sha256 is {found}, announced was {sha256}")
-    try:
-        signed = msgspec.json.decode(data, type=Signed)
-        if not signed.is_of(key):
-            raise BadFileError(
-                f"{folder.at(name)}: was not written by this run: its HMAC-SHA256 is not of the run's key"
-            )
-        return msgspec.json.decode(signed.manifest, type=Manifest)
-    except msgspec.DecodeError as error:
-        raise BadFileError(f"{folder.at(name)}: cannot be read: {error}") from None
+        return [part for rank in self._slices for part in sums_of(self._weights, rank.spans, self._folder.check)]

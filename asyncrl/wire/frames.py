@@ -286,7 +286,7 @@ def max_header_bytes(kind: str) -> int:
     return MAX_REQUEST_HEADER_BYTES if kind in REQUESTS else MAX_HEADER_BYTES
 
 
-SCHEMA = 8
+SCHEMA = 9
 MAX_FRAMES = 1 << 16
 """Maximum number of frames in a message, and of arrays in a frame."""
 MAX_HEADER_VALUES = 1 << 20

@@ -67,20 +67,6 @@ class Announced(Body):
     """The digest of the manifest."""
 
 
-class Link(Body):
-    """The way of a generator to the store, as it has measured it. Part of `Following`."""
-
-    version_s: Time
-    """Seconds until it has a version, from the one before."""
-    step_s: Time
-    """Seconds of a step of the learner."""
-    bytes_per_s: Time
-    full: bool
-    """True if versions have no deltas."""
-    stride: Count
-    """It fetches the versions that are divisible by this number."""
-
-
 class Following(Body):
     """The versions in the store that a generator has. Part of `GeneratorStats`."""
 
@@ -92,8 +78,6 @@ class Following(Body):
     """The version that it could not read last; None once it has read another one."""
     problem: Text
     """Why."""
-    link: Link | None
-    """None until it is known."""
 
 
 class Publish(Body):

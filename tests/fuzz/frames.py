@@ -29,7 +29,6 @@ from asyncrl.wire.messages import (
     GeneratorStats,
     LeaseName,
     Leases,
-    Link,
     Located,
     LookUp,
     Lost,
@@ -90,8 +89,7 @@ WISHES = Wishes(
 RUN_ID = "fuzz"
 GROUP_SIZE = 2
 ANNOUNCED = Announced(3, "v000003-0123abcd", "0123456789abcdef" * 4)
-LINK = Link(version_s=48.0, step_s=35.0, bytes_per_s=2.5e6, full=False, stride=4)
-FOLLOWING = Following(held=2, fetching=3, unread="v000003-0123abcd", problem="it broke", link=LINK)
+FOLLOWING = Following(held=2, fetching=3, unread="v000003-0123abcd", problem="it broke")
 STATS = GeneratorStats(
     tokens=12,
     samples=3,

@@ -57,7 +57,6 @@ def status(done: bool) -> dict[str, object]:
         "tokens_per_s": 0.0,
         "generator_idle": 0.0,
         "generator_environments": 0.0,
-        "links": {},
         "collapse": {},
         "learner_idle": 0.0,
     }

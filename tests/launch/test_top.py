@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(240)
 
 STATUS: dict[str, Any] = {
     "step": 3, "reward": 0.5, "staleness_mean": 1.5, "staleness_max": 2, "tokens_per_s": 1234.0,
-    "generator_idle": 0.1, "generator_environments": 0.0, "learner_idle": 0.02, "links": {},
+    "generator_idle": 0.1, "generator_environments": 0.0, "learner_idle": 0.02,
     "leased": 4, "finished": 5, "trained": 6, "refunded": {},
     "metrics": {}, "generators": {}, "eval": {"prompts_done": 0, "last": None, "running": []},
     "generators_wanted": 0, "catching_up": None, "collapse": {},

@@ -21,9 +21,9 @@ from worlds import endpoints, make_config, make_groups, make_trainer, pack_group
 from asyncrl.config.config import Config
 from asyncrl.learner.distributed import Ranks, process_group
 from asyncrl.learner.model.engine import TrainedModel
-from asyncrl.weights.files import FileSender, RankSender, StoreOptions, Written
+from asyncrl.weights.files import FileSender, RankFileSender, Written
 from asyncrl.weights.layout import WeightManifest
-from asyncrl.weights.ranks import OtherRanks
+from asyncrl.weights.ranks import RankCoordinator
 from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.sender import BackgroundSender, RankShareSender, WeightSender
 from asyncrl.weights.version_store import Folder, Reader, manifest_key
@@ -84,13 +84,14 @@ def make_file_sender(
     manifest: WeightManifest, ranks: Ranks, places: Endpoints, stored: Stored, folder: Path
 ) -> BackgroundSender:
     if ranks.rank:
-        return RankSender(manifest, str(folder), places, rank=ranks.rank, ranks=ranks.count, timeout_s=TIMEOUT_S)
+        return RankFileSender(manifest, str(folder), places, rank=ranks.rank, ranks=ranks.count, timeout_s=TIMEOUT_S)
     others = None
     if ranks.count > 1:
         store = StoreServer(places.weights, "shares", run_id=places.run_id)
-        others = OtherRanks(store, ranks.count - 1, Written, timeout_s=TIMEOUT_S)
-    options = StoreOptions(str(folder), full_every=32, keep=2)
-    return FileSender(manifest, options, stored.announce, run_id=places.run_id, timeout_s=TIMEOUT_S, others=others)
+        others = RankCoordinator(store, ranks.count - 1, Written, timeout_s=TIMEOUT_S)
+    return FileSender(
+        manifest, str(folder), stored.announce, keep=2, run_id=places.run_id, timeout_s=TIMEOUT_S, others=others
+    )
 
 
 def make_sender(config: Config, manifest: WeightManifest, ranks: Ranks, places: Endpoints) -> BackgroundSender:

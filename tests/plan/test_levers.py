@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from asyncrl.plan.measured import solved_fraction
-from asyncrl.plan.verdict import divergence_sentence, goodput_sentence, link_sentence, thread_sentence, timeout_sentence
+from asyncrl.plan.verdict import divergence_sentence, goodput_sentence, timeout_sentence
 from tests.helpers.replay import small_config
 
 
@@ -99,51 +99,3 @@ def test_groups_without_signal_are_solved_if_their_reward_is_above_that_of_the_o
     })  # fmt: skip
     assert solved_fraction(table) == 2 / 3
     assert solved_fraction(table.slice(1)) is None and solved_fraction(table.slice(0, 1)) is None
-
-
-def link(version_s: float, step_s: float, *, full: bool = False) -> dict[str, float]:
-    return {"version_s": version_s, "step_s": step_s, "bytes_per_s": 2.5e6, "full": full, "stride": 0}
-
-
-@pytest.mark.parametrize(
-    ("links", "max_staleness", "said"),
-    [
-        ({}, 1, ""),
-        ({"0": link(48, 48)}, 1, ""),
-        (
-            {"0": link(48, 48 / 1.4), "1": link(3, 48 / 1.4)},
-            5,
-            "Generator 0 gets a version in 48 s = 1.4 steps (20 Mb/s): it is 4 to 8 versions behind; raise "
-            "replay.max_staleness to 8, or it is parked 66% of the time.",
-        ),
-        (
-            {"0": link(48, 48 / 1.4)},
-            8,
-            "Generator 0 gets a version in 48 s = 1.4 steps (20 Mb/s): it is 4 to 8 versions behind.",
-        ),
-        (
-            {"0": link(48, 20), "1": link(168, 30)},
-            8,
-            "Generator 1 gets a version in 168 s = 5.6 steps (20 Mb/s) and cannot follow: at most 4.9 steps are "
-            "possible; give it a faster link, or leave it out.",
-        ),
-        (
-            {"0": link(168, 30, full=True)},
-            1,
-            "Generator 0 gets a version in 168 s = 5.6 steps (20 Mb/s): it is 6 to 12 versions behind; raise "
-            "replay.max_staleness to 12, or it is parked 100% of the time.",
-        ),
-    ],
-    ids=["no store", "fast", "slow", "within the limit", "too slow", "without deltas"],
-)
-def test_the_slowest_link_is_named(links: dict[str, dict[str, float]], max_staleness: int, said: str) -> None:
-    """A delta of 4 steps has 2.6 times the bytes of one: at 1.4 steps for one it takes 3.64 steps, and the next one is
-    there 4 steps later. Between 3.64 and 7.64 steps behind, a limit of 5 holds it up for 2.64 of 4 steps."""
-    assert link_sentence(links, small_config(replay__max_staleness=max_staleness)) == said
-
-
-def test_a_thread_that_takes_the_time_of_the_steps_is_named_where_it_does_not_poll() -> None:
-    assert "it computes for 97% of their time; lower generator.max_running" in thread_sentence(0.97, small_config())
-    assert thread_sentence(0.8, small_config()) == ""
-    for polls in ({"generator__tensor_parallel": 2}, {"generator__engine": "transformers"}):
-        assert thread_sentence(0.97, small_config(**polls)) == ""

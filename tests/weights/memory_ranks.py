@@ -25,9 +25,9 @@ import torch
 from asyncrl.config.config import Config
 from asyncrl.learner.distributed import Ranks, process_group
 from asyncrl.learner.model.policy import Policy
-from asyncrl.weights.files import FileSender, RankSender, SliceSender, StoreOptions, Written
+from asyncrl.weights.files import FileSender, RankFileSender, SliceSender, Written
 from asyncrl.weights.layout import WeightManifest
-from asyncrl.weights.ranks import OtherRanks
+from asyncrl.weights.ranks import RankCoordinator
 from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.sender import BackgroundSender, RankShareSender, WeightSender
 from asyncrl.wire.endpoints import Endpoints
@@ -85,12 +85,11 @@ def make_sender(
 
 def make_file_sender(rank: int, ranks: int, places: Endpoints, manifest: WeightManifest, url: str) -> SliceSender:
     if rank:
-        return RankSender(manifest, url, places, rank=rank, ranks=ranks, timeout_s=TIMEOUT_S)
+        return RankFileSender(manifest, url, places, rank=rank, ranks=ranks, timeout_s=TIMEOUT_S)
     store = StoreServer(places.weights, "shares of weights", run_id=places.run_id)
-    others = OtherRanks(store, ranks - 1, Written, timeout_s=TIMEOUT_S)
-    options = StoreOptions(url, full_every=32, keep=2)
+    others = RankCoordinator(store, ranks - 1, Written, timeout_s=TIMEOUT_S)
     return FileSender(
-        manifest, options, lambda *_: [], run_id=places.run_id, timeout_s=TIMEOUT_S, others=others
+        manifest, url, lambda *_: [], keep=2, run_id=places.run_id, timeout_s=TIMEOUT_S, others=others
     )  # fmt: skip
 
 

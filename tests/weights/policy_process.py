@@ -61,7 +61,7 @@ def at(moment: str) -> None:
 
 def watch_moments() -> None:
     checksum = buckets.checksum
-    say, tell = session.Session.say, membership.Membership.tell
+    say, tell = session.SenderSession.say, membership.Membership.tell
 
     def counted(bucket: torch.Tensor, first_byte: int) -> int:
         global pieces
@@ -79,7 +79,7 @@ def watch_moments() -> None:
             at(f"say:{kind.__name__}")
 
     buckets.checksum = counted
-    session.Session.say, membership.Membership.tell = saying, telling  # type: ignore[method-assign]
+    session.SenderSession.say, membership.Membership.tell = saying, telling  # type: ignore[method-assign]
 
 
 def die_at(line: str) -> None:

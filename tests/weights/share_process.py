@@ -21,8 +21,8 @@ from stored_parts import trained
 from weight_parts import manifest_of, sliced
 
 from asyncrl.errors import AsyncrlError
-from asyncrl.weights.files import FileSender, Keep, Order, RankSender, ShareWriter, StoreOptions, Written
-from asyncrl.weights.ranks import OtherRanks
+from asyncrl.weights.files import FileSender, Order, Published, RankFileSender, ShareWriter, Written
+from asyncrl.weights.ranks import RankCoordinator
 from asyncrl.weights.sender import BackgroundSender
 from asyncrl.weights.version_store import Folder
 from asyncrl.wire.endpoints import Endpoints
@@ -42,10 +42,11 @@ def make_sender(rank: int, ranks: int, address: str, url: str, timeout_s: float)
     manifest = manifest_of(trained(0))
     if rank:
         endpoints = Endpoints("run-0f", "", address, "")
-        return RankSender(manifest, url, endpoints, rank=rank, ranks=ranks, timeout_s=timeout_s)
-    others = OtherRanks(StoreServer(address, "shares", run_id="run-0f"), ranks - 1, Written, timeout_s=timeout_s)
-    options = StoreOptions(url, full_every=4, keep=2)
-    return FileSender(manifest, options, announce, run_id="run-0f", timeout_s=timeout_s, others=others)
+        return RankFileSender(manifest, url, endpoints, rank=rank, ranks=ranks, timeout_s=timeout_s)
+    others = RankCoordinator(StoreServer(address, "shares", run_id="run-0f"), ranks - 1, Written, timeout_s=timeout_s)
+    return FileSender(
+        manifest, url, announce, full_every=4, keep=2, run_id="run-0f", timeout_s=timeout_s, others=others
+    )
 
 
 def kill_in_write(count: int) -> None:
@@ -65,7 +66,7 @@ def kill_at_order(moment: str) -> None:
 
     def killing(self: ShareWriter, order: Order, own: Any) -> Any:
         answer = carry_out(self, order, own) if moment != "ordered" else None
-        if moment != "kept" or isinstance(order, Keep):
+        if moment != "kept" or isinstance(order, Published):
             os._exit(KILLED)
         return answer
 

@@ -18,7 +18,7 @@ from stored_parts import FLOAT32, LAYOUT, Model, assert_holds, files, make_publi
 from structlog.testing import capture_logs
 
 from asyncrl.errors import ConfigError
-from asyncrl.weights.version_store import Earlier, Edge, Folder, Stamp, Step, shortest_way
+from asyncrl.weights.version_store import Earlier, Edge, Folder, Stamp, Step, cheapest_path
 from tests.helpers.examples import examples
 
 
@@ -66,21 +66,6 @@ def test_a_full_version_is_a_checkpoint_of_safetensors(tmp_path: Path) -> None:
     assert stored.keys() == expected.keys()
     for name, tensor in expected.items():
         assert stored[name].dtype == tensor.dtype and torch.equal(stored[name], tensor)
-
-
-def test_a_reader_far_behind_takes_the_larger_stride(tmp_path: Path) -> None:
-    model, publisher = Model(), make_publisher(tmp_path)
-    reader = make_reader(tmp_path)
-    reader.fetch(publisher.publish(16, model.weights, needed=16), no_wait)
-    before = reader.num_bytes
-    for version in range(17, 33):
-        model.step()
-        announced = publisher.publish(version, model.weights, needed=16)
-    names = [path.name for path in files(tmp_path / announced.folder)]
-    assert names == ["from-000016.delta", "from-000028.delta", "from-000031.delta", "manifest.json"]
-    reader.fetch(announced, no_wait)
-    assert_holds(reader, model)
-    assert reader.num_bytes - before == (tmp_path / announced.folder / "from-000016.delta").stat().st_size
 
 
 def test_float32_weights_are_always_full(url: str) -> None:
@@ -174,7 +159,7 @@ def test_the_way_is_the_shortest_in_bytes(data: st.DataObject) -> None:
         edges = [Edge(base, data.draw(st.integers(1, 20))) for base in bases]
         versions.append(Earlier(f"v{index:06d}-00000000", "0" * 64, one, edges))
     held = data.draw(st.sampled_from([None, *STAMPS[:-1]]))
-    found = shortest_way(versions, held)
+    found = cheapest_path(versions, held)
     best = None
     for middle in itertools.chain.from_iterable(itertools.combinations(range(5), k) for k in range(6)):
         path = [*(STAMPS[index] for index in middle), STAMPS[5]]
@@ -199,9 +184,9 @@ def test_a_way_without_a_step() -> None:
         Earlier("v000002-00000000", "2" * 64, STAMPS[2], [Edge(STAMPS[1], 1), Edge(None, 100)]),
     ]
     delta, full = (Step("v000002-00000000", "2" * 64, base) for base in (STAMPS[1], None))
-    assert shortest_way(versions, STAMPS[1]) == [delta]
-    assert shortest_way(versions, STAMPS[1], {delta}) == [full]
-    assert shortest_way(versions, STAMPS[1], {delta, full}) is None
+    assert cheapest_path(versions, STAMPS[1]) == [delta]
+    assert cheapest_path(versions, STAMPS[1], {delta}) == [full]
+    assert cheapest_path(versions, STAMPS[1], {delta, full}) is None
 
 
 @settings(max_examples=examples(15), deadline=None)

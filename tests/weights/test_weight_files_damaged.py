@@ -201,13 +201,13 @@ def test_a_file_of_a_rank_that_there_is_not_is_refused(tmp_path: Path) -> None:
     honest = make_publisher(tmp_path).publish(0, Model().weights, needed=0)
     file = tmp_path / honest.folder / "manifest.json"
     manifest = read_manifest(Folder(str(tmp_path)), f"{honest.folder}/manifest.json", honest.sha256, KEY)
-    (way,) = manifest.ways
+    (way,) = manifest.paths
     wrong = structs.replace(way, files=[structs.replace(way.files[0], rank=1)])
-    file.write_bytes(structs.replace(manifest, ranks=2, ways=[wrong]).signed(KEY))
+    file.write_bytes(structs.replace(manifest, ranks=2, paths=[wrong]).signed(KEY))
     text = file.read_bytes().replace(b'"ranks":2', b'"ranks":1')
     raw = msgspec.json.decode(text, type=Signed).manifest
     file.write_bytes(msgspec.json.encode(Signed(hmac.new(KEY, bytes(raw), "sha256").hexdigest(), raw)))
-    with pytest.raises(BadFileError, match=r"manifest\.json: cannot be read: a file of a rank that is none of 1"):
+    with pytest.raises(BadFileError, match=r"manifest\.json: cannot be read: a file of a rank that is not one of 1"):
         make_reader(tmp_path).fetch(announce(tmp_path, honest.folder), no_wait)
 
 

@@ -20,15 +20,15 @@ from asyncrl.replay.client import Announcer, GeneratorClient, LauncherClient, Le
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.server import run_replay
 from asyncrl.types import NO_VERSION
-from asyncrl.weights.files import FileSender, StoreOptions
+from asyncrl.weights.files import FileSender, store_url
 from asyncrl.weights.receiver import BackgroundReceiver
 from asyncrl.wire.endpoints import Endpoints
-from asyncrl.wire.messages import Announced, Following, GeneratorStats, Link
+from asyncrl.wire.messages import Announced, Following, GeneratorStats
 from tests.helpers.replay import EndlessPrompts, loopback_endpoints, make_group, small_config
 from tests.helpers.sockets import free_port
 
 ANNOUNCED = Announced(3, "v000003-0123abcd", "0123456789abcdef" * 4)
-HOLDS = Following(held=2, fetching=NO_VERSION, unread=None, problem="", link=None)
+HOLDS = Following(held=2, fetching=NO_VERSION, unread=None, problem="")
 
 
 @pytest.fixture
@@ -82,10 +82,7 @@ def test_announcements_go_to_generators_and_what_they_have_to_the_learner(serve,
     assert ask(clients[1], NO_VERSION, fetches).stored == ANNOUNCED
     told = announcer.announce(ANNOUNCED, lambda: None)
     assert [(one.generator, one.following) for one in told] == [(0, HOLDS), (1, fetches)]
-    link = Link(version_s=48.0, step_s=35.0, bytes_per_s=2.5e6, full=False, stride=4)
-    ask(clients[1], NO_VERSION, structs.replace(HOLDS, link=link))
     launcher.lost(1)
-    assert launcher.status()["links"] == launcher.summary()["links"] == {"1": structs.asdict(link)}
     assert [one.generator for one in announcer.announce(ANNOUNCED, lambda: None)] == [0]
     former = clients.pop()
     again = GeneratorClient(endpoints, 1)
@@ -174,9 +171,14 @@ def test_a_generator_that_cannot_reach_the_learner_gets_versions(
 ) -> None:
     end = serve()
     config = small_config(weights__transport="files", weights__url=str(tmp_path / "store"))
-    options = StoreOptions.of(config, tmp_path / "run")
     announcer, learner = Announcer(endpoints, timeout_s=30.0), LearnerClient(endpoints, 0)
-    sender = FileSender(manifest_of(weights(0)), options, announcer.announce, run_id=endpoints.run_id, timeout_s=20.0)
+    sender = FileSender(
+        manifest_of(weights(0)),
+        store_url(config, tmp_path / "run"),
+        announcer.announce,
+        run_id=endpoints.run_id,
+        timeout_s=20.0,
+    )
     monkeypatch.setattr(role, "max_weight_bytes", lambda path, **_: 1 << 20)
     receiver = role.make_receiver(config, 0, endpoints, tmp_path / "run", device="cpu")
     client = GeneratorClient(endpoints, 0)

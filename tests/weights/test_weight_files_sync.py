@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from msgspec import structs
 from nccl_like import await_true
 from stored_parts import Model, make_publisher
 from structlog.testing import capture_logs
@@ -18,10 +17,10 @@ from weight_parts import manifest_of, next_staged
 from asyncrl.errors import ProtocolError, RunError
 from asyncrl.replay.server import StoredVersions
 from asyncrl.types import NO_VERSION
-from asyncrl.weights.files import FileReceiver, FileSender, StoreOptions
+from asyncrl.weights.files import FileReceiver, FileSender
 from asyncrl.weights.receiver import StagedWeights
 from asyncrl.weights.version_store import BadFileError, Folder
-from asyncrl.wire.messages import Announced, Follower, Following, Link
+from asyncrl.wire.messages import Announced, Follower
 
 EXCHANGE_S = 0.005
 """Pause between two asks of all generators."""
@@ -90,9 +89,14 @@ def queue() -> Iterator[Queue]:
 @pytest.fixture
 def start(queue: Queue, cleanup: list, tmp_path: Path) -> Callable[..., FileSender]:
     def sender(*, timeout_s: float = 20.0, url: str | None = None, **options: Any) -> FileSender:
-        store = StoreOptions(url or str(tmp_path / "store"), full_every=32, keep=2)
         made = FileSender(
-            manifest_of(weights(0)), store, queue.announce, run_id="run-0f", timeout_s=timeout_s, **options
+            manifest_of(weights(0)),
+            url or str(tmp_path / "store"),
+            queue.announce,
+            keep=2,
+            run_id="run-0f",
+            timeout_s=timeout_s,
+            **options,
         )
         cleanup.append(made.close)
         return made
@@ -284,22 +288,9 @@ def test_what_a_reader_needs_is_kept(tmp_path: Path) -> None:
         model.step()
     assert publisher.oldest_read(23) is None
     assert publisher.oldest_read(22) == 23
-    assert publisher.oldest_read(19) == 20, "by strides of 1 and 4"
-    assert publisher.oldest_read(16) == 18, "to evaluate it, although it goes by 20"
+    assert publisher.oldest_read(19) == 20
+    assert publisher.oldest_read(16) == 17
     assert publisher.oldest_read(16, 17) == 17
     assert publisher.oldest_read(14) == 18, "the last full version is 23, but 18 is to be evaluated"
     assert publisher.oldest_read(NO_VERSION) == 23
     assert publisher.oldest_read(NO_VERSION, 20) == 15, "only a full version begins there"
-
-
-def test_a_stride_that_a_reader_wishes_begins_with_the_next_version(start, queue: Queue) -> None:
-    link = Link(version_s=9.0, step_s=2.0, bytes_per_s=1e6, full=False, stride=64)
-    has = Following(held=0, fetching=NO_VERSION, unread=None, problem="", link=link)
-    odd = structs.replace(has, link=structs.replace(link, stride=0))
-    queue.announce = lambda announced, check: [Follower(0, has), Follower(1, odd)]  # type: ignore[method-assign]
-    sender = start()
-    sender.send(0, weights(0))
-    sender.wait()
-    sender.send(1, weights(1))
-    sender.wait()
-    assert sender._publisher.strides == {1, 4, 16, 64}

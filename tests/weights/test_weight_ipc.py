@@ -209,7 +209,7 @@ def test_a_generator_on_another_device_is_dropped(address: str, cleanup: list) -
     learner = Learner(1, address, cleanup)
     far = RawReceiver(address, cleanup).join(1, device="cuda far 1", host="far")
     far.say("up", {})
-    learner.first._delivery.way, learner.first._transport = ipc.IPC, "ipc"
+    learner.first._delivery.transport, learner.first._transport = ipc.IPC, "ipc"
     joined(learner.first, 1, up=True)
     with capture_logs() as logs:
         learner.send(0)

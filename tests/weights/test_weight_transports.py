@@ -22,7 +22,7 @@ from weight_parts import (
 
 from asyncrl.errors import RunError
 from asyncrl.weights.groups import GlooLink
-from asyncrl.weights.receiver import Session
+from asyncrl.weights.receiver import SenderSession
 from asyncrl.weights.transports import Interrupted, RoundAborted, host_name
 from asyncrl.wire.frames import TO_SENDER
 from asyncrl.wire.rpc import ChannelServer
@@ -75,7 +75,7 @@ def test_a_round_is_over_when_the_next_offer_is_there(address: str, cleanup: lis
     cleanup.append(server.close)
     joins: list[tuple[bytes, Join]] = []
     server.start(lambda peer, message: joins.append((peer, message)))
-    session = Session(address, run_id="", keys="", rank=1, device="cpu", timeout_s=20.0, check=lambda: None)
+    session = SenderSession(address, run_id="", keys="", rank=1, device="cpu", timeout_s=20.0, check=lambda: None)
     cleanup.append(session.client.close)
     await_true(lambda: joins, "it has not joined")
     ((peer, join),) = joins

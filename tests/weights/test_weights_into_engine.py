@@ -15,7 +15,7 @@ from test_weight_references import Learner
 from weight_parts import BUCKET_BYTES, joined, load_next, make_receiver
 
 from asyncrl.errors import PeerTimeoutError, RunError
-from asyncrl.weights.receiver import BucketMemory, IntoHostMemory, PieceStreams
+from asyncrl.weights.receiver import BucketMemory, HostReceive, Incoming, PieceStreams
 from asyncrl.weights.sender import WeightSender
 
 
@@ -197,13 +197,13 @@ def test_versions_are_staged_in_host_memory_through_two_buckets(
     copies: bool, address: str, cleanup: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a GPU does with NCCL and weights.staging: host, with host memory in place of that of the GPU."""
-    prepare = IntoHostMemory.prepare
+    prepare = HostReceive.prepare
 
-    def prepare_as_on_a_gpu(self: IntoHostMemory, *arguments: Any, **options: Any) -> None:
-        prepare(self, *arguments, **options)
+    def prepare_as_on_a_gpu(self: HostReceive, incoming: Incoming) -> None:
+        prepare(self, incoming)
         self._memory = BucketMemory.of(torch.empty(2 * BUCKET_BYTES, dtype=torch.uint8))
 
-    monkeypatch.setattr(IntoHostMemory, "prepare", prepare_as_on_a_gpu)
+    monkeypatch.setattr(HostReceive, "prepare", prepare_as_on_a_gpu)
     senders = [make_rank(rank, 2, address, copies=copies) for rank in (0, 1)]
     cleanup.extend(sender.close for sender in senders)
     receiver = make_receiver(address, cleanup, on_host=True)

@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from asyncrl.weights.layout import WeightManifest, slice_of
-from asyncrl.weights.receiver import BackgroundReceiver, IntoStaging, StagedWeights, WeightReceiver
+from asyncrl.weights.receiver import BackgroundReceiver, StagedReceive, StagedWeights, WeightReceiver
 from asyncrl.weights.sender import WeightSender
 from asyncrl.weights.transports import Member
 from asyncrl.wire.sockets import connect_dealer
@@ -132,7 +132,7 @@ def joined(sender: WeightSender, count: int, *, up: bool = False) -> WeightSende
 
 def staging_of(receiver: WeightReceiver) -> torch.Tensor:
     """The memory in which it stages versions."""
-    assert isinstance(receiver._into, IntoStaging)
+    assert isinstance(receiver._into, StagedReceive)
     return receiver._into._buffer
 
 
