@@ -68,7 +68,7 @@ class Learner:
     config: Config
     trainer: Trainer
     batches: LearnerClient | JournalBatches | SampleBatches
-    sender: BackgroundSender[Any] | None
+    sender: BackgroundSender | None
     tracker: Trackers | None
     run_dir: Path
     checkpoints: Checkpoints | None = None

@@ -121,7 +121,7 @@ def frame_with(arrays: object, num_bytes: int) -> list[bytes]:
         ([], "empty message"),
         ([b"\xc1"], "header: MessagePack data is malformed"),
         ([b"\x01"], "header: Expected `object`, got `int`"),
-        (changed_header(v=9), "schema version 9, this process speaks 8"),
+        (changed_header(v=10), "schema version 10, this process speaks 9"),
         (changed_header(run="other"), "the message does not have the id of this run"),
         (changed_header(run="ru"), "the message does not have the id of this run"),
         (changed_header(run=["run"]), "header: run: Expected `str`, got `array`"),
