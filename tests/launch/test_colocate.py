@@ -58,7 +58,7 @@ def test_on_and_off_are_no_booleans() -> None:
         ({"launch__learners": 2}, r"colocate = 'on' with launch.learners = 2: .* have 1; use launch.learners=1"),
         ({"generator__tensor_parallel": 2}, r"learners = 1: .*tensor_parallel = 2 have 2; use launch.learners=2"),
         ({"critic__ranks": 1}, r"critic.ranks = 1: .*use critic.ranks=0"),
-        ({"weights__staging": "buckets"}, r"weights.staging = 'buckets': .*use weights.staging=whole, or .*=ipc"),
+        ({"weights__staging": "buckets"}, r"weights.staging = 'buckets': .*use weights.staging=whole or .*=ipc"),
         (IPC | {"weights__staging": "whole"}, r"ipc' with weights.staging = 'whole': .*use weights.staging=auto"),
         (IPC | {"launch__generators": 2, "launch__learners": 2}, r"ipc' with launch.generators = 2 and .*=auto"),
         (IPC | {"generator__tensor_parallel": 2, "launch__learners": 2}, r"launch.learners = 2: it is for one of each"),

@@ -20,7 +20,8 @@ from worlds import copy_weights, endpoints, make_config, make_groups, make_train
 
 from asyncrl.generator.transformers_backend.engine import TransformersEngine
 from asyncrl.learner.distributed import Ranks, deepspeed, process_group
-from asyncrl.learner.model.engine import deepspeed_config, gather_experts_together
+from asyncrl.learner.model.engine import gather_experts_together
+from asyncrl.learner.model.loading import deepspeed_config
 from asyncrl.weights.layout import WeightManifest
 
 STEPS = 8

@@ -25,7 +25,7 @@ from asyncrl.learner.algorithm import (
     needs_greedy_baseline,
     needs_turns,
 )
-from asyncrl.learner.model.engine import deepspeed_config
+from asyncrl.learner.model.loading import deepspeed_config
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 

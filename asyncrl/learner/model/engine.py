@@ -13,20 +13,17 @@ from torch.optim import Adafactor, AdamW, Muon, Optimizer
 from transformers import PreTrainedModel
 
 from asyncrl.config.config import Config
-from asyncrl.config.engine_options import merged as overridden
 from asyncrl.config.training import LearnerConfig
 from asyncrl.errors import InvariantError
 from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.distributed import BF16_Optimizer, Ranks, ZeROOptimizer, deepspeed
-from asyncrl.learner.model.loading import largest_layer, read_other_files
+from asyncrl.learner.model.loading import deepspeed_config, read_other_files
 from asyncrl.learner.model.lora import Adapters
 from asyncrl.weights.layout import slice_of
 from asyncrl.weights.model_tensors import Factors, merged
 
 GATHER_ELEMENTS = 1 << 24
 """Number of weights gathered at a time from the ranks of ZeRO stage 3."""
-BUCKET_ELEMENTS = 50_000_000
-"""Number of gradients or weights that the ranks exchange at a time."""
 STEP = "step"
 """Name of the number of updates in an optimizer's state."""
 
@@ -235,47 +232,6 @@ def gather_experts_together(model: nn.Module) -> None:
                                                          for name, m in one.named_children())}  # fmt: skip
     if blocks:
         deepspeed.utils.set_z3_leaf_modules(model, sorted(blocks, key=lambda one: one.__name__))
-
-
-def deepspeed_config(config: Config, network: nn.Module) -> dict[str, Any]:
-    """Returns DeepSpeed's settings for the network.
-
-    Gradient accumulation ends at the micro-batch that `TrainedModel.backward` marks as last, and `TrainedModel.step`
-    clips gradients. In bfloat16, stage 0 runs as stage 1, since DeepSpeed accumulates gradients in float32 only from
-    stage 1 on. Ranks also exchange gradients in float32; by default DeepSpeed rounds them to bfloat16 first, even with
-    one rank. Stage 3 keeps the weights of two layers gathered, not DeepSpeed's default of 1e9. Optimizer states in host
-    memory are updated there by torch's AdamW: DeepSpeed's own would have to be compiled. The config's
-    `learner.deepspeed_options` override these settings.
-    """
-    bfloat16 = config.model.dtype == "bfloat16"
-    stage = config.learner.zero_stage
-    zero: dict[str, Any] = {
-        "stage": max(stage, 1) if bfloat16 else stage,
-        "reduce_bucket_size": BUCKET_ELEMENTS,
-        "allgather_bucket_size": BUCKET_ELEMENTS,
-        # In stages 1 and 2 DeepSpeed then waits for all streams after backward, also for the weights on their way to
-        # the slowest generator.
-        "overlap_comm": torch.cuda.is_available() and stage == 3,
-    }
-    if stage == 3:
-        zero["stage3_max_live_parameters"] = zero["stage3_max_reuse_distance"] = 2 * largest_layer(network)
-    host = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
-    if config.learner.offload != "none":
-        zero["offload_optimizer"] = host
-    if config.learner.offload == "all":
-        zero["offload_param"] = host
-    settings = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": 0.0,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": zero,
-        "bf16": {"enabled": bfloat16},
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "communication_data_type": "fp32",
-    }
-    return overridden(settings, config.learner.deepspeed_options)
 
 
 def make_optimizer(settings: LearnerConfig, model: PreTrainedModel, network: nn.Module, *, lr: float) -> Optimizer:

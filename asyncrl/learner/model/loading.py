@@ -25,6 +25,7 @@ from transformers.modeling_utils import set_zero3_state
 from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.config.config import Config
+from asyncrl.config.engine_options import merged as overridden
 from asyncrl.errors import ConfigError
 from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.model.attention import PACKED, SequenceParallel
@@ -85,8 +86,6 @@ def _load(
     try:
         loaded = None
         if config.learner.zero_stage == 3 and dist.is_initialized():
-            from asyncrl.learner.model.loading import load_partitioned
-
             loaded = load_partitioned(kind, config, path, files, new=new, **options)
         model, info = loaded or kind.from_pretrained(
             path,
@@ -138,7 +137,6 @@ def load_partitioned(
     how to rename them, and says what is wrong.
     """
     from asyncrl.learner.distributed import deepspeed  # slow to import, and not needed without ranks
-    from asyncrl.learner.model.engine import deepspeed_config
 
     trusted: dict[str, Any] = {"trust_remote_code": config.model.trust_remote_code}
     settings = AutoConfig.from_pretrained(path, **trusted, **options)
@@ -263,3 +261,48 @@ def largest_layer(network: nn.Module) -> int:
     layers = [layer for module in network.modules() if isinstance(module, nn.ModuleList) for layer in module]
     sizes = (sum(getattr(p, "ds_numel", p.numel()) for p in layer.parameters()) for layer in layers)
     return max(sizes, default=0)
+
+
+BUCKET_ELEMENTS = 50_000_000
+"""Number of gradients or weights that the ranks exchange at a time."""
+
+
+def deepspeed_config(config: Config, network: nn.Module) -> dict[str, Any]:
+    """Returns DeepSpeed's settings for the network.
+
+    Gradient accumulation ends at the micro-batch that `TrainedModel.backward` marks as last, and `TrainedModel.step`
+    clips gradients. In bfloat16, stage 0 runs as stage 1, since DeepSpeed accumulates gradients in float32 only from
+    stage 1 on. Ranks also exchange gradients in float32; by default DeepSpeed rounds them to bfloat16 first, even with
+    one rank. Stage 3 keeps the weights of two layers gathered, not DeepSpeed's default of 1e9. Optimizer states in host
+    memory are updated there by torch's AdamW: DeepSpeed's own would have to be compiled. The config's
+    `learner.deepspeed_options` override these settings.
+    """
+    bfloat16 = config.model.dtype == "bfloat16"
+    stage = config.learner.zero_stage
+    zero: dict[str, Any] = {
+        "stage": max(stage, 1) if bfloat16 else stage,
+        "reduce_bucket_size": BUCKET_ELEMENTS,
+        "allgather_bucket_size": BUCKET_ELEMENTS,
+        # In stages 1 and 2 DeepSpeed then waits for all streams after backward, also for the weights on their way to
+        # the slowest generator.
+        "overlap_comm": torch.cuda.is_available() and stage == 3,
+    }
+    if stage == 3:
+        zero["stage3_max_live_parameters"] = zero["stage3_max_reuse_distance"] = 2 * largest_layer(network)
+    host = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    if config.learner.offload != "none":
+        zero["offload_optimizer"] = host
+    if config.learner.offload == "all":
+        zero["offload_param"] = host
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": zero,
+        "bf16": {"enabled": bfloat16},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+    }
+    return overridden(settings, config.learner.deepspeed_options)

@@ -18,8 +18,8 @@ from asyncrl.learner.batch import MicroBatch, Routing
 from asyncrl.learner.distributed import Ranks, deepspeed
 from asyncrl.learner.model.attention import SequenceParallel, checked
 from asyncrl.learner.model.checks import check_packing
-from asyncrl.learner.model.engine import TrainedModel, deepspeed_config, gather_experts_together
-from asyncrl.learner.model.loading import hidden_states, load_policy_model
+from asyncrl.learner.model.engine import TrainedModel, gather_experts_together
+from asyncrl.learner.model.loading import deepspeed_config, hidden_states, load_policy_model
 from asyncrl.learner.model.logprob_head import LogprobHead
 from asyncrl.learner.model.lora import Adapters
 from asyncrl.types import Group
