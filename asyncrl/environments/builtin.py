@@ -16,8 +16,8 @@ CALL = re.compile(r"\?(\d{1,9})\*(\d{1,9})")
 
 
 class Calculator(Environment):
-    """The policy answers with the ground truth, or calls the calculator with `?A*B` and hears `>` with the product in
-    as many digits as the ground truth has.
+    """The policy answers with the ground truth, or calls the calculator with `?A*B` and receives `>` with the product
+    in as many digits as the ground truth has.
 
     The part "calls" of the reward counts the calls of an episode.
     """
@@ -68,9 +68,9 @@ SHOW_ERRORS = "import sys as _sys; _sys.stderr = _sys.stdout; exec(compile({sour
 
 class Python(ToolEnvironment):
     """The policy runs Python programs in the sandbox before it answers. The reward is 1 if its answer is the ground
-    truth, or that of a function `reward(task, answer)`.
+    truth, or the result of a function `reward(task, answer)`.
 
-    Programs have the standard library and a folder of their own, and neither network nor processes. Each is fresh: it
+    Programs have the standard library and a separate folder, and neither network nor processes. Each is fresh: it
     knows nothing of earlier ones.
     """
 

@@ -102,7 +102,7 @@ class Caller:
 
 
 class _UserError(Exception):
-    """What the user's code raised, as a text. Not a TimeoutError, whatever it was."""
+    """The exception of the user's code, as a text. Not a TimeoutError, whatever it was."""
 
 
 def _guarded(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
@@ -133,8 +133,8 @@ def to_step(name: str, value: Any) -> Step:
 
 
 def to_messages(name: str, method: str, said: Any, *, is_chat: bool) -> list[Message]:
-    """What an environment said, as messages; a text is one of the user. Raises EpisodeFailedError if it is neither, and
-    for messages that are not said under a chat template."""
+    """The messages of an environment; a text is one of the user. Raises EpisodeFailedError if it is neither, and
+    for messages without a chat template."""
     if said is None or said == "":
         return []
     if isinstance(said, str):

@@ -1,4 +1,4 @@
-"""What a user writes: an environment, which answers the policy until the episode ends.
+"""The classes that users derive from: an environment, which answers the policy until the episode ends.
 
     from asyncrl.environments import Environment, Step
 
@@ -92,7 +92,7 @@ class Action:
     truncated: bool = False
     """True if the turn was cut at the token limit."""
     message: Message = field(default_factory=dict[str, Any])
-    """The turn as a message: "content" is what is neither reasoning nor a call."""
+    """The turn as a message: "content" is the text without reasoning and calls."""
     tool_calls: tuple[ToolCall, ...] = ()
     """The calls of the turn, in order."""
     problems: tuple[str, ...] = ()
@@ -109,7 +109,7 @@ class Step:
     """Reward of this turn; the reward of an episode is the sum over its turns and `Environment.reward`."""
     done: bool = False
     parts: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Named numbers of this turn, which become metrics; those of an episode's turns are added up."""
+    """Named numbers of this turn, which become metrics, summed over an episode's turns."""
 
 
 class Environment:
@@ -122,7 +122,7 @@ class Environment:
     max_turns: ClassVar[int | None] = None
     """Turns after which the episode is cut; None for `environment.max_turns`."""
     returns_at_once: ClassVar[bool] = False
-    """True if no method ever waits: they are then called without a thread of their own, which is much cheaper."""
+    """True if no method ever waits: they are then called without a separate thread, which is much cheaper."""
     tools: Sequence[Schema] = ()
     """The tools that the chat template shows to the policy; `ToolEnvironment` makes them from its methods."""
 
@@ -138,7 +138,7 @@ class Environment:
         and in each process that plays episodes."""
 
     def reset(self) -> Any:
-        """Prepares the episode. Returns what is said behind the prompt before the first turn, as a Say; None for
+        """Prepares the episode. Returns the messages after the prompt, before the first turn, as a Say; None for
         nothing."""
 
     def step(self, action: Action) -> Any:
@@ -146,7 +146,7 @@ class Environment:
         raise NotImplementedError
 
     def reward(self) -> Any:
-        """Returns the reward of the episode after its last turn, in addition to those of its steps: a number, or a dict
+        """Returns the reward of the episode after its last turn, in addition to its steps' rewards: a number, or a dict
         with "score" and named parts."""
         return 0.0
 
@@ -205,7 +205,7 @@ class _Schemas:
 
 class ToolEnvironment(Environment):
     """An environment whose public methods are the tools that the policy can call, with type hints and a docstring that
-    says what the tool and each argument is (Google style). They may be `async`.
+    describes the tool and each argument (Google style). They may be `async`.
 
     A turn without a call ends the episode. The calls of a turn are made in its order; async ones that follow each other
     at the same time. An unknown tool, arguments that it does not take, and a ToolError are answers that the policy
@@ -392,7 +392,7 @@ def _answer(name: str, call: str, text: str) -> Message:
 
 
 def _text_of(name: str, result: Any) -> str:
-    """The text of a tool's result: JSON of what is no text."""
+    """The text of a tool's result: JSON unless it is a text."""
     if isinstance(result, str):
         return result
     try:

@@ -1,6 +1,6 @@
 """An episode: its task, its limits, and what the policy reads before each turn (`environment.history`).
 
-keep       what it has read and said, followed by what the environment says: one branch
+keep       all that it has read and written, followed by the observation: one branch
 template   what the chat template renders for all messages. Where that does not continue the branch, it begins
            another one
 """
@@ -26,11 +26,11 @@ class Limits:
     """The limits of an episode."""
 
     window_tokens: int
-    """Of the complete sequence: prompt, turns and observations."""
+    """Limit of the complete sequence: prompt, turns and observations."""
     max_new_tokens: int
-    """Of a turn."""
+    """Limit of a turn."""
     max_turns: int
-    """Of an environment that has no limit of its own."""
+    """Limit for environments without one."""
     timeout_s: float
     step_timeout_s: float
 
@@ -50,7 +50,7 @@ class Limits:
 def start_of(
     episode: str, prompt: Prompt, *, seed: int, evaluation: bool, place: GroupPlace | None = None
 ) -> EpisodeStart:
-    """The start of an episode about the prompt; `seed` is that of its task."""
+    """The start of an episode about the prompt; `seed` belongs to its task."""
     return EpisodeStart(
         episode=episode,
         row=prompt.row,
@@ -81,14 +81,14 @@ def task_of(start: EpisodeStart, prompt: str) -> Task:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the policy said."""
+    """The text of the policy."""
 
     tokens: Sequence[int]
     status: TurnStatus
 
 
 class Place(NamedTuple):
-    """Where a turn is sampled: in a branch, behind `tokens`, which follow the first `keep` of the branch `source`."""
+    """The place of a turn: in a branch, after `tokens`, which follow the first `keep` of the branch `source`."""
 
     branch: int
     source: int
@@ -102,7 +102,7 @@ class Place(NamedTuple):
 
 
 class KeptHistory:
-    """What the environment says is appended to what the policy has read and said."""
+    """Observations are appended to all that the policy has read and written."""
 
     def __init__(self, words: TextDialogue, tools: Sequence[Schema], num_tokens: int) -> None:
         """`num_tokens` are before the first turn."""
@@ -113,12 +113,12 @@ class KeptHistory:
         self._calls: Sequence[ToolCall] = ()
 
     def receive(self, tokens: Sequence[int], message: Message, calls: Sequence[ToolCall]) -> None:
-        """Notes what the policy has said, also as a message, which is not kept."""
+        """Notes the policy's turn, also as a message, which is not kept."""
         self.num_tokens += len(tokens)
         self._closed, self._calls = self._words.closes(tokens), calls
 
     def follow(self, said: Sequence[Message]) -> Place:
-        """Where the next turn is sampled, after what the environment says. Raises DialogueError."""
+        """Returns the place of the next turn, after the observation. Raises DialogueError."""
         tokens = self._words.follow(said, self._tools, closed=self._closed, calls=self._calls)
         place = Place(self.branch, self.branch, self.num_tokens, tokens)
         self.num_tokens = place.num_tokens
@@ -126,7 +126,7 @@ class KeptHistory:
 
 
 class RenderedHistory(KeptHistory):
-    """All messages are rendered before each turn. If the template refuses them, what is said is appended."""
+    """All messages are rendered before each turn. If the template refuses them, the observation is appended."""
 
     def __init__(
         self,

@@ -4,8 +4,8 @@
                       when it sends a sign of life
     other threads     methods that are neither async nor return at once; one for each call that waits
 
-A method that blocks the event loop blocks all episodes of the host: the generator, which then hears nothing, ends the
-host and starts another one.
+A method that blocks the event loop blocks all episodes of the host: the generator, which then receives nothing, ends
+the host and starts another one.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Host:
             raise self._failure
 
     def _receive(self) -> None:
-        """Handles all messages that wait. The event of the socket only says that there may be some."""
+        """Handles all messages that wait. The event of the socket only means that there may be some."""
         while self._server.handle_next() is not None:
             pass
 
@@ -185,7 +185,7 @@ class Host:
         self._flush_soon()
 
     def _flush_soon(self) -> None:
-        """Sends what comes together before the event loop is idle in one message."""
+        """Sends everything that collects before the event loop is idle in one message."""
         if not self._flush_due:
             self._flush_due = True
             asyncio.get_running_loop().call_soon(self._flush)
@@ -196,4 +196,4 @@ class Host:
         says, ended, self._says, self._ended = self._says, self._ended, [], []
         body = Wishes([say for say, _ in says], ended, sum(player.stuck for player in self._stuck))
         self._server.send(self._generator, 0, Reply(body, pack_lists([tokens for _, tokens in says])))
-        self._receive()  # sending may use up the event that says that a message has come
+        self._receive()  # sending may use up the event of an incoming message

@@ -1,10 +1,10 @@
-"""Plays one episode in an environment host: asks the environment, and waits for what the policy says.
+"""Plays one episode in an environment host: calls the environment, and waits for the policy's turns.
 
     reset -> [sample a turn -> step] repeated -> reward -> close
 
 A row whose prompt is messages is played under the model's chat template, one whose prompt is text without.
 
-An episode ends when a step says that it is done, after `max_turns`, or when the next turn does not fit the window; the
+An episode ends when a step ends it, after `max_turns`, or when the next turn does not fit the window; the
 last two are "truncated", and so is an episode whose last turn was cut. All of these have the environment's reward.
 """
 
@@ -55,7 +55,7 @@ def play_alone(player: Player) -> EpisodeEnded:
 
 
 def joined(chat: Sequence[Message], said: Sequence[Message], *, is_text: bool) -> list[Message]:
-    """The messages of a row, and what `reset` says: a text behind that of the last message if this is the user's,
+    """The messages of a row and of `reset`: a text is appended to the last message if this is the user's,
     otherwise messages behind all."""
     last = chat[-1] if chat else {}
     content = last.get("content")
@@ -81,11 +81,11 @@ class Player:
     """True if the messages are sent with the end of the episode."""
     said: asyncio.Queue[Turn] = field(default_factory=asyncio.Queue[Turn])
     num_tokens: int = 0
-    """Length of the branch in which the policy has said its last turn."""
+    """Length of the branch of the policy's last turn."""
     turn_rewards: list[float] = field(default_factory=list[float])
     parts: Counter[str] = field(default_factory=Counter[str])
     messages: list[Message] = field(default_factory=list[Message])
-    """Those of the policy so far, and what it heard in between."""
+    """The policy's turns so far, and the observations between them."""
     num_calls: int = 0
     """Calls of tools so far."""
     caller: Caller = field(init=False)
@@ -108,7 +108,7 @@ class Player:
         self.said.put_nowait(turn)
 
     async def play(self) -> EpisodeEnded:
-        """Plays the episode to its end, which is returned; a failed one is an end, too."""
+        """Plays the episode to its end, which is returned; a failed one is also an end."""
         environment: Environment | None = None
         caller, named = self.caller, self.named
         try:
@@ -160,14 +160,14 @@ class Player:
         return "max_turns", "truncated"
 
     def _opening(self, said: object, tools: Sequence[Schema]) -> tuple[Place, KeptHistory]:
-        """Where the first turn is sampled, and what makes the places of the next ones."""
+        """The place of the first turn, and the history that makes the places of the next ones."""
         keep, tokens, messages = self._begun(said, tools)
         history = history_of(self.words, tools, messages, [*self.prompt[:keep], *tokens])
         return Place(0, 0, keep, tokens), history
 
     def _begun(self, said: object, tools: Sequence[Schema]) -> tuple[int, list[int], list[Message] | None]:
-        """How many tokens are kept of the row's prompt, and those that follow; and all messages before the first turn,
-        None without a chat template."""
+        """The number of tokens kept of the row's prompt, and the following tokens; and all messages before the first
+        turn, None without a chat template."""
         messages = to_messages(self.caller.name, "reset", said, is_chat=self.words.is_chat)
         chat = self.start.chat
         if chat is None and tools:

@@ -43,7 +43,7 @@ CLOSE_S = 3.0
 
 
 class NextTurn(NamedTuple):
-    """A wish of an episode: the policy's next turn in a branch, behind what the environment says (`SayNext`)."""
+    """A wish of an episode: the policy's next turn in a branch, after the observation (`SayNext`)."""
 
     episode: str
     observation: NDArray[np.int32]
@@ -56,7 +56,7 @@ class NextTurn(NamedTuple):
 
 @dataclass(slots=True)
 class _Host:
-    """One host process, and what is to be sent to it."""
+    """One host process, and the messages to send to it."""
 
     number: int
     process: BaseProcess
@@ -66,7 +66,7 @@ class _Host:
     heard_s: float = 0.0
     """Time of the last message; 0 before the first."""
     stuck: int = 0
-    """Its calls that do not return, as it last said."""
+    """Its calls that do not return, as last reported."""
     live: dict[str, str] = field(default_factory=dict[str, str])
     """Its episodes, and the group of each."""
     groups: Counter[str] = field(default_factory=Counter[str])
@@ -93,7 +93,7 @@ class _Host:
                 del self.groups[group]
 
     def flush(self) -> None:
-        """Sends what has come together, in one message."""
+        """Sends the collected turns in one message."""
         if self.started or self.said or self.dropped:
             turns = Turns(self.started, self.said, self.dropped)
             self.connection.send(turns, pack_lists([*self.prompts, *self.tokens]))
@@ -141,7 +141,7 @@ class EnvironmentPool:
         self, episode: str, prompt: Prompt, *, seed: int, evaluation: bool, place: GroupPlace | None = None
     ) -> None:
         """Starts an episode, in the host of its group's other members, or in that with the fewest episodes. `seed` is
-        that of its task."""
+        the seed of its task."""
         group = episode if place is None else place.group
         host = min(self._hosts, key=lambda one: (group not in one.groups, len(one.live)))
         self._owner[episode] = host
@@ -165,12 +165,12 @@ class EnvironmentPool:
                 host.dropped.append(episode)
 
     def flush(self) -> None:
-        """Sends what has come together, in one message to each host."""
+        """Sends the collected turns, in one message to each host."""
         for host in self._hosts:
             host.flush()
 
     def poll(self) -> list[NextTurn | EpisodeEnded]:
-        """Sends what has come together, and returns the wishes that have arrived. Replaces hosts that have died or are
+        """Sends the collected turns, and returns the wishes that have arrived. Replaces hosts that have died or are
         stuck. Raises RunError if a host cannot be started."""
         wishes: list[NextTurn | EpisodeEnded] = []
         self.flush()

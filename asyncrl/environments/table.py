@@ -44,7 +44,7 @@ def checked(name: str, kind: type[Environment], options: Options) -> Named:
         _check_parameters(what, method, getattr(kind, method), 2 if method == "step" else 1)
     check_options(f"environment.options.{name}", name, kind, options, hidden=())
     try:
-        tools: Any = kind.tools  # those of a ToolEnvironment are made here
+        tools: Any = kind.tools  # a ToolEnvironment's are made here
     except ConfigError as error:
         raise ConfigError(f"{what}: {error}") from None
     for tool in tools:
@@ -88,7 +88,7 @@ SCHEMES: dict[str, str] = {
     "verifiers": "asyncrl.environments.programs.agent_client:load_verifiers",
     "verl": "asyncrl.environments.adapters.verl:load_verl",
 }
-"""Module and function that load what is named `SCHEME:REST`, from REST, options and `environment.python`."""
+"""Module and function that load an environment named `SCHEME:REST`, from REST, options and `environment.python`."""
 
 
 class EnvironmentTable:
@@ -96,7 +96,7 @@ class EnvironmentTable:
 
     def __init__(self, names: str | dict[str, str], options: dict[str, Options], *, python: str | None = None) -> None:
         """Loads every named environment; `python` is the interpreter of agent programs, by default this one. Raises
-        ConfigError for a name that is not found, what is no environment, and options that it does not have."""
+        ConfigError for an unknown name, an object that is not an environment, and unknown options."""
         self._names = names
         known = environment_names(names)
         for name in options:
@@ -134,12 +134,12 @@ def load_environment(name: str, options: Options, *, python: str | None = None) 
 
 
 def find_environment(name: str) -> Any:
-    """Returns what has this name in ENVIRONMENTS, or the user's own. Raises ConfigError."""
+    """Returns the entry of ENVIRONMENTS with this name, or the user's object. Raises ConfigError."""
     return resolve("environment.name", name, ENVIRONMENTS)
 
 
 def find_loader(scheme: str) -> Any:
-    """Returns the function that loads what is named with the scheme."""
+    """Returns the function that loads environments of the scheme."""
     return resolve("environment.name", SCHEMES[scheme], {})
 
 

@@ -54,7 +54,7 @@ STEP_TOKENS = {"cpu": 2048, "cuda": 8192}
 """Most tokens of a step of the engine on transformers, by kind of device, without `max_num_batched_tokens` in
 `generator.engine_options`."""
 _POLL_S = 0.005
-"""Longest wait between two calls of `meanwhile` in `WeightSwaps`."""
+"""Longest wait between two calls of the callback in `WeightSwaps`."""
 _SHOWN = 5
 """Faults of weights that an error names."""
 
@@ -68,7 +68,7 @@ Sampling = Literal["training", "evaluation", "greedy"]
 @dataclass(frozen=True, slots=True)
 class Completion:
     """One completion of a prompt. All arrays are [tokens] and include the tokens that ended it: the end-of-sequence
-    token, or those of a text of `generator.stop`."""
+    token, or the tokens of a text of `generator.stop`."""
 
     key: str
     tokens: list[int]
@@ -83,8 +83,8 @@ class Completion:
     """The tokens before it, if they differ from the prompt of its lease."""
     routing: NDArray[np.uint8] | None = None
     """[prompt and completion, layers, chosen], with `algorithm.routing_replay`: the experts that each token was routed
-    to in the pass that sampled the token after it. Of a prompt that was computed again, those of the last pass; a token
-    of the completion that was computed again keeps its own. The last token has none, and zeros."""
+    to in the pass that sampled the token after it. Of a prompt that was computed again, the ones of the last pass;
+    a recomputed token of the completion keeps its own. The last token has none, and zeros."""
 
     @property
     def num_action_tokens(self) -> int:
@@ -293,7 +293,7 @@ class WeightSwaps:
     """Brings versions of a receiver into the engine between two steps: staged ones at once, others bucket by bucket.
 
     From the first bucket until the version is proven the engine is updating: it makes no step, and its requests wait. A
-    round that fails in between is followed by another one, of the same version or of a later one, perhaps by another
+    round that fails in between is followed by another one, of the same version or of a later one, possibly by another
     learner. `meanwhile` is called in every wait, and returns False to end all of them.
 
         waits for                          woken by                              deadline

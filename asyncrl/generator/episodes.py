@@ -3,7 +3,7 @@
     start -> pool -> NextTurn  -> observe -> engine.add -> a completion -> act -> pool -> NextTurn ...
                   -> ended     -> tried again, or the member of its group is complete
 
-The engine's prompt of a turn is the list of tokens that is trained; what was sampled is never encoded again.
+The engine's prompt of a turn is the list of tokens that is trained; sampled tokens are never encoded again.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Branch:
     has_row_prompt: bool = False
     """True if it begins with the prompt of the row."""
     numbers: list[int] = field(default_factory=list[int])
-    """The number of each turn among those of the episode."""
+    """The number of each turn in the episode."""
     in_engine: bool = False
     """True while a turn is sampled."""
 
@@ -101,7 +101,7 @@ class _Episode:
 
     group: GroupInProgress
     index: int
-    """Of the member in the group."""
+    """Number of the member in the group."""
     branches: dict[int, Branch] = field(default_factory=dict[int, Branch])
     num_turns: int = 0
     """Turns that were requested."""
@@ -182,7 +182,7 @@ class Episodes:
 
     @property
     def num_free(self) -> int | None:
-        """Episodes that may start beside those in progress; None if there is no limit."""
+        """Episodes that may start in addition to those in progress; None if there is no limit."""
         limit = self._config.environment.max_episodes
         return None if limit is None else limit - len(self._live)
 

@@ -144,7 +144,7 @@ class GroupRunner:
         return scored
 
     def num_tokens(self, group: GroupInProgress) -> int:
-        """Returns the tokens of a group so far, without those of a greedy completion."""
+        """Returns the tokens of a group so far, without a greedy completion's."""
         tokens_of = self._engine.num_generated if self.episodes is None else self.episodes.num_action_tokens
         counts = [(index, group.num_ended_tokens(index)) for index in group.completions]
         counts += [(index, tokens_of(key)) for key, (own, index) in self._members.items() if own is group]

@@ -226,7 +226,7 @@ def make_evaluated(running: GroupInProgress, scored: Scored) -> Evaluated:
 
 
 def evaluated_rows(running: GroupInProgress, scored: Scored) -> list[EvaluatedRow]:
-    """Returns what is recorded of a complete evaluation lease: its completions, or the rows of its episodes."""
+    """Returns the record of a complete evaluation lease: its completions, or the rows of its episodes."""
     if not running.ends:
         return [EvaluatedRow(member, completion.tokens) for member, completion in enumerate(running.firsts)]
     group = make_group(running, scored, generator=0)

@@ -137,7 +137,7 @@ class GeneratorLoop:
         )
 
     def run(self) -> None:
-        """Waits for the first weights, then generates until the replay queue says done or leave, or `should_stop()`.
+        """Waits for the first weights, then generates until the replay queue answers done or leave, or `should_stop()`.
 
         A generator that is asked to leave finishes its groups, within `launch.stop_timeout_s`. Raises PeerTimeoutError
         when the first weights do not arrive, and the errors of client and receiver.
@@ -323,7 +323,7 @@ class GeneratorLoop:
             self._next_ask_s = now_s + max(reply.pause_s, _DENIED_S if self.groups.running else _DENIED_IDLE_S)
 
     def _free_capacity(self) -> tuple[int, int]:
-        """How many groups and evaluation prompts to request."""
+        """Returns how many groups and evaluation prompts to request."""
         no_version = self.engine.version == NO_VERSION or self._swaps.stands_still
         if no_version or self._leave_s is not None or self.turn.asleep:
             return 0, 0

@@ -77,7 +77,7 @@ class GeneratorClient:
     """A generator's side: asks for leases and sends finished groups without ever blocking.
 
     Used by one thread. `timeout_s` is how long the queue may stay silent while an answer is due. `clock` is the one of
-    the times in groups, which are sent as those of the queue's clock.
+    the times in groups, which are sent in the queue's clock.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class GeneratorClient:
         self._number = 0
         self._ask: _Unanswered | None = None
         self._unacknowledged: dict[Hashable, _Unanswered] = {}
-        """By (evaluation, ticket, attempt) of what is finished, by number of what is released."""
+        """Finished ones by (evaluation, ticket, attempt), released ones by number."""
 
     @property
     def outstanding(self) -> bool:
@@ -241,9 +241,9 @@ class LearnerClient:
 
     def take(self, step: int) -> Shard | None:
         """This rank's shard of the step, as soon as the batch is complete, which may be while the step before it is
-        trained; None when the run is stopping, the same for all ranks, or when the client is closed meanwhile."""
+        trained; None when the run is stopping, the same for all ranks, or when the client is closed while it waits."""
         body = Take(self.rank, self.endpoints.epoch, step)
-        connection = Connection(self.endpoints, resend_s=RESEND_S)  # of its own: a socket belongs to one thread
+        connection = Connection(self.endpoints, resend_s=RESEND_S)  # separate: a socket belongs to one thread
         try:
             while not self._closed.is_set():
                 outcome, groups = connection.call(body, _shard, timeout_s=self.timeout_s)

@@ -156,7 +156,7 @@ def check_group(
 
 
 def _check_members(header: GroupHeader, where: str, group_size: int) -> None:
-    """Raises ProtocolError unless every member has rows, and what is the member's is the same on all of them."""
+    """Raises ProtocolError unless every member has rows, and the member's fields are the same on all of them."""
     members, rows = header.members, len(header.members)
     steps = [after - before for before, after in pairwise([-1, *members])]
     if not members or steps[0] != 1 or not set(steps) <= {0, 1} or members[-1] != group_size - 1:
@@ -193,7 +193,7 @@ def _check_members(header: GroupHeader, where: str, group_size: int) -> None:
 
 
 def _check_turns(header: GroupHeader, mask: Array, where: str) -> None:
-    """Raises ProtocolError unless every turn of the episodes that have a reward has one, too."""
+    """Raises ProtocolError unless every turn of the episodes that have a reward also has one."""
     ends = np.cumsum(header.lengths)
     begins = mask.copy()
     begins[1:] &= ~mask[:-1]

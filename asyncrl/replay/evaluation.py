@@ -85,7 +85,7 @@ class EvalRecord(Durable):
     issued: int = 0
     """Tickets issued so far; the next one's number."""
     unreported_results: list[dict[str, int | float]] = field(default_factory=list[dict[str, int | float]])
-    """Those that no commit has reported."""
+    """Results that no commit has reported."""
     step: int = 0
     """Steps committed."""
     ended: list[dict[str, int | float]] = field(default_factory=list[dict[str, int | float]])
@@ -124,7 +124,7 @@ class Evaluations(EvalRecord, kw_only=True):
     def lease(
         self, generator: int, version: int, num_prompts: int, now_s: float, *, session: str = "", number: int = -1
     ) -> list[Lease]:
-        """Leases `next_leases` to a generator that has `version` loaded; `number` is that of the ask in its session."""
+        """Leases `next_leases` to a generator that has `version` loaded; `number` counts the asks of its session."""
         self.heartbeat(generator, version, now_s)
         leases = self.next_leases(version, num_prompts)
         for lease in leases:
@@ -350,7 +350,7 @@ class EvaluatedRow(NamedTuple):
     member: int
     """Index of the completion or the episode."""
     tokens: Sequence[int] | NDArray[np.int32]
-    """Of an episode with its prompt."""
+    """Limit of an episode with its prompt."""
     action_mask: NDArray[np.bool_] | None = None
     """[tokens], true where the policy sampled the token; None for a completion."""
     turn_rewards: Sequence[float] = ()

@@ -1,5 +1,5 @@
 """The groups and trained steps that a journal or a file of samples contains: for learners that have restarted, for
-trainings that are repeated without generators, and for those who look at samples, also those of a running run."""
+trainings that are repeated without generators, and for readers of samples, also during a run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def split_between_ranks(ranks: int, shards: list[list[int]], costs: Mapping[int,
     """The tickets of each of `ranks` learner ranks, for a batch that was recorded with these shards; `costs` are the
     tokens of each ticket's group.
 
-    With the recorded number of ranks the shards are the recorded ones, in their order, so that training again gives the
+    With the recorded number of ranks the shards are the recorded ones, in their order, so that training again has the
     same bits. With another number they depend on the tickets and their costs alone: each launch with that number deals
     the batch the same way, whatever the launches between did.
     """
@@ -105,7 +105,7 @@ class TrainedStep:
 
 
 class JournalIndex:
-    """Where the groups and steps are in these segments of the journal, as far as it was read."""
+    """The places of groups and steps in these segments of the journal, as far as it was read."""
 
     def __init__(self, folder: Path, segments: Iterable[tuple[int, Segment]]) -> None:
         self.groups: dict[int, StoredGroup] = {}
@@ -182,7 +182,7 @@ class History:
         )
 
     def read(self, step: int, *, whole: bool = False) -> bool:
-        """Reads up to the step, without `whole` at most READ_AT_ONCE_BYTES. Returns False while more must be read.
+        """Reads up to the step, at most READ_AT_ONCE_BYTES. Returns False while more must be read.
         Raises JournalError."""
         return self._index.read(step, max_bytes=math.inf if whole else READ_AT_ONCE_BYTES)
 

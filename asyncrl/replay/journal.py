@@ -5,7 +5,7 @@ its xxh3, and one entry for each batch of where it ends, the xxh3 of its bytes a
 first batch's bytes start with the schema. The first number is the mark: where the last batch ends that a sync has
 brought to the disk. The second one is the size of the stream of the segment before, which ended when this one started.
 
-When the machine loses power, any part of what was written after the last sync may be missing. Damage before the mark
+When the machine loses power, any part written after the last sync may be missing. Damage before the mark
 is an error. After it the newest segment ends before the first batch that is not intact. A segment is synced in the
 background after the next one was started, and nothing of the next one counts as synced before. So the segment before
 the newest one may be torn as well, as long as the mark of the newest one is 0: then it does not have the size that the
@@ -578,7 +578,7 @@ class Journal:
 
     def write(self) -> None:
         """Writes the buffered records, which then survive a kill of the process, and starts a sync if `flush` requires
-        one or WRITE_BACK_BYTES have come together; `synced` says how far it is."""
+        one or WRITE_BACK_BYTES have come together; `synced` is its progress."""
         self._check()
         self._end_batch()
         batches, self._batches = self._batches, []

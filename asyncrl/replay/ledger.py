@@ -31,7 +31,7 @@ from asyncrl.errors import InvariantError
 from asyncrl.util.durable import Durable
 
 MAX_TAKEN = 2
-"""Batches that are taken and not trained at most: that of the step in progress and the next one."""
+"""Batches that are taken and not trained at most: the batch of the step in progress and the next one."""
 UNITS = ("trajectories", "tokens")
 """The parts of a group, each of which is counted like the groups themselves."""
 _RUNNING_PER_WAITING = 8
@@ -239,7 +239,7 @@ class Ledger(LedgerCounts, kw_only=True):
         return True
 
     def finish(self, number: int, *, trajectories: int, tokens: int, start_version: int | None = None) -> None:
-        """Moves an unfinished ticket to FINISHED. `start_version` is that of the group, which may be older than the
+        """Moves an unfinished ticket to FINISHED. `start_version` is the group's, which may be older than the
         current lease if the ledger `accepts` it."""
         ticket = self.live.get(number)
         if ticket is None or ticket.state is not State.RETURNED:
@@ -333,7 +333,7 @@ class Ledger(LedgerCounts, kw_only=True):
         tickets with the earliest ones."""
         # Earliest-deadline-first feasibility. A leased ticket may be due before the finished ones of this batch; then
         # training the batch now could use up the last step in which the leased one is allowed. So `next_step` is
-        # counted as done, and for each deadline version + S in ascending order the tickets due by then must fit into
+        # counted as done, and for each deadline version + S in ascending order the tickets due until it must fit into
         # the steps that are left until then: version + S - next_step + 1 of them.
         finished, free, due = self._versions[State.FINISHED], self.groups_per_step, 0
         for version in sorted({version for versions in self._untaken() for version in versions}):

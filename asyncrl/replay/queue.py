@@ -88,7 +88,7 @@ SUSPECT_S = 15.0
 """A generator that has been silent this long may be dead. Much longer than an engine step or a swap of weights, in
 which it cannot ask: a second attempt wastes tokens."""
 CHECK_INTERVAL_S = 1.0
-"""How often to check for silent generators."""
+"""Interval of the checks for silent generators."""
 STALL_S = 5.0
 """After a pause of this process of this time, messages of all generators may wait to be read."""
 
@@ -155,7 +155,7 @@ class ReplayQueue:
 
     def ask(self, ask: Ask) -> tuple[list[Lease], str]:
         """Returns leases for a generator, those of evaluation prompts first, and the reason why it gets fewer groups
-        than it asked for ("" if it gets all). A repeated ask, which has the same number, returns those of its leases
+        than it asked for ("" if it gets all). A repeated ask, which has the same number, returns the ones of its leases
         that are still held. The leases it works on are renewed."""
         generator, session, version, stats = ask.generator, ask.session, ask.version, ask.stats
         if version > self.ledger.steps:
@@ -201,7 +201,7 @@ class ReplayQueue:
         return self.ledger.per_generator_limit(self.state.generators_wanted)
 
     def _room(self, generator: int, version: int, wanted: int) -> int:
-        """How many leases of others the generator may get in addition to those that are returned already."""
+        """Returns how many leases of others the generator may get in addition to those that are returned already."""
         ledger = self.ledger
         oldest = (version + ledger.max_staleness + 1) * ledger.groups_per_step
         if ledger.charged > oldest or self.store.disk_is_slow():
@@ -209,7 +209,7 @@ class ReplayQueue:
         return min(wanted, self._share - self.state.leased_by[generator]) - len(ledger.returned)
 
     def _grant(self, generator: int, version: int, wanted: int) -> tuple[int, str]:
-        """How many of the wanted groups the generator may start now, and the reason why not all; empty if all.
+        """Returns how many of the wanted groups the generator may start now, and the reason why not all; empty if all.
 
         Above a size limit only groups that the next batch needs may start: memory and journal only shrink when a batch
         is trained. None may start while the journal's disk is too slow."""
@@ -231,7 +231,7 @@ class ReplayQueue:
     def _note_session(
         self, generator: int, session: str, number: int
     ) -> Literal["new session", "next", "again", "former session"]:
-        """Tells new asks from repeated ones, and from those of a process that was replaced. A restarted queue recovers
+        """Tells new asks from repeated ones, and from asks of a process that was replaced. A restarted queue recovers
         the sessions from the leases that it holds."""
         if session in self._former_sessions:
             return "former session"
@@ -297,7 +297,7 @@ class ReplayQueue:
     # --- leases expire
 
     def _renew(self, generator: int, leases: Sequence[LeaseName], now_s: float) -> None:
-        """Notes that the generator asks, and renews those of the leases that it holds."""
+        """Notes that the generator asks, and renews the leases that it holds."""
         if generator in self._silent:
             self._silent.discard(generator)
             log.info("silent generator asks again", generator=generator, leases=self.state.leased_by[generator])

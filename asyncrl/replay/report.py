@@ -1,4 +1,4 @@
-"""What live views and the run's summary show of the metrics of a run."""
+"""The metrics of a run as live views and its summary show them."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ MAX_SOURCES, OTHER_SOURCES = 100, "other sources"
 
 
 class Kind(IntEnum):
-    """What the latest group of a row shows."""
+    """The state of a row by its latest group."""
 
     UNSEEN = 0
     LEARNING = 1

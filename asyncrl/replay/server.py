@@ -15,7 +15,7 @@ One thread, one loop (`ReplayServer.serve`). A pass of it:
     flush the outbox        one write of the journal, then the replies. A reply that promises durability waits for the
                             sync, which runs in the journal's own thread; the loop does not wait for it
 
-A flush serves many messages: replies to "finish", and to an "ask" of a generator that has enough to do, wait up to
+A flush serves many messages: replies to "finish", and to an "ask" of a busy generator, wait up to
 GATHER_S for others. All other replies are flushed in the pass in which they were made.
 """
 
@@ -102,7 +102,7 @@ of them."""
 URGENT = (ShardHeader, Committed)
 """Replies that a learner waits for."""
 PATIENT = (Finished, Leases)
-"""Replies that nobody waits for, unless the server says so (`flush_now`)."""
+"""Replies that nobody waits for, unless the server flushes them (`flush_now`)."""
 PROMISES = {"group": Finished, "commit": Committed}
 """The reply that acknowledges a record of each kind."""
 MAX_NAMES = 4096
@@ -257,7 +257,7 @@ class ReplayServer:
                 self._eval_samples.add(prompt, body, rows)
         return Reply(Finished([LeaseName(body.ticket, body.attempt, evaluation=True)]))
 
-    # --- learner ranks: those of an earlier start than the newest that began are refused
+    # --- learner ranks: ranks of an earlier start than the newest that began are refused
 
     def _begin(self, body: Begin) -> Begun:
         self._check_epoch(body.epoch)
@@ -490,7 +490,7 @@ def run_replay(
 ) -> None:
     """Runs the replay role: serves the queue until shutdown, then completes the trace. The connection of a peer that
     sends a frame larger than a group of `max_group_tokens` (prompts and completions), each with a routing of
-    `routing_bytes`, is closed; None: no such limit.
+    `routing_bytes`, is closed; None: no limit.
     Completions of evaluations go to `eval_samples`, addresses that servers announce to the `directory`."""
     max_frame_bytes = MAX_FRAME_BYTES
     if max_group_tokens is not None:

@@ -65,7 +65,7 @@ class ReturnEvent(Durable):
 
 
 class GroupEvent(Durable):
-    """A finished group, which is kept or refunded. Its arrays are those of the record."""
+    """A finished group, which is kept or refunded. Its arrays are the record's."""
 
     header: GroupHeader
     """With times in seconds of the run."""
@@ -656,7 +656,7 @@ class QueueState:
         """Resumes after an outage: all leases count as renewed at `now_s`.
 
         In a new launch no process is up, and the scaled number of generators and the stop reason are reset, unless the
-        run must not go on from its last step.
+        run must not continue from its last step.
         """
         for held in self.held.values():
             held.renewed_s = now_s

@@ -65,7 +65,7 @@ class RunClock:
     def span(self, started_s: float, finished_s: float) -> tuple[float, float]:
         """Converts a start and an end on this machine's monotonic clock to seconds of the run.
 
-        Both are clamped to between 0 and now, in order: those of another machine are right to a few milliseconds."""
+        Both are clamped to between 0 and now, in order: times of another machine are right to a few milliseconds."""
         now_s = self.now()
         start_s = min(max(0.0, started_s - self.origin_s), now_s)
         return start_s, min(max(start_s, finished_s - self.origin_s), now_s)

@@ -50,7 +50,7 @@ def encode(old: Words, new: Words, *, max_bytes: int, check: Callable[[], None] 
 
 
 class Scattered:
-    """Words of a delta that are not next to one another in the weights: those of a rank's slices."""
+    """Words of a delta that are not next to one another in the weights: a rank's slices."""
 
     def __init__(self, slices: RankSlices) -> None:
         """The slices have complete words."""
@@ -71,9 +71,9 @@ class Scattered:
 def apply(
     delta: Buffer, words: Words, scattered: Scattered | None = None, *, check: Callable[[], None] = lambda: None
 ) -> None:
-    """Turns the old words into the new ones, in place; those of the delta are all, or are `scattered`. Raises
+    """Turns the old words into the new ones, in place; the delta's words are all, or are `scattered`. Raises
     ProtocolError for a delta that is damaged or of another number of words; the words may have changed then. `check` is
-    called for each block and may raise, too."""
+    called for each block and may raise."""
     offset, count = 0, len(words) if scattered is None else scattered.num_words
     for start in range(0, count, BLOCK_WORDS):
         check()
@@ -97,7 +97,7 @@ def _encode_block(old: Words, new: Words) -> bytes:
 
 
 def _decode_block(delta: Buffer, offset: int, num_words: int) -> tuple[NDArray[np.int64], NDArray[Any], int]:
-    """Returns which words of the block at `offset` change, what is to be added to them, and where the block ends."""
+    """Returns which words of the block at `offset` change, the differences, and where the block ends."""
     if len(delta) - offset < _HEADER.size:
         raise ProtocolError(f"delta of weights: ends at byte {len(delta)}, inside the head of a block")
     size, changed, large_gaps, large_steps, *num_bytes = _HEADER.unpack_from(delta, offset)

@@ -5,7 +5,7 @@ pace.
     weight-sender, rank 0           a new version                 `send`         none; looks every second
                                     the store                     its system     timeout_s until it is written
                                     what the other ranks write    their answers  timeout_s without a sign of life
-    weight-sender, other ranks      an order of rank 0            its store      rank 0 is gone, or does not answer
+    weight-sender, other ranks      an order of rank 0            its store      rank 0 is dead, or does not answer
     weight-receiver                 `engine_is_up`, a version     `announce`     none
                                     staging that is in use        polled         none
                                     the store                     its system     timeout_s without a version
@@ -219,7 +219,7 @@ class Publisher:
         shard_bytes: int = SHARD_BYTES,
         others: RankCoordinator[Written] | None = None,
     ) -> None:
-        """`key` signs manifests, and `epoch` says of which start of the learner ranks they are. Every `full_every`-th
+        """`key` signs manifests, and `epoch` is the start of the learner ranks that wrote them. Every `full_every`-th
         version can be read from nothing; all are if no tensor has 16-bit numbers, or if one has 8-bit numbers, whose
         slices may end within a word. At least `keep` versions stay; one for which `keeps` is true is on the path of
         every reader (`oldest_read`). `others` write their slices."""
@@ -358,7 +358,7 @@ class FileSender(SliceSender):
         others: RankCoordinator[Written] | None = None,
     ) -> None:
         """`manifest` describes all weights; with `others`, which write their slices of each version, `send` takes those
-        of rank 0. `epoch` is that of the learner's endpoints. A version that cannot be written within `timeout_s` is an
+        of rank 0. `epoch` is the learner's. A version that cannot be written within `timeout_s` is an
         error. One for which `keeps` is true stays until all live generators have fetched it or a later one."""
         self._folder = Folder(url, check=self._raise_if_stopping)
         self._publisher = Publisher(

@@ -1,4 +1,4 @@
-"""The transports gloo and NCCL: broadcasts in a c10d process group of their own.
+"""The transports gloo and NCCL: broadcasts in separate c10d process groups.
 
 The default group of torch.distributed belongs to the learner or the engine and is never used. The network interface is
 that of GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, which the launcher sets.
@@ -29,7 +29,7 @@ log = structlog.get_logger()
 
 CONNECT_S = 12.0
 """Deadline for connecting by gloo, which cannot be interrupted. All members are ready, so one that does not connect in
-time is gone. Less than the silence after which the sender drops a receiver, which says nothing while it connects."""
+time is dead. Less than the silence after which the sender drops a receiver, which is silent while it connects."""
 _LOOK_S = 0.02
 """Longest wait between two calls of `check`."""
 
@@ -45,7 +45,7 @@ class Collective(Protocol):
 
 
 class GroupLink(Link):
-    """The end of a process group. Each bucket is a broadcast of rank 0, and the next ones are started meanwhile."""
+    """The end of a process group. Each bucket is a broadcast of rank 0, and the next ones start before it ends."""
 
     def __init__(self, ranks: Any, member: Member, device: torch.device) -> None:
         self._ranks: Collective = ranks
@@ -182,7 +182,7 @@ class NcclLink(GroupLink):
 
 
 _NCCL_VARIABLES = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-"""Keep NCCL's watchdog from ending the process when another member is gone. Read by the constructor."""
+"""Keep NCCL's watchdog from ending the process when another member is dead. Read by the constructor."""
 
 
 _environments: list[dict[str, str | None]] = []

@@ -180,7 +180,7 @@ class IpcLink(Link):
             raise RuntimeError(f"{self._names[number]} has left") from None
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
-        """Returns when the bytes are there for other processes, too."""
+        """Returns when other processes can read the bytes."""
         target.copy_(source)
         if self._member.device.type == "cuda":
             torch.cuda.current_stream(self._member.device).synchronize()
@@ -227,7 +227,7 @@ def _share_card(device: torch.device, address: str) -> tuple[Tensor, SharedMemor
 
 
 def _open_card(shared: SharedMemory, device: torch.device) -> Tensor:
-    """Opens memory that another process shares. Raises RuntimeError if it is that of another GPU."""
+    """Opens memory that another process shares. Raises RuntimeError if it is on another GPU."""
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
     if shared.card != (own := _uuid(device)):

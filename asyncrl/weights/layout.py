@@ -153,7 +153,7 @@ class WeightBuffer:
         self._filled_bytes = 0
 
     def fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copies the weights into the buffer. Raises InvariantError unless they are those of the manifest, in its
+        """Copies the weights into the buffer. Raises InvariantError unless they match the manifest, in its
         order; after an error no bucket can be taken."""
         try:
             self._copy_all(weights)
@@ -272,7 +272,7 @@ def slice_of(num_elements: int, rank: int, ranks: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class RankSlices:
-    """The slices of all parameters that a rank has, in a buffer of its own."""
+    """The slices of all parameters that a rank has, in a separate buffer."""
 
     layout: WeightManifest
     """The buffer: of each parameter a flat slice, which may be empty; with one rank the parameters."""
@@ -361,7 +361,7 @@ def shares_of_ranks(
 
 def row_ranges(entry: Entry, bucket_bytes: int) -> Iterator[tuple[int, int]]:
     """Yields ranges of the rows of a tensor, each of at most `bucket_bytes`, or of one row if that is larger. The rows
-    of a matrix are its rows, those of a vector its elements."""
+    of a matrix are its rows, of a vector its elements."""
     count = entry.shape[0] if entry.shape else 1
     rows = max(1, bucket_bytes * count // max(entry.num_bytes, 1))
     for first in range(0, count, rows):
@@ -408,7 +408,7 @@ class WeightPart:
     name: str
     tensor: Tensor
     first_row: int | None = None
-    """Row of the parameter at which the tensor begins; None for a whole parameter."""
+    """Row of the parameter at which the tensor begins; None for a complete parameter."""
 
 
 @dataclass(frozen=True, slots=True)

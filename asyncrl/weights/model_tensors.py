@@ -216,7 +216,7 @@ def is_target(name: str, targets: Iterable[str]) -> bool:
 
 
 def adapter_shapes(model: PreTrainedModel, settings: Lora) -> dict[str, tuple[int, ...]]:
-    """Returns the names and shapes of what is sent for a model, which has no adapters yet."""
+    """Returns the names and shapes of the tensors sent for a model, which has no adapters yet."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, layer in adapted_layers(model, settings).items():
         a, b = (pattern.format(name) for pattern in MATRIX_NAMES)

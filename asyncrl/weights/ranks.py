@@ -4,7 +4,7 @@
 
     sends an order        --->    ranks/7/order      --->   carries it out
     has all answers       <---    ranks/7/1, ...     <---   answers
-    gives an order up     --->    ranks/7/abort      --->   ends it, and answers
+    withdraws an order    --->    ranks/7/abort      --->   ends it, and answers
     waits as long as the  <---    ranks/beat/1, ...  <---   is alive
       ranks are alive
 

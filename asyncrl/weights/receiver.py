@@ -210,7 +210,7 @@ class BucketRound:
     receiver's thread                              engine's thread, between two steps
 
     an offer: a round is there       ------->      `accept`: the engine stands still until the round is over
-    says ready, waits for "go"
+    reports ready, waits for "go"
     `memory`: a free bucket
     receives its pieces
     `put`                            ------->      `take`: loads the parameters of the bucket
@@ -313,7 +313,7 @@ class BackgroundReceiver(ABC):
         """Receives versions until `_raise_if_closed` raises; in the background thread."""
 
     def _leave(self) -> None:
-        """Releases what is open; at the end of the background thread."""
+        """Releases open resources at the end of the background thread."""
         return
 
     # --- the engine's thread
@@ -770,7 +770,7 @@ class WeightReceiver(BackgroundReceiver):
         keys: str = "",
         on_host: bool = False,
     ) -> None:
-        """The address is that of the sender; empty if `locate` will tell it. Weights of more than `max_bytes` are
+        """The sender's address; empty if `locate` returns it. Weights of more than `max_bytes` are
         refused before memory is allocated for them, and so are adapters of another `base` (`base.py`) and, if there is
         one, complete weights. A version for which `keeps` is true is not overwritten by a newer one before it is
         loaded, unless nothing has been loaded yet. `keys` are the run's CURVE keys, if the sender requires them.
@@ -832,7 +832,7 @@ class WeightReceiver(BackgroundReceiver):
         self._drop_links()
 
     def _join(self) -> None:
-        """Joins a sender and serves it until it closes, is gone, or does not answer."""
+        """Joins a sender and serves it until it closes, dies, or does not answer."""
         self._incoming = None
         while not (address := self._address):
             self._raise_if_closed()
@@ -899,7 +899,7 @@ class WeightReceiver(BackgroundReceiver):
     def _run_round(self, session: SenderSession, offer: Offer) -> None:
         self._await_memory(session, urgent=offer.urgent)
         self._say_ready(session, offer.round)
-        # Twice the deadline: the other generators have timeout_s of their own to become ready.
+        # Twice the deadline: the other generators have a separate timeout_s to become ready.
         go = session.wait_for(Go, f"start to send version {offer.version}", 2 * self._timeout_s)
         try:
             checksum = self._fill(self._linked(session, go), session, offer)

@@ -27,10 +27,10 @@ A round. Messages (-->) go through the channel, transfers (==>) through the tran
     its checksum                    -------- sent ------->  waits timeout_s; staging is complete if the checksums agree
     waits timeout_s                 <------ received -----  its checksum, or an error
 
-With several learner ranks, each sends its share over a link of its own, by orders of rank 0 (`ranks.py`).
+With several learner ranks, each sends its share over a separate link, by orders of rank 0 (`ranks.py`).
 
 A wrong checksum repeats the round for that receiver once. The round is aborted when the transport raises or misses a
-deadline on the sender's side: the sender says "abort", and each live receiver answers "received" with its outcome. The
+deadline on the sender's side: the sender sends "abort", and each live receiver answers "received" with its outcome. The
 receiver abandons its round at an "abort" or a newer offer. A receiver that misses a deadline, is silent for SILENT_S,
 sends a bad message or has wrong bytes twice is dropped: it receives "dropped" and joins again. _TRIES failed transfers
 of one version with all receivers alive are an error of the transport.
@@ -127,7 +127,7 @@ class WeightReferences:
         self._slices, self.is_released = None, False
 
     def fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Takes the slices. Raises InvariantError unless they are those of the share, in its order, and
+        """Takes the slices. Raises InvariantError unless they match the share, in its order, and
         ConfigError if they are on another device."""
         slices: list[Tensor] = []
         for (name, tensor), entry in zip(weights, self._entries, strict=True):
@@ -234,7 +234,7 @@ class BackgroundSender(ABC):
 
     @property
     def is_missed(self) -> bool:
-        """True if a generator needs the last version, which has to be sent once more."""
+        """True if a generator needs the last version, which has to be sent again."""
         return False
 
     _receivers = "the generators"
@@ -253,7 +253,7 @@ class BackgroundSender(ABC):
         """Delivers the version to where it is wanted. Its waits call `_raise_if_stopping`."""
 
     def _leave(self) -> None:
-        """Releases what is open, once the background thread has ended."""
+        """Releases open resources once the background thread has ended."""
         return
 
     # --- the learner's thread
@@ -419,7 +419,7 @@ def buffer_of(
 
 
 SILENT_S = 15.0
-"""A generator that has been ready for a version, and says nothing for this time of a round, is considered dead: it says
+"""A generator that has been ready for a version, and is silent for this time of a round, is considered dead: it sends
 something every few seconds, whatever its engine does."""
 T = TypeVar("T", messages.Ready, messages.Received)
 
@@ -447,7 +447,7 @@ class Peer:
     answers: dict[str, messages.Ready | messages.Received | str] = field(default_factory=dict)  # pyright: ignore
     """By kind, the last answer or, for a bad message, the problem."""
     holds: bool = False
-    """True if it has said "holding" since the last deadline."""
+    """True if it has sent "holding" since the last deadline."""
     messages: int = 0
     """Number of messages that it has sent."""
     was_ready: bool = False
@@ -596,7 +596,7 @@ class Membership:
             self._send(peer.id, kind(round=peer.round, **fields))
 
     def raise_if_silent(self) -> None:
-        """Raises RuntimeError if a peer of the round is gone. Call it continuously during a transfer."""
+        """Raises RuntimeError if a peer of the round is dead. Call it continuously during a transfer."""
         with self._changed:
             if silent := [peer.name for peer in self._silence.look() if self._is_here(peer)]:
                 raise RuntimeError(f"{', '.join(silent)} said nothing for {SILENT_S:g} s")
@@ -607,7 +607,7 @@ class Membership:
         """Returns the peers that answered, each with its answer, and those that are late or sent a bad message, each
         with the problem. Peers that left or were replaced are in neither list, nor those that are holding unless the
         sender is patient."""
-        # A peer may keep its version while its engine needs it, and repeats "holding" meanwhile. At each deadline the
+        # A peer may keep its version while its engine needs it, and repeats "holding". At each deadline the
         # peers with a new "holding" get another timeout_s, and only the silent ones fail. Peers that have answered
         # would lose patience with the sender in the meantime: "patience" restarts their own deadline for "go".
         answers: dict[Peer, T] = {}
@@ -721,7 +721,7 @@ class Delivery:
         does not fill the buffer."""
         started = time.monotonic()
         self.failures = 0
-        self.gone = None if self.gone == version else self.gone  # it is sent once more
+        self.gone = None if self.gone == version else self.gone  # it is sent again
         is_late = False
         while version != self.gone and (behind := self._behind(version)):
             if is_late:
@@ -789,7 +789,7 @@ class Delivery:
         return answers
 
     def _drop_unreachable(self) -> None:
-        """Drops the peers on the GPU of the learner, or on that of a peer that joined earlier, if the transport needs a
+        """Drops the peers on the GPU of the learner, or of a peer that joined earlier, if the transport needs a
         GPU for each member; if it needs one device for all, those on another one."""
         if self.transport is not None and self.transport.on_one_device:
             own = host_name(), device_name(self.device)
@@ -865,7 +865,7 @@ class Delivery:
         self.others.raise_if_failed()
 
     def _conclude(self, peers: Sequence[Peer], version: int, reason: str, patience_s: float) -> None:
-        """Records what the peers received, and drops those that do not answer. The `reason` is that of an aborted
+        """Records what the peers received, and drops those that do not answer. The `reason` belongs to an aborted
         transfer. Raises RunError after _TRIES failures with all peers alive."""
         phase = f"survive the broadcast of version {version} of the weights"
         why = f" ({reason})" if reason else ""
@@ -888,7 +888,7 @@ class Delivery:
             )
 
     def _settle(self, peer: Peer, version: int, checksum: int) -> None:
-        """Records the version of a peer whose bytes are right; otherwise it gets them once more."""
+        """Records the version of a peer whose bytes are right; otherwise it gets them again."""
         if checksum == self.checksums[version]:
             peer.version, peer.failures = version, 0
             return
@@ -1085,7 +1085,7 @@ class RankShareSender(BackgroundSender):
         try:
             self._obey(version, buffer, within_s=_IDLE_S)
         except PeerTimeoutError:
-            self._rank_0_is_gone = True  # perhaps the run is over; else it is found at the next version
+            self._rank_0_is_gone = True  # the run may be over; if not, the next version will reveal it
 
     def _obey(self, version: int, buffer: Buffer, **options: float) -> None:
         """Carries out the next order, if it comes in time."""

@@ -1,6 +1,6 @@
 """The seam for ways to get a version of the weights from the learner to the generators, and their table.
 
-Everything else is done for all transports: who takes part, deadlines of the other phases, checksums, and what is sent
+Everything else is done for all transports: who takes part, deadlines of the other phases, checksums, and the bytes sent
 again.
 """
 
@@ -49,10 +49,10 @@ class Member:
     store: TorchStore | None = None
     """A torch store that all members have, if the transport `needs_group`."""
     sender: int = 0
-    """Number of the learner rank that sends over this link. Each has a link of its own to the same generators, which
+    """Number of the learner rank that sends over this link. Each has a separate link to the same generators, which
     receive over all of them in turn, a bucket at a time."""
     reuses_memory: bool = False
-    """True if the memory of a bucket is that of a later one, too, so that `receive` has to yield each bucket before it
+    """True if buckets share their memory, so that `receive` has to yield each bucket before it
     takes the next one."""
 
 
@@ -123,7 +123,7 @@ class Transport:
     on_device: bool = False
     """True if buckets are in the memory of the process's accelerator, else they are in host memory."""
     needs_own_gpu: bool = False
-    """True if learner rank 0 and every generator need a GPU of their own."""
+    """True if learner rank 0 and every generator need separate GPUs."""
     needs_group: bool = False
     """True if `Member.store` is needed."""
     on_one_device: bool = False
@@ -139,7 +139,7 @@ TRANSPORTS: dict[str, Transport | str] = {
     "ipc": "asyncrl.weights.ipc:IPC",
 }
 AUTO_ON_GPUS = "nccl"
-"""The transport that "auto" chooses where every process has a GPU of its own."""
+"""The transport that "auto" chooses where every process has a separate GPU."""
 
 
 def find_transport(name: str) -> Transport:
@@ -165,7 +165,7 @@ def with_index(device: str) -> torch.device:
 
 
 def use_own_stream(device: torch.device) -> None:
-    """On a GPU, lets the calling thread compute on a stream of its own from now on: on the default stream it would wait
+    """On a GPU, lets the calling thread compute on a separate stream from now on: on the default stream it would wait
     for all kernels that training or decoding has queued there."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -256,12 +256,12 @@ class SessionLost(Exception):
 
 
 class SenderClosed(Exception):
-    """The sender has said that it closes."""
+    """The sender has announced that it closes."""
 
 
 class Wait:
     """Measures waiting time for a deadline, but ignores gaps in which this process itself was suspended or blocked in a
-    call, so that a paused process does not blame its peers. Poll it continuously.
+    call, so that a paused process accuses no peer. Poll it continuously.
     """
 
     def __init__(self) -> None:

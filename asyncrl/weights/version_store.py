@@ -252,7 +252,7 @@ class Stamp(Part, frozen=True):
 
 
 class UpdatePath(Part, frozen=True):
-    """Files that turn the weights of `base` into those of a version, or make them from nothing."""
+    """Files that turn the weights of `base` into a version's, or make them from nothing."""
 
     base: Stamp | None
     files: list[StoredFile]
@@ -270,7 +270,7 @@ class Earlier(Part, frozen=True):
 
     folder: FolderName
     sha256: Sha256
-    """Of its manifest."""
+    """Hash of its manifest."""
     stamp: Stamp
     edges: list[Edge]
 
@@ -351,7 +351,7 @@ class Step:
 
     folder: str
     sha256: str
-    """Of the manifest."""
+    """Hash of the manifest."""
     base: Stamp | None
 
 
@@ -404,7 +404,7 @@ class Reader:
 
     def fetch(self, announced: Announced, await_free: Callable[[], None]) -> None:
         """Makes the buffer hold the version; `await_free` returns when it may be written. A step that fails is made
-        once more, then the best path without it is taken. Raises BadFileError when there is none, naming the files; the
+        again, then the best path without it is taken. Raises BadFileError when there is none, naming the files; the
         buffer may hold another version then, or none."""
         problems: list[str] = []
         failures: Counter[Step] = Counter()

@@ -77,7 +77,7 @@ class GymnasiumEnvironment(Environment):
         self._env.close()
 
     def _read(self, text: str) -> Any:
-        """The action that a text says. Raises ValueError with the rule."""
+        """The action that a text names. Raises ValueError with the rule."""
         space, text = self._env.action_space, text.strip()
         if _kind(space) == "Text":
             if not space.contains(text):

@@ -98,7 +98,7 @@ class McpEnvironment(ToolEnvironment):
 
 
 class Server:
-    """A connection to a server, which is started for it. It has a task of its own, since it must be opened and closed
+    """A connection to a server, which is started for it. It has a separate task, since it must be opened and closed
     in the same one."""
 
     def __init__(self, target: str) -> None:

@@ -17,7 +17,7 @@ INSTALL = "skyrl-gym==0.4.0"
 
 
 def load_skyrl(rest: str, options: Options, python: str | None) -> Named:
-    """An environment of SkyRL-Gym, as `skyrl:gsm8k`, or a class of your own, as `skyrl:FILE.py:CLASS`. Option
+    """An environment of SkyRL-Gym, as `skyrl:gsm8k`, or a custom class, as `skyrl:FILE.py:CLASS`. Option
     `max_turns`; the others are its `env_config`."""
     name = f"skyrl:{rest}"
     gym, omegaconf = need(name, "skyrl_gym", INSTALL), need(name, "omegaconf", INSTALL)
@@ -39,7 +39,7 @@ def load_skyrl(rest: str, options: Options, python: str | None) -> Named:
 
 
 class SkyRLEnvironment(Environment):
-    """Episodes keep what the policy said as it was sampled, whatever `postprocessed_action` is; the part
+    """Episodes keep the policy's text as it was sampled, whatever `postprocessed_action` is; the part
     "postprocessed" of the reward counts the turns in which it is something else."""
 
     make: ClassVar[Any]

@@ -47,7 +47,7 @@ def load_verl(rest: str, options: Options, python: str | None) -> Named:
 
 class VerlEnvironment(ToolEnvironment):
     """Each call creates, executes and releases its tool, as verl's loop does, so that no state of a tool lives from one
-    call to the next. Every exception of a tool is an answer; the rewards of a turn's calls are that of the turn."""
+    call to the next. Every exception of a tool is an answer; the sum of the rewards of a turn's calls is its reward."""
 
     known: ClassVar[Mapping[str, Tool]]
     foreign: ClassVar[Mapping[str, Any]]

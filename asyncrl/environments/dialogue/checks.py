@@ -109,7 +109,7 @@ def call_turn(dialogue: ChatDialogue, tool: Schema, arguments: dict[str, Any]) -
 
 
 def _compared(dialogue: ChatDialogue, tools: Sequence[Schema]) -> str:
-    """What is different between a second turn that is appended, and the conversation rendered as a whole."""
+    """The difference between an appended second turn and the rendering of the complete conversation."""
     rendering = dialogue.rendering
     whole = rendering.render([USER, TURN, NEXT], tools, generate=True)
     end = rendering.name_of(dialogue.ends.history)

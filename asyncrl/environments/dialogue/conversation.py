@@ -2,7 +2,7 @@
 
     messages -> rendering -> where each turn of the policy stands in it -> tokens
 
-A turn keeps the tokens that were sampled where the rendering shows it unchanged, as a whole or behind its reasoning.
+A turn keeps the tokens that were sampled where the rendering shows it unchanged, completely or after its reasoning.
 All else is encoded, in the parts between the ends of turns.
 """
 
@@ -25,7 +25,7 @@ from asyncrl.environments.environment import Message, Schema
 log = structlog.get_logger()
 
 MARK = f"Zr{SECRET}r{{}}rZ"
-"""Stands before what a turn of the policy says, to find it in a rendering."""
+"""Stands before the text of a policy turn, to find it in a rendering."""
 MARKS = re.compile(MARK.format("([0-9]+)"))
 
 
@@ -41,7 +41,7 @@ class Spoken(NamedTuple):
 
     complete: Sampled
     answer: Sampled
-    """What is behind its reasoning."""
+    """The text after its reasoning."""
 
 
 class ConversationRenderer:
@@ -75,14 +75,14 @@ class ConversationRenderer:
         own = list(tokens[:-1] if dialogue.closes(tokens) else tokens)
         plain = dialogue.rendering.plain(self._text(own))
         _, rest = formats.split_reasoning(plain, opened=dialogue.opens_reasoning)
-        # the first token from which on the text is no longer than what is behind the reasoning
+        # the first token from which on the text is no longer than the text after the reasoning
         first = bisect_left(
             range(len(own)), -len(rest), key=lambda number: -len(dialogue.rendering.plain(self._text(own[number:])))
         )
         return Spoken(Sampled(self._text(own), own), Sampled(self._text(own[first:]), own[first:]))
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Schema], turns: Mapping[int, Spoken]) -> list[int]:
-        """The tokens up to the policy's next turn. `turns` are those that the policy has said in this episode, by the
+        """The tokens up to the policy's next turn. `turns` are the policy's turns in this episode, by the
         indices of their messages. Raises DialogueError if the template refuses the messages."""
         text = self._dialogue.render(messages, tools)
         tokens: list[int] = []
@@ -186,7 +186,7 @@ class Display:
         return bool(self._pattern.search(self._text(tokens)))
 
     def heard(self, tokens: Sequence[int], *, before: Sequence[int] = ()) -> list[Shown]:
-        """The messages that the policy read, behind the tokens `before`, in which the first one may have begun. Text
+        """The messages that the policy read, after the tokens `before`, in which the first one may have begun. Text
         in front of the first role has the role ""."""
         text, start = self._text([*before, *tokens]), len(self._text(before))
         places = [(match.start(), match.end(), self._openers[match[0]]) for match in self._pattern.finditer(text)]
@@ -225,7 +225,7 @@ class Display:
             else:
                 marked = [{**one, "content": mark} for one, mark in zip(messages, SHOWN_MARKS, strict=False)]
                 text = self._dialogue.suffix(marked, ())
-        except DialogueError:  # the template has no such role
+        except DialogueError:  # the template lacks the role
             return
         before, _, behind = text.partition(SHOWN_MARKS[0 if messages is None else len(messages) - 1])
         self._note(before.rpartition(SHOWN_MARKS[0])[2], role)

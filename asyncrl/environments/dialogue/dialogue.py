@@ -66,7 +66,7 @@ class TextDialogue:
         max_observation_tokens: int,
         coders: Coders | None = None,
     ) -> None:
-        """`coders` are those of the tokenizer if they are loaded already."""
+        """`coders` are the tokenizer's, if they are loaded already."""
         self.coders = coders or Coders(
             load_decoder(tokenizer_path, trust_remote_code=trust_remote_code),
             _load_encoder(tokenizer_path, trust_remote_code=trust_remote_code),
@@ -74,7 +74,7 @@ class TextDialogue:
         self._max_tokens = max_observation_tokens
 
     def begin(self, messages: Sequence[Message], tools: Sequence[Schema]) -> list[int]:
-        """The tokens up to the policy's first turn. Without a template those of the contents; tools are not shown."""
+        """The tokens up to the policy's first turn. Without a template these encode the contents, without tools."""
         return [token for message in messages for token in self.encode(message["content"])]
 
     def follow(
@@ -98,7 +98,7 @@ class TextDialogue:
         return Read({"role": "assistant", "content": self.text_of(tokens)}, (), ())
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of an observation; of one that is too long, those of its two ends with MARK between them."""
+        """The tokens of an observation; of a longer one, the tokens of its two ends with MARK between them."""
         limit, ends = self._max_tokens, self._max_tokens * CHARACTERS_PER_TOKEN
         if len(text) > 2 * ends:
             return self._cut(self.coders.encode(text[:ends]), self.coders.encode(text[-ends:]))
@@ -150,7 +150,7 @@ PROBES = (
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """What follows a turn, in pieces between which contents are put."""
+    """The text after a turn, in pieces between which contents are put."""
 
     pieces: list[str]
 
@@ -165,7 +165,7 @@ class ChatDialogue(TextDialogue):
     """Renders messages with the model's chat template, and reads turns.
 
     A turn of the policy is never rendered: `follow` renders a conversation whose turn is a dummy, and returns what
-    comes behind the end of that turn.
+    comes after the end of that turn.
     """
 
     is_chat = True
@@ -181,8 +181,8 @@ class ChatDialogue(TextDialogue):
         template_options: Mapping[str, Any] | None = None,
         coders: Coders | None = None,
     ) -> None:
-        """`tool_format` and `history` are those of the config's environment, `template_options` those of its data;
-        `coders` are those of the tokenizer if they are loaded already. Raises ConfigError if the model has no chat
+        """`tool_format` and `history` come from the config's environment, `template_options` from its data;
+        `coders` are the tokenizer's, if they are loaded already. Raises ConfigError if the model has no chat
         template, and DialogueError for a template that cannot be used."""
         super().__init__(
             tokenizer_path,
@@ -207,7 +207,7 @@ class ChatDialogue(TextDialogue):
         self.turns = Turns.of(self.rendering)
         self.end_tokens = frozenset(token for token in self.ends if token is not None)
         self.generation_prompt = self.rendering.plain(self.turns.prompt)
-        """What the template writes before a turn."""
+        """The text that the template writes before a turn."""
         opened, closed = (self.generation_prompt.rfind(mark) for mark in (formats.THINK, formats.END_THINK))
         self.opens_reasoning = opened > closed
         """True if it opens the reasoning."""
@@ -270,7 +270,7 @@ class ChatDialogue(TextDialogue):
         return self._rendered(said, tools, calls) if frame is None else frame.fill(contents)
 
     def _rendered(self, said: Sequence[Message], tools: Sequence[Schema], calls: Sequence[ToolCall]) -> str:
-        """The text behind the dummy turn in a rendering."""
+        """The text after the dummy turn in a rendering."""
         names = {call.id: call.name for call in calls}
         answered = [message for message in said if message["role"] == "tool"]
         made = [dummy_call(message, names, is_text=self.turns.has_text_arguments) for message in answered]
@@ -374,7 +374,7 @@ class ChatDialogue(TextDialogue):
 
 
 def is_appendable(said: Sequence[Message]) -> bool:
-    """True if the messages can come behind a turn: those of tools, then at most one of the user or the system."""
+    """True if the messages can come after a turn: messages of tools, then at most one of the user or the system."""
     others = [message["role"] for message in said if message["role"] != "tool"]
     good = len(others) <= 1 and all(role in ("user", "system") for role in others)
     return bool(said) and good and not (others and said[-1]["role"] == "tool")
@@ -411,7 +411,7 @@ class Dialogue(TextDialogue):
         history: str = "keep",
         template_options: Mapping[str, Any] | None = None,
     ) -> None:
-        """`tool_format` and `history` are those of the config's environment, `template_options` those of its data."""
+        """`tool_format` and `history` come from the config's environment, `template_options` from its data."""
         super().__init__(
             tokenizer_path, trust_remote_code=trust_remote_code, max_observation_tokens=max_observation_tokens
         )

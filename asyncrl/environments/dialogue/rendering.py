@@ -1,4 +1,4 @@
-"""Renders messages with a model's chat template, and encodes what was rendered.
+"""Renders messages with a model's chat template, and encodes the rendering.
 
     messages -> guard -> template -> frame -> encode -> tokens
 
@@ -182,7 +182,7 @@ def _any_of(texts: Mapping[str, int] | set[str]) -> re.Pattern[str]:
 def _encoder(
     settings: dict[str, Any], names: Mapping[str, str], special: Mapping[str, int], path: str
 ) -> tuple[Any, dict[int, int]]:
-    """A tokenizer that knows special tokens by other names only, and the token of each of its own ids that differs."""
+    """A tokenizer that knows special tokens by other names only, and the token of each id that differs."""
     from tokenizers import Tokenizer
 
     settings |= {"post_processor": None, "truncation": None, "padding": None}
@@ -219,16 +219,16 @@ class Ends(NamedTuple):
     """The special tokens that end turns."""
 
     history: int
-    """Of an earlier turn in a rendering."""
+    """The beginning of an earlier turn in a rendering."""
     last: int
-    """Of the last turn in a rendering, which the policy is to sample."""
+    """The beginning of the last turn in a rendering, which the policy is to sample."""
     call: int | None
     """The same of a turn with calls; None if the template has none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """What a template writes around the policy's turns."""
+    """The text that a template writes around the policy's turns."""
 
     ends: Ends
     prompt: str
@@ -290,7 +290,7 @@ def with_text_arguments(message: Message) -> Message:
 
 
 def _last_special(rendering: Rendering, text: str) -> int | None:
-    """The last special token behind the dummy turn."""
+    """The last special token after the dummy turn."""
     found = [token for token, position in rendering.special_in(text) if position > text.rfind(ANCHOR)]
     return found[-1] if found else None
 

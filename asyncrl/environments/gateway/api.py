@@ -87,7 +87,7 @@ class Call(NamedTuple):
 
 
 class Canonical(NamedTuple):
-    """A message in which what is absent, null and empty is the same."""
+    """A message in which absent, null and empty fields are the same."""
 
     role: str
     content: str = ""
@@ -97,7 +97,7 @@ class Canonical(NamedTuple):
     calls: tuple[Call, ...] = ()
 
     def is_echo_of(self, own: Canonical) -> bool:
-        """True if a client sends back with this what the policy said as `own`: the same words and calls. Most clients
+        """True if a client sends back the policy's turn `own` with this: the same words and calls. Most clients
         leave out the reasoning and the space around the content."""
         if self.role != "assistant" or self.reasoning not in ("", own.reasoning):
             return self == own
@@ -221,7 +221,7 @@ MAX_SHOWN_CHARACTERS = 80
 SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
 )  # fmt: skip
-"""Ignored: the sampling is that of the run."""
+"""Ignored: the run determines the sampling."""
 READ = frozenset({
     "messages", "prompt", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stop", "stream",
     "stream_options", "return_token_ids", "model", TEMPLATE_COLUMN,
@@ -283,7 +283,7 @@ def chat_request(
     headers: Mapping[str, str],
     template_options: Mapping[str, Any],
 ) -> Request:
-    """The request of `chat/completions`; `template_options` are those of the episode. Raises BadRequestError."""
+    """The request of `chat/completions`; `template_options` are the episode's. Raises BadRequestError."""
     _check_fields(body, template_options)
     messages = body.get("messages")
     if not isinstance(messages, list) or not 0 < len(messages) <= MAX_MESSAGES:

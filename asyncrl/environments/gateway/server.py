@@ -146,7 +146,7 @@ class Gateway:
 async def _delivered(
     session: Session, answer: Answer, response: web.StreamResponse, request: web.Request
 ) -> web.StreamResponse:
-    """Completes the response, and notes that the client has it. Raises ConnectionResetError if it has gone."""
+    """Completes the response, and notes that the client has it. Raises ConnectionResetError if it has disconnected."""
     if not response.prepared:
         await response.prepare(request)
     await response.write_eof()

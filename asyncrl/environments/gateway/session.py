@@ -1,4 +1,4 @@
-"""The conversations of one episode: which of them a request continues, and the turns that the policy says in them."""
+"""The conversations of one episode: which of them a request continues, and the policy's turns in them."""
 
 from __future__ import annotations
 
@@ -81,10 +81,10 @@ class _Pending:
 class Session:
     """The conversations of one episode.
 
-    A request whose messages continue what the policy said in a conversation continues its branch; a request that begins
-    like an earlier part of it makes a branch from there, and any other a branch of its own. What the policy said is
+    A request whose messages continue the policy's part of a conversation continues its branch; a request that begins
+    like an earlier part of it makes a branch from there, and any other a separate branch. The policy's text is
     recognised, never rendered: its tokens stay those that were sampled. Where conversations are rendered before each
-    turn, one that does not continue the branch makes a new one, too.
+    turn, one that does not continue the branch also makes a new one.
     """
 
     def __init__(
@@ -242,8 +242,8 @@ class Session:
         turns: int,
         new: _Conversation,
     ) -> tuple[int, int, list[int], _Conversation]:
-        """The same, if the prompt is the rendering of all messages, which begin with so many turns of the conversation.
-        Raises DialogueError if the template refuses them."""
+        """The same, if the prompt is the rendering of all messages, which begin with this many turns of the
+        conversation. Raises DialogueError if the template refuses them."""
         messages = [to_message(one) for one in request.messages]
         ends, first = conversation.ends[:turns], conversation.ends[0].num_messages
         messages[first:] = [one if one["role"] == "assistant" else renderer.shortened(one) for one in messages[first:]]

@@ -1,4 +1,4 @@
-"""What runs an agent program, in the host's process or in one of its own."""
+"""Runs an agent program, in the host's process or in a separate one."""
 
 from __future__ import annotations
 

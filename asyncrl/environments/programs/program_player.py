@@ -28,7 +28,7 @@ async def play_program(
     limits: Limits,
     say: Callable[[ProgramPlayer, SayNext, list[int]], None],
 ) -> EpisodeEnded:
-    """Plays one episode, with a gateway of its own."""
+    """Plays one episode, with a separate gateway."""
     gateway = Gateway(dialogue)
     await gateway.start()
     try:
@@ -70,7 +70,7 @@ class ProgramPlayer:
         self.session.receive(branch, turn)
 
     async def play(self) -> EpisodeEnded:
-        """Plays the episode to its end, which is returned; a failed one is an end, too."""
+        """Plays the episode to its end, which is returned; a failed one is also an end."""
         access, began_s = self.gateway.open(self.session), time.monotonic()
         unused: list[int] = []
         reward, parts, error = 0.0, dict[str, float](), ""

@@ -38,7 +38,7 @@ VERIFIERS = "0.4.0"
 
 
 class Refused(Exception):
-    """A program that cannot be loaded. The text says why, and the way out."""
+    """A program that cannot be loaded. The text has the reason and a hint."""
 
 
 class Agent:
@@ -91,7 +91,7 @@ class RolloutFailed(Exception):
 
 
 def load_verifiers(name, options):
-    """Returns the program of a verifiers taskset. Raises Refused with a text that says what is missing."""
+    """Returns the program of a verifiers taskset. Raises Refused with a text that names the missing part."""
     sys.path.insert(0, os.getcwd())
     install = f"install verifiers=={VERIFIERS} in this interpreter"
     try:
@@ -231,7 +231,7 @@ class Taskset:
 
 def _with_runtime(v1, role, given, declared, harness):
     """Returns the settings of an agent, which by default runs on this machine if it cannot do harm there; or a text
-    that says what is missing."""
+    that names the missing part."""
     module = v1.import_harness(harness.id)
     kinds = [getattr(module, name) for name in module.__all__]
     found = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, v1.Harness)]
@@ -351,7 +351,7 @@ def take_pipes():
 
 
 def main():
-    """Loads the program, says so, and serves."""
+    """Loads the program, reports that, and serves."""
     spec = json.loads(sys.argv[1])
     lines, write = take_pipes()
     sys.path[:] = [

@@ -1,7 +1,7 @@
 """Causal attention over the paged cache, registered with transformers under the name PAGED.
 
 The model computes the tokens of all requests as one row. Keys and values of the row are written to the cache, then each
-token attends to those of its own request. A GPU in 16 bits has kernels on torch's attention for variable lengths. Each
+token attends to its request's tokens. A GPU in 16 bits has kernels on torch's attention for variable lengths. Each
 is tried on a small batch before it is used: which of its options work depends on the release of torch and on the GPU.
 """
 

@@ -50,7 +50,7 @@ class PagedCache:
     ) -> None:
         self.page_tokens = page_tokens
         places = num_pages * page_tokens
-        # Zeros, since padding is read with weight 0, and 0 times what was never written could be NaN.
+        # Zeros, since padding is read with weight 0, and 0 times unwritten memory could be NaN.
         self.layers: dict[int, tuple[Tensor, Tensor]] = {
             layer: (
                 torch.zeros(places, one.heads, one.key_size, dtype=dtype, device=device),
@@ -80,7 +80,7 @@ class PagedCache:
         return len(self._free)
 
     def extend(self, pages: list[int], tokens: int) -> bool:
-        """Adds pages to those of a request until they hold `tokens` tokens. Returns False, and adds none, if there are
+        """Adds pages to a request until they hold `tokens` tokens. Returns False, and adds none, if there are
         too few."""
         missing = -(-tokens // self.page_tokens) - len(pages)
         if missing > len(self._free):
@@ -164,7 +164,7 @@ class Batch:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
 
     def _places(self, rows: slice, length: int) -> NDArray[np.int64]:
-        """Returns [rows, length], the places of the first `length` tokens of each row; behind its end any place."""
+        """Returns [rows, length], the places of the first `length` tokens of each row; after its end any place."""
         assert self.cache is not None
         size = self.cache.page_tokens
         pages = self._table[rows, : -(-length // size)]
@@ -260,7 +260,7 @@ class Request:
     max_tokens: int
     stop: tuple[str, ...]
     generator: torch.Generator | None
-    """Random numbers of its own; None for those of the engine."""
+    """Its random numbers; None for the engine's."""
     num_computed: int = 0
     """Tokens whose keys and values are in the cache."""
     pages: list[int] = field(default_factory=list[int])

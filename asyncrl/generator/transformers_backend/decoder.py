@@ -179,7 +179,7 @@ def _cache_pages(
     dtype: torch.dtype,
     device: torch.device,
 ) -> int:
-    """Returns the number of pages of the cache, by `generator.kv_cache_bytes` or what is left of the GPU, but no more
+    """Returns the number of pages of the cache, by `generator.kv_cache_bytes` or the rest of the GPU, but no more
     than all sequences can fill. Raises ConfigError if one sequence of the window does not fit."""
     sequences = config.generator.max_running_groups * config.generator.group_size
     page_bytes = page_tokens * token_bytes(shapes, dtype)
@@ -198,7 +198,7 @@ def _cache_pages(
 
 
 def _left_bytes(config: Config, logits: int) -> int:
-    """Returns the bytes of this process's share of the GPU that weights and steps leave. The peak is that of a step
+    """Returns the bytes of this process's share of the GPU that weights and steps leave. The peak occurs in a step
     without logits."""
     fraction = float(os.environ.get(GPU_FRACTION, config.generator.gpu_memory_utilization))
     free, total = torch.cuda.mem_get_info()
@@ -290,7 +290,7 @@ def own_logits(model: PreTrainedModel, tokens: list[int], device: torch.device) 
 
 
 def check_logits(model: PreTrainedModel, found: Tensor, expected: Tensor) -> None:
-    """Raises ConfigError unless the logits of paged decoding are those of the model's own attention."""
+    """Raises ConfigError unless the logits of paged decoding equal the logits of the model's attention."""
     difference = float((found - expected).norm() / expected.norm())
     tolerance = TOLERANCES[model.dtype]
     if not difference <= tolerance:

@@ -87,7 +87,7 @@ class TransformersEngine:
         check_request(self, key, len(prompt), seed=seed, deterministic=deterministic, keys=keys)
         limit = min(max_tokens or generator.max_new_tokens, self.window_tokens - len(prompt))
         self._arrivals += 1
-        # When many environments answer at once, more turns wait than fit: those of the oldest groups go first.
+        # When many environments answer at once, more turns wait than fit: the oldest groups' go first.
         rank = priority if config.environment.name is not None else 0
         routers = self._decoder.routers if kind == "training" else None
         request = Request(

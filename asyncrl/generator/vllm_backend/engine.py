@@ -202,8 +202,8 @@ class VllmEngine:
     def swap(self, version: int, tensors: Weights) -> float:
         """Loads weights, named as in `TrainedModel.sent_shapes`, between two steps; returns the time it took in ms.
 
-        Tokens of batches that are scheduled afterwards carry `version`, those of a batch in flight the one before.
-        Requests in progress continue, with their KV cache kept or recomputed (`weights.kv_cache`), which drops what is
+        Tokens of batches that are scheduled afterwards carry `version`, tokens of a batch in flight the one before.
+        Requests in progress continue, with their KV cache kept or recomputed (`weights.kv_cache`), which drops tokens
         in flight; cached prompts are never used across versions. On a GPU the copies may end after the return, in the
         order of the calling thread's stream. Raises RunError when the weights do not match the model, and ConfigError
         when the first weights cannot be loaded.
@@ -296,7 +296,7 @@ class RequestBuilder:
 
     def __init__(self, config: Config, engine: LLMEngine) -> None:
         self.adapter: LoRARequest | None = None
-        """Marks requests as those of the policy, where the engine has its adapter."""
+        """Marks requests as the policy's, where the engine has its adapter."""
         self._config, self._engine = config, engine
         self._last: tuple[list[int], Sampling, int | None, int, tuple[str, ...], EngineCoreRequest] | None = None
         """The last prompt, kind, limit, salt and texts, with the request built from them."""
@@ -366,7 +366,7 @@ class RequestBuilder:
 
     def check_end_tokens(self) -> None:
         """Raises InvariantError if the engine excludes other tokens before `generator.min_new_tokens` than the learner,
-        whose log-probs would be those of another distribution."""
+        whose log-probs would belong to another distribution."""
         config = self._config
         if not config.generator.min_new_tokens:
             return

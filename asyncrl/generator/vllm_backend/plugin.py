@@ -1,6 +1,6 @@
 """The plug-in that vLLM calls at start-up, through the entry point group `vllm.general_plugins`.
 
-vLLM calls it in every process: in that of the generator and, with tensor parallelism, in each worker process, which
+vLLM calls it in every process: the generator's and, with tensor parallelism, in each worker process, which
 runs no other code of asyncrl before the model is loaded.
 """
 
@@ -133,7 +133,7 @@ def _remove_communicator_names() -> None:
     def join_and_remove(communicator: Any) -> int:
         handle = join(communicator)  # ends with a barrier
         for file in SHARED_MEMORY.glob(f"{communicator.group_name.replace('[', '[[]')}_*"):
-            with suppress(FileNotFoundError):  # each worker removes what is left
+            with suppress(FileNotFoundError):  # each worker removes the rest
                 file.unlink()
         return handle
 

@@ -231,7 +231,7 @@ def _arguments(config: Config, seed: int, *, on_gpu: bool) -> dict[str, Any]:
     if config.model.dtype == "bfloat16":
         arguments["hf_overrides"] = {"head_dtype": "float32"}  # the learner does not round logits, either
     if config.environment.name is not None:
-        # When many environments answer at once, more turns wait than fit: those of the oldest groups go first.
+        # When many environments answer at once, more turns wait than fit: the oldest groups' go first.
         arguments["scheduling_policy"] = "priority"
     if generator.kv_cache_bytes is not None:
         arguments["kv_cache_memory_bytes"] = generator.kv_cache_bytes // generator.tensor_parallel  # of each device

@@ -5,9 +5,9 @@ experts of tokens.
 Weights are in the memory of the generator's own process; a worker process finds them in memory that the generator
 shares, a bucket at a time. vLLM's own loaders take what belongs to the part.
 
-vLLM's routers write the experts into memory of the device, in CUDA graphs, too. Its own connector collects them by
+vLLM's routers write the experts into memory of the device, also in CUDA graphs. Its own connector collects them by
 blocks of the cache; it needs a cache of prompts, and fails if that is emptied while a batch is in flight. `StepRouting`
-takes its place and returns those of each step. vLLM's first model runner, that of CPUs, has no connector:
+takes its place and returns each step's. vLLM's first model runner, used on CPUs, has no connector:
 `return_routing` adds it. The tests run both runners on CPUs.
 """
 
@@ -75,7 +75,7 @@ class StagedUpdateInfo(WeightTransferUpdateInfo):
     entries: Sequence[Entry] = field(default_factory=list)
     """The file of the shared memory, its size, and where in it the tensors are."""
     first_row: int | None = None
-    """Row of the vocabulary at which the only tensor begins; None for whole tensors."""
+    """Row of the vocabulary at which the only tensor begins; None for complete tensors."""
 
 
 class StagedTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpdateInfo]):
@@ -267,7 +267,7 @@ class AdapterWorker:
         self._adapter_parts = parts | {entry[0]: view_of(memory, entry).clone() for entry in part.entries}
 
     def replace_adapter(self, settings: Mapping[str, Any], tensors: Sequence[tuple[str, Tensor]] | None) -> None:
-        """Replaces the adapter, by default by what was shared. Raises ValueError if vLLM has no place for a matrix."""
+        """Replaces the adapter, by default by the shared one. Raises ValueError if vLLM has no place for a matrix."""
         if tensors is None:
             tensors, self._adapter_parts = list(self._adapter_parts.items()), {}
         manager = self.model_runner.lora_manager
