@@ -8,8 +8,8 @@
         print(run.summary["reward_last"])
         print(run.samples(order="worst").to_pandas()[["step", "prompt", "completion", "reward"]])
 
-A run is that of `asyncrl launch`: processes of its own and a folder, which this module reads. A script whose functions
-are used as rewards needs the guard, since the processes of the run import it.
+A run is the same as with `asyncrl launch`: separate processes and a folder, which this module reads. A script whose
+functions are used as rewards needs the guard, since the processes of the run import it.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Run:
         return read_json(file) if file.is_file() else {}
 
     def wait(self, timeout_s: float | None = None, *, show: bool = True) -> dict[str, Any]:
-        """Returns the summary when the run has ended; `show` prints meanwhile what the launcher prints.
+        """Returns the summary when the run has ended; `show` prints the launcher's output while it waits.
 
         Raises TimeoutError after `timeout_s`, ConfigError for a config that cannot work, and RunError if the run has
         failed.
@@ -143,7 +143,7 @@ class Run:
         return read_trace(self.path)
 
     def samples(self, *, special_tokens: bool = False, **query: Any) -> Samples:
-        """Trajectories of the run with their texts: those of the last step, or those that match. The conditions are the
+        """Trajectories of the run with their texts: of the last step, or the ones that match. The conditions are the
         fields of `asyncrl.observe.sample_search.Query`: `samples(steps=(10, 20), order="worst", limit=3)`. Raises
         ConfigError if none are stored."""
         return find_samples(self.path, Query(**query), special_tokens=special_tokens).samples
@@ -181,7 +181,7 @@ class Run:
 def train(config: Source = None, **overrides: Any) -> Run:
     """Starts a run in the background and returns it. The run is stopped when the calling thread ends.
 
-    `overrides` are settings over those of the config, as dicts of sections or by dotted keys:
+    `overrides` are settings that override the config, as dicts of sections or by dotted keys:
     `train("demo", steps=50, learner={"lr": 1e-4})`. Rewards, losses, advantages and trackers may be Python functions
     that other processes can import. Raises ConfigError if the config is not valid; what only the launch finds out is
     raised by `Run.wait`.
@@ -257,8 +257,8 @@ def _named(key: str, value: Any) -> Any:
 
 
 def _start(arguments: list[str], output: Path) -> subprocess.Popen[bytes]:
-    """Starts the command in a session of its own, so that Ctrl-C in a notebook does not reach it. The file gets plain
-    lines, also where the environment claims a terminal, as that of a notebook's kernel does."""
+    """Starts the command in a new session, so that Ctrl-C in a notebook does not reach it. The file gets plain
+    lines, also where the environment claims a terminal, as a notebook's kernel does."""
     with os.fdopen(os.open(output, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
         return subprocess.Popen(
             [*PYTHON, "-m", "asyncrl.cli", *arguments],

@@ -72,7 +72,7 @@ class DeviceLock:
     """One role's side of the lock of a device, for one process and one thread.
 
     It is a record lock of the system on a file of the run folder: the death of its holder releases it, and children of
-    the holder do not keep it. The file has the role that acquired it last, and its modification time is that of the
+    the holder do not keep it. The file has the role that acquired it last, and its modification time is the time of the
     last progress of the holder.
     """
 
@@ -239,14 +239,14 @@ class NoLock:
         """Generator: takes the memory of the engine's weights, unless it is there."""
 
     def give_up(self) -> None:
-        """Generator: a version that began to arrive will not: frees what was taken for it in the learner's turn."""
+        """Generator: a version that began to arrive will not: frees the memory taken for it in the learner's turn."""
 
     def woken(self) -> None:
         """Generator: the new version is loaded: generation continues, once the device is there."""
 
     def holds(self, trainer: _Trainer, committed: int) -> None:
-        """Learner: states what is on the device, and the last step that was committed before this start: until then
-        steps are trained again, and not sent."""
+        """Learner: reports the tensors on the device, and the last step that was committed before this start: until
+        then steps are trained again, and not sent."""
 
     def begin(self, *, soon: bool = False, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Learner: takes the device, unless this rank has it. With `soon` the generator need not have had its turn, and
@@ -525,7 +525,7 @@ def _content(storage: torch.UntypedStorage) -> Tensor:
 
 
 def states_of(trained: Any) -> Iterator[Tensor]:
-    """Yields the tensors of a model under training: those of the network, and those that its optimizer and DeepSpeed
+    """Yields the tensors of a model under training: of the network, and the ones that its optimizer and DeepSpeed
     keep. One may be yielded several times.
 
     DeepSpeed's `offload_states` knows stages 1 and 2, and its own optimizers in stage 3. This search depends on

@@ -8,7 +8,7 @@
     |   |-- BodyError                       a message of a known kind whose body does not fit
     |   `-- BadServerError                  (wire/rpc.py) a message of a channel's server that does not fit
     |-- PeerTimeoutError (TimeoutError)     another process missed its deadline
-    |   `-- ServerLostError                 (wire/rpc.py) the server of a channel is gone
+    |   `-- ServerLostError                 (wire/rpc.py) the server of a channel has ended
     |-- RunError (RuntimeError)             the run cannot continue; exit code 1
     |   `-- JournalError                    the journal cannot be written or read
     |-- InvariantError (AssertionError)     a defect of asyncrl itself
@@ -78,7 +78,7 @@ class InvariantError(AsyncrlError, AssertionError):
 
 
 def is_disk_full(error: BaseException | None) -> bool:
-    """True if the error, or one that caused it, says that a disk is full."""
+    """True if the error, or one that caused it, means that a disk is full."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return True

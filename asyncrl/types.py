@@ -117,12 +117,12 @@ class Lease:
     """0 at first; increases by 1 each time the ticket is leased again."""
     prompt: Prompt
     evaluation: bool = False
-    """Completions are scored and not trained on; evaluation tickets have a numbering of their own."""
+    """Completions are scored and not trained on; evaluation tickets have a separate numbering."""
 
 
 EpisodeEnd = Literal["done", "max_turns", "window", "environment", "timeout", "overlong", "host"]
 """Why an episode with an environment ended. "window": the next turn does not fit the engine's window. The last four are
-failures: the environment raised, or returned what is no answer; it took too long; what it said before the first turn
+failures: the environment raised, or returned an invalid answer; it took too long; its messages before the first turn
 does not fit the window; its host died."""
 EPISODE_ENDS: tuple[EpisodeEnd, ...] = ("done", "max_turns", "window")
 """The ends of an episode that has a reward."""
@@ -131,7 +131,7 @@ EPISODE_ENDS: tuple[EpisodeEnd, ...] = ("done", "max_turns", "window")
 @dataclass(frozen=True, slots=True)
 class EpisodeOutcome:
     """The outcome of the episode of a trajectory with several turns. If the episode has several rows, the times, tries
-    and lost tokens are those of its first row, and 0 in the others."""
+    and lost tokens stand in its first row, and are 0 in the others."""
 
     ended: EpisodeEnd
     turn_rewards: list[float]
@@ -225,7 +225,7 @@ class Trajectory:
 
 @dataclass(slots=True)
 class Group:
-    """All trajectories of one lease: those of its members, which are completions or episodes."""
+    """All trajectories of one lease, by its members, which are completions or episodes."""
 
     ticket: int
     attempt: int

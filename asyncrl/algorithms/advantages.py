@@ -213,7 +213,7 @@ def turn_grpo(
     """Returns to go of the turns, standardized within the group at the same turn: advantages [N].
 
     The return of turn k is G_k = r_k + gamma G_{k+1}, discounted by turns and not by tokens, arXiv:2507.11948. It is
-    compared, as in `grpo`, with those of the members that have a turn k; if no other has one, the advantage is 0.
+    compared, as in `grpo`, with the other members that have a turn k; if no other has one, the advantage is 0.
     `outcome` times the GRPO advantage of the rewards [M] is added to every turn of a member, arXiv:2505.11821. With the
     reward in the last turn, gamma 1, outcome 0 and equal numbers of turns this is `grpo`.
     """
@@ -237,7 +237,7 @@ def progress(
     so that a turn that is undone later nets nothing. Since a state may have been prepared, r_k is shared by turn k and
     those before it with weights gamma^(k-j) that add up to 1; turn j has the sum c_j of its shares, and the c_j add up
     to the member's reward R. With v_j = K c_j in an episode of K turns, whose mean is R, the advantage of turn j is
-    (v_j - mean R) / (std + eps). The variance is that of the v_j, every member with the same weight: the sum over the n
+    (v_j - mean R) / (std + eps). The variance is of the v_j, every member with the same weight: the sum over the n
     members of the means over their turns of (v_j - mean R)^2, divided by n - 1. With gamma 0 a turn has its own reward
     only; with gamma 1 and all of the reward in the last turn this is `grpo`. A group of one gets 0.
     """

@@ -113,7 +113,7 @@ def gspo(
 ) -> Tensor:
     """The clipped surrogate of one ratio per sequence, the geometric mean s of its tokens' r, arXiv:2507.18071.
 
-    This is the GSPO-token form: every token has the value s and the gradient s d log p of its own log-prob. log s is
+    This is the GSPO-token form: every token has the value s and the gradient s d log p of its log-prob. log s is
     clamped from above at 10. Intended for seq-mean-token-mean aggregation.
     """
     means = segment_mean(logprobs.detach() - old_logprobs, seq, num_segments(seq))

@@ -52,7 +52,7 @@ def evaluate(config: Config, console: Console, *, model: str | None = None, outs
     """Evaluates the model in a folder, prints a table by data source and returns the exit code. Writes to each of
     `outs`: the completions with their texts (`Samples`) to a Parquet file, or else metrics and rewards as JSON.
 
-    The default folder is that of the run's trained model if it exists, else `model.path`. Raises ConfigError when the
+    The default folder has the run's trained model if it exists, else `model.path`. Raises ConfigError when the
     config, the folder or the data cannot be used.
     """
     config = fetch(use_folder(config, model), console)
@@ -119,7 +119,7 @@ def check_evaluation(config: Config, console: Console) -> tuple[int, Config]:
     if not config.data.eval_files:
         raise ConfigError("data.eval: required, but not set; give Parquet files as data.eval=FILE or data.eval=[A,B]")
     room = check_model(config)
-    # Training files are not checked: they may be gone.
+    # Training files are not checked: they may be deleted.
     data = config.data.model_copy(update={"train": config.data.eval_files, "eval": None, "weights": None})
     given = config.model_copy(update={"data": data})
     check_data(given, console)

@@ -36,7 +36,7 @@ def show_logs(
     output: bool = False,
 ) -> None:
     """Prints the logs of these roles, or of all; with `follow` also what comes, until the run ends or Ctrl-C. Raises
-    ConfigError when there is no such run, role or level."""
+    ConfigError for an unknown run, role or level."""
     if level not in LEVELS:
         raise unknown_name("--level", level, LEVELS)
     since_s = 0.0 if since is None else time.time() - _seconds(since)

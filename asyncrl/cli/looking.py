@@ -14,7 +14,7 @@ from asyncrl.errors import ConfigError
 
 @app.command()
 def ledger(folder: Annotated[Path, FOLDER]) -> None:
-    """Show where every group, trajectory and token of a run is. Exit code 0: they add up, 1: not, 2: no such run."""
+    """Account for every group, trajectory and token of a run. Exit code 0: they add up, 1: not, 2: unknown run."""
     from asyncrl.cli.show_ledger import show_ledger
 
     raise typer.Exit(0 if show_ledger(folder, Console()) else 1)
@@ -39,7 +39,7 @@ def logs(
     since: Annotated[str | None, typer.Option(help="Only what is at most so old, as in 90s, 10m, 2h or 1d.")] = None,
     output: Annotated[bool, typer.Option("--output", help="At the end, what roles wrote beside their logs.")] = False,
 ) -> None:
-    """Print the logs of a run's roles, by time. Exit code 2: there is no such run or role."""
+    """Print the logs of a run's roles, by time. Exit code 2: unknown run or role."""
     from asyncrl.cli.logs import show_logs
 
     show_logs(run_folder(run), roles or (), Console(), follow=follow, level=level, since=since, output=output)
@@ -52,7 +52,7 @@ def report(
         Path | None, typer.Option(help="File to write; of one run its report.html, of several ./report.html.")
     ] = None,
 ) -> None:
-    """Write a page about a run, finished or in progress, or one that compares several. Exit code 2: no such run."""
+    """Write a page about a run, finished or in progress, or one that compares several. Exit code 2: unknown run."""
     from asyncrl.observe.report import report_on
 
     report_on(folders, out, Console())
@@ -64,7 +64,7 @@ def board(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0: a free one.")] = 0,
 ) -> None:
     """Serve a page over all runs, live, to this machine only: the list, one run, or several compared. Prints its
-    address; Ctrl-C ends it. Exit code 2: there is no such folder, or the port is taken."""
+    address; Ctrl-C ends it. Exit code 2: unknown folder, or the port is taken."""
     from asyncrl.observe.board import serve_board
 
     serve_board(folder, port, Console())

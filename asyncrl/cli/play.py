@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from asyncrl.generator.engine import Engine
 
 Speaker = Callable[[list[int], int], Turn]
-"""Returns the policy's turn behind the tokens, of at most this many tokens."""
+"""Returns the policy's turn after the tokens, of at most this many tokens."""
 
 
 class Line(NamedTuple):
@@ -40,7 +40,7 @@ class Line(NamedTuple):
 
     tokens: list[int]
     said: bool
-    """True for what the policy said."""
+    """True for the policy's text."""
     branch: int = 0
     kept: tuple[int, list[int]] | None = None
     """Of the first part of a branch: the branch that it continues, and the tokens that it has of that."""
@@ -56,12 +56,12 @@ class Transcript:
         self._branches: dict[int, list[int]] = {}
 
     def say(self, player: Player | ProgramPlayer, wish: SayNext, observation: list[int]) -> None:
-        """Lets the policy say its turn behind the observation."""
+        """Samples the policy's turn after the observation."""
         is_new = wish.branch not in self._branches
         if is_new:
             source = self._branches[wish.source] if wish.branch else self._prompt
             self._branches[wish.branch] = source[: wish.keep]
-        if not wish.keep and not wish.branch:  # another prompt than that of the row
+        if not wish.keep and not wish.branch:  # another prompt than the row's
             self.lines.clear()
         tokens = self._branches[wish.branch]
         if observation:
@@ -76,7 +76,7 @@ class Transcript:
 
 def play(config: Config, console: Console, *, rows: int, say: list[str], typed: bool) -> int:
     """Plays the first `rows` rows of the training data, and returns the exit code: EXIT_FAILED if an environment has
-    failed. The policy is the model in `model.path`; or says the texts `say`, one in each turn; or what is `typed`.
+    failed. The policy is the model in `model.path`, the texts `say`, one in each turn, or the user (`typed`).
 
     Raises ConfigError when config, model or data cannot be used, and if there is no environment.
     """
@@ -170,7 +170,7 @@ def _style(name: str, said: bool) -> str:
 
 
 def _ends(config: Config, prompt: Prompt, dialogue: Dialogue) -> list[int]:
-    """What ends a given turn: the token with which the chat template ends one, or one at which the engine stops."""
+    """The end of a given turn: the token with which the chat template ends one, or one at which the engine stops."""
     if prompt.chat is not None:
         return [dialogue.chat.ends.last]
     return end_tokens(config.model.path, trust_remote_code=config.model.trust_remote_code)[:1]

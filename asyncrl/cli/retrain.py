@@ -98,7 +98,7 @@ FREE_SECTIONS = ("algorithm", "learner", "observe")
 FREE_KEYS = {"critic.lr", "critic.warmup_steps", "critic.clip", "launch.learners", "launch.colocate", "steps"}
 FIXED_KEYS = {"learner.zero_stage"}
 SHOWN = ("learner/loss", "learner/grad_norm", "correction/ess", "correction/behavior_kl", "kl/reference")
-"""Metrics whose first and last values are shown next to those of the run."""
+"""Metrics whose first and last values are shown next to the run's."""
 
 
 def retrain(
@@ -111,7 +111,7 @@ def retrain(
     samples: Path | None = None,
 ) -> int:
     """Trains again on the batches of the run in `run_dir`, or on `samples` of it, and writes to `out`. `settings`
-    (dotted keys) override those of the run. Starts from the run's checkpoint of `start_step`, or with 0 from the run's
+    (dotted keys) override the run's. Starts from the run's checkpoint of `start_step`, or with 0 from the run's
     initial model.
 
     Returns the exit code: 0; that of `compare_weights` when the settings are unchanged; 130 when interrupted. Raises
@@ -145,7 +145,7 @@ def retrain(
 
 
 def compare_weights(console: Console, config: Config, run_dir: Path, out: Path) -> int:
-    """Prints whether the weights are those of the run. Returns the exit code: 1 if they differ, unless another number
+    """Prints whether the weights equal the run's. Returns the exit code: 1 if they differ, unless another number
     of learner ranks has trained steps of the run."""
     difference = first_difference(out / "model", run_dir / "model")
     answer = f"no: {difference}" if difference else "yes"
@@ -162,7 +162,7 @@ def compare_weights(console: Console, config: Config, run_dir: Path, out: Path) 
 
 
 def other_learners(run_dir: Path, config: Config) -> list[int]:
-    """The numbers of learner ranks, other than that of the config, that have trained steps in the run's journal."""
+    """The numbers of learner ranks, other than the config's, that have trained steps in the run's journal."""
     return sorted({step.learners for step in read_index(run_dir / "journal").steps.values()} - {config.launch.learners})
 
 
@@ -275,7 +275,7 @@ def check_roles(launcher: LocalLauncher) -> None:
 
 
 def show_metrics(console: Console, run_dir: Path, out: Path) -> None:
-    """Prints the first and last values of the main metrics, next to those of the run in the same steps."""
+    """Prints the first and last values of the main metrics, next to the run's in the same steps."""
     rows = [row for row in read_metrics(out / "metrics.jsonl") if OF_STEP in row]
     steps = {row["step"] for row in rows}
     theirs = [row for row in read_metrics(run_dir / "metrics.jsonl") if row["step"] in steps and OF_STEP in row]

@@ -28,7 +28,7 @@ def scale(run_dir: Path, generators: int, console: Console) -> None:
     """Asks the run in this folder for `generators` generators; returns when the joining ones have weights and the
     leaving ones have left.
 
-    Raises ConfigError when there is no such run or it is not running, and RunError when the change takes longer than
+    Raises ConfigError when the run is unknown or not running, and RunError when the change takes longer than
     `launch.start_timeout_s`.
     """
     if generators < 1:
@@ -62,7 +62,7 @@ class ScaleChange:
         client.scale(wanted)
 
     def await_all(self) -> None:
-        """Returns when all joiners are up and all leavers are gone. Raises RunError as `scale` does."""
+        """Returns when all joiners are up and all leavers have ended. Raises RunError as `scale` does."""
         if not self.joiners and not self.leavers:
             self._say("nothing to do")
         while self.joiners or self.leavers:

@@ -95,7 +95,7 @@ def show_config(path: str | None, settings: Mapping[str, Any], console: Console,
 
 
 def config_keys_of(path: str | None, settings: Mapping[str, Any]) -> Iterator[Key]:
-    """Every key, in the order of the code; those of the top level first."""
+    """Every key, in the order of the code; the top level first."""
     schema = Config.model_json_schema()
     sections = dict(_sections(schema))
     required = [f"{name}.{key}" for name, section in sections.items() for key in section.get("required", ())]

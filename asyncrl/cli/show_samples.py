@@ -53,8 +53,8 @@ def show_samples(
 
 
 def rows_lines(run_dir: Path) -> list[str]:
-    """Lines with the rows of the dataset by what their latest group says: of all, and of each data source if there are
-    several. Empty if neither the run nor its summary tells."""
+    """Lines with the rows of the dataset by the state of their latest group: of all, and of each data source if
+    there are several. Empty if neither the run nor its summary tells."""
     summary = RunSummary(run_dir)
     try:
         prompts: dict[str, Any] = summary.read().get("prompts", {})
@@ -161,7 +161,7 @@ def _facts(row: Mapping[str, Any]) -> str:
 
 
 def _print_text(console: Console, name: str, text: str, *, style: str = "", note: str = "") -> None:
-    """Prints a text under its name, with a note behind it; further lines are indented."""
+    """Prints a text under its name, with a note after it; further lines are indented."""
     lines = printable(text).split("\n")
     for number, line in enumerate(lines):
         head = f"  {name if not number else '':{_NAME_WIDTH - 2}}"

@@ -102,7 +102,7 @@ def scale(
     generators: Annotated[int, typer.Option(help="Generator processes from now on.")],
     run: Annotated[str, typer.Option(help=NAME_OR_FOLDER)] = "run",
 ) -> None:
-    """Change the number of generators of a running run. Exit code 0: done, 1: it did not succeed, 2: no such run."""
+    """Change the number of generators of a running run. Exit code 0: done, 1: it did not succeed, 2: unknown run."""
     from asyncrl.cli.running import scale as scale_run
 
     scale_run(run_folder(run), generators, Console())

@@ -13,7 +13,7 @@ from asyncrl.errors import ConfigError
 def make_verifiers_rows(
     name: str, out: Path, *, python: str | None, split: str, limit: int | None, options: dict[str, Any]
 ) -> int:
-    """Writes the rows of the environment in verl's schema, each with that of the environment in `extra_info.verifiers`;
+    """Writes the rows of the environment in verl's schema, each with the environment's row in `extra_info.verifiers`;
     returns their number. Raises ConfigError if the environment or its rows cannot be loaded, and DataError for a value
     that a row cannot hold."""
     check_rows_file(out)

@@ -32,7 +32,7 @@ Rewards = RewardSpec | dict[str, RewardSpec]
 AUTO = "auto"
 """The value of `rewards` that a run replaces by its own choice."""
 ENVIRONMENT = "environment"
-"""The name in `rewards` of the reward that the environment gives."""
+"""The name in `rewards` of the environment's reward."""
 
 
 class _Settings(BaseModel):
@@ -151,7 +151,7 @@ class DataConfig(Section):
     too_long: Literal["skip", "left", "right", "middle"] = "skip"
     """Prompts above the limit are counted and skipped, or lose tokens at their left end, right end or in the middle."""
     custom: CustomData = CustomData()
-    """A dataset, sampler or filter of your own, by `module:name` or `file.py:name`, and their options."""
+    """A custom dataset, sampler or filter, by `module:name` or `file.py:name`, and their options."""
     workers: int = Field(default=0, ge=0, le=64)
     """Processes that read and tokenize prompts ahead of the replay queue; 0: a thread of the queue's process does."""
 
@@ -241,7 +241,7 @@ class JournalConfig(Section):
 
     flush: Literal["group", "step", "os"] = "step"
     """When records are synced to the disk: before each group is acknowledged, before each step is, or when the system
-    writes them, at the latest after 64 MiB. A killed process loses nothing in any of them; a power failure loses the
+    writes them, at most 64 MiB later. A killed process loses nothing in any of them; a power failure loses the
     records after the last sync."""
     retention: Literal["needed", "all"] = "needed"
     """needed: records that checkpoints cover are deleted; all: none are, so that the run can be replayed offline."""
@@ -260,12 +260,14 @@ class WeightsConfig(Section):
     timeout_s: float = Field(default=60.0, gt=0.0)
     """Deadline of each phase of a broadcast."""
     staging: Literal["auto", "whole", "host", "buckets"] = "auto"
-    """Memory for a version on its way, with all transports but files. whole: learner ranks send a copy of their shares,
+    """Memory for a version on its way, with all transports but files. `whole`: learner ranks send a copy of their
+    shares,
     generators receive a complete copy where the transport receives, in parallel to training and decoding. host: the
     same, but generators have their copy in host memory, once for each engine, as whole does where the transport
     receives there, as on a CPU, and with `generator.tensor_parallel`. buckets: no copies but two buckets on each side;
-    the next update waits until the version is delivered, engines stand still meanwhile, and one that keeps a version
-    for an evaluation gets a later one. auto: whole if by arithmetic it fits the GPUs, else buckets with nccl and host
+    the next update waits until the version is delivered, engines stand still meanwhile, and one that keeps a
+    version
+    for an evaluation gets a later one. auto: `whole` if it is estimated to fit the GPUs, else buckets with nccl and host
     with others; with ipc buckets."""
     kv_cache: Literal["keep", "recompute"] = "keep"
     """Keys and values of running completions after a weight swap: the old ones, or computed again, which costs a
@@ -301,7 +303,7 @@ class GeneratorConfig(Section):
     choice on a GPU."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0.0, le=1.0)
     """Fraction of a GPU's memory that all roles on it use together, if one is an engine. The engine gets what the
-    others and the staged weights leave, by arithmetic. Not used on a CPU."""
+    others and the staged weights leave, as estimated. Not used on a CPU."""
     reward_workers: int = Field(default=1, ge=1)
     """Processes per generator that run the reward function."""
     reward_timeout_s: float = Field(default=10.0, gt=0.0)
@@ -363,14 +365,15 @@ class EnvironmentConfig(Section):
     max_episodes: int | None = Field(default=None, ge=1)
     """Maximum number of episodes that one generator plays at once, for environments that are expensive to hold."""
     max_turns: int = Field(default=16, ge=1)
-    """Turns of the policy after which an episode is truncated, unless its environment has a number of its own."""
+    """Turns of the policy after which an episode is truncated, unless its environment has its number."""
     max_observation_tokens: int = Field(default=2048, ge=1)
-    """Longer observations keep their two ends."""
+    """Longer observations keep their two
+    ends."""
     tool_format: Literal["auto", "hermes", "qwen3_coder", "deepseek", "kimi", "json", "none"] = "auto"
-    """How the model writes calls of tools. Auto is the response template of its tokenizer or, if it has none, the form
+    """The form in which the model writes calls of tools. Auto is the response template of its tokenizer or, if it has none, the form
     in which its chat template shows earlier calls."""
     history: Literal["keep", "template"] = "keep"
-    """What the policy reads of earlier turns under a chat template. Keep: all that it said, one row for an episode.
+    """The part of earlier turns that the policy reads under a chat template. Keep: all of them, one row for an episode.
     Template: what the template renders for the messages, which may leave out reasoning; where that does not continue
     the row, another one begins: the same tokens are trained, more are computed."""
     timeout_s: float = Field(default=300.0, gt=0.0)
@@ -391,7 +394,7 @@ class Sampling(MappingValue):
     top_k: int = Field(default=0, ge=0)
     """Number of most likely tokens that are sampled from; 0 excludes none."""
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
-    """Least probability of a token, relative to that of the most likely one; 0 excludes none."""
+    """Minimum probability of a token, relative to the most likely one; 0 excludes none."""
 
     @model_validator(mode="before")
     @classmethod
@@ -439,7 +442,7 @@ class LaunchConfig(Section):
     colocate: Literal["off", "on", "force"] = "off"
     """on: each learner rank and a generator share a device, one at a time; on a CPU the device is
     a part of the cores. There are as many learner ranks as generators, times `generator.tensor_parallel`. force: on
-    GPUs with an engine other than transformers, too, where this is not proven."""
+    GPUs also with engines other than transformers, where this is not proven."""
     start_timeout_s: float = Field(default=1800.0, gt=0.0)
     """Deadline for the start of every role. The default is for GPUs, whose engines read, compile and capture for
     minutes; in a run without GPUs it is 180."""

@@ -52,7 +52,7 @@ class Lora(MappingValue):
     layer."""
 
     load: Literal["adapter", "merged"] = "adapter"
-    """What generators do with the adapters, which alone are sent to them. adapter: the engine computes with the base
+    """Use of the adapters in generators, which alone are sent to them. adapter: the engine computes with the base
     and the adapter, as the learner does. merged: it adds the adapter to a copy of the base that it keeps in host
     memory, and computes with the sum, rounded to `model.dtype`, at the speed of the base; also for models whose
     adapters vLLM cannot load."""
@@ -202,7 +202,7 @@ class LearnerConfig(Section):
     minibatches: int = Field(default=1, ge=1)
     """Parts of the batch, each with its own optimizer update. Versions and staleness count steps, not updates."""
     tokens_per_microbatch: int = Field(default=8192, ge=1)
-    """Tokens of one packed forward pass; a longer trajectory is a micro-batch of its own."""
+    """Tokens of one packed forward pass; a longer trajectory is a separate micro-batch."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass instead of storing them: less memory, more time."""
     sequence_parallel: int = Field(default=1, ge=1)

@@ -28,7 +28,7 @@ class PromptCursor:
     """An endless iterator of prompts. Rows with more than `limit_tokens` prompt tokens are counted and skipped, or cut,
     and those that `data.custom.filter` leaves out are counted.
 
-    A `Pipeline` makes prompts ahead from `start` or the first `next` on. `position` is that of the prompts that were
+    A `Pipeline` makes prompts ahead from `start` or the first `next` on. `position` counts the prompts that were
     returned, regardless of those that are made ahead. `seek` to a former `position` continues exactly after the prompt
     that was the last then. Before the start the pipeline will begin there; later, rows of another position are read one
     by one, until a `seek` returns to the pipeline's own.
@@ -93,7 +93,7 @@ class PromptCursor:
         return structs.replace(self._position, skipped=_pack(self._skipped), filtered=_pack(self._filtered))
 
     def seek(self, position: PromptPosition) -> None:
-        """Moves to the position. Raises ConfigError when the dataset is not that of the position."""
+        """Moves to the position. Raises ConfigError when the position belongs to another dataset."""
         place = structs.replace(position, skipped=b"", filtered=b"")
         if self._pipeline is not None and place == self._pipeline.position:
             self._order = None
@@ -109,8 +109,8 @@ class PromptCursor:
         if self._pipeline is None:
             from asyncrl.data.pipeline import Pipeline  # imports torch
 
-            # The launcher restarts a queue that is silent for the complete time-out, and then nobody hears the reason.
-            timeout_s = self._config.launch.heartbeat_timeout_s / 2
+            # The launcher restarts a queue that is silent for the complete time-out, and then nobody receives the
+            # reason. meout_s = self._config.launch.heartbeat_timeout_s / 2
             self._pipeline = Pipeline(
                 self._rows, self._position, workers=self._config.data.workers, timeout_s=timeout_s
             )

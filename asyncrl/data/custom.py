@@ -33,7 +33,7 @@ class Dataset(Protocol):
                 return {"prompt": question, "reward_model": {"ground_truth": answer}}
 
     A row is a dict with the columns of a file; `data.columns` applies. A row number always means the same row: a
-    restart reads rows again, and each worker of the pipeline makes a dataset of its own.
+    restart reads rows again, and each worker of the pipeline makes its dataset.
     """
 
     def __len__(self) -> int:
@@ -206,7 +206,7 @@ def _part(config: Config, part: Literal["dataset", "sampler", "filter"]) -> Call
 
 
 def make_part(config: Config, part: Literal["dataset", "sampler"], argument: Any, **given: Any) -> Any:
-    """Calls the part with its argument, the options, and those of the given values that it has parameters for, and
+    """Calls the part with its argument, the options, and the values that it has parameters for, and
     returns the result."""
     what, function = part_name(config, part), _part(config, part)
     taken = {name: value for name, value in given.items() if name in inspect.signature(function).parameters}

@@ -48,7 +48,7 @@ SECRETS = range(20)
 GUESSES = 5
 
 Span = tuple[str, bool]
-"""A part of an episode's text; True for what the policy says."""
+"""A part of an episode's text; True for the policy's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ DEMOS = {
 
 
 def check_demo(demo: str) -> None:
-    """Raises ConfigError if there is no such demo with an environment."""
+    """Raises ConfigError for an unknown demo with an environment."""
     if demo not in DEMOS:
         raise ConfigError(f"demo {demo!r}: not one of {', '.join(DEMOS)}{did_you_mean(demo, DEMOS)}")
 

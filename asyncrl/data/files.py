@@ -181,13 +181,13 @@ class JsonRows:
 
 Table = pa.Table | JsonRows
 READERS: dict[str, Callable[[str], Table]] = {}
-"""The reader of the files with an ending; Parquet has none, since it is not read as a whole."""
+"""The reader of the files with an ending; Parquet has none, since it is read in parts."""
 MAX_CSV_CHARACTERS = 2**31 - 1
 """Limit of a CSV field; that of Python's module is 131,072."""
 
 
 def is_parquet(file: str) -> bool:
-    """True if a file is none of READERS and no folder."""
+    """True if a file is neither one of READERS nor a folder."""
     return Path(file).suffix not in READERS and not Path(file).is_dir()
 
 

@@ -20,10 +20,11 @@ LEFT_OUT = [*(f"*{suffix}" for suffix in WEIGHT_SUFFIXES if suffix != ".safetens
 
 
 def fetch(config: Config, console: Console) -> Config:
-    """The config with files of this machine in place of names of the hub: what is not in the hub's cache is downloaded.
+    """The config with files of this machine in place of names of the hub: files missing in the hub's cache are
+    downloaded.
 
     HF_HOME, HF_HUB_OFFLINE, HF_TOKEN and the other variables of huggingface_hub apply. Raises ConfigError if the hub
-    does not answer, or has no such model or file.
+    does not answer, or does not have the model or file.
     """
     if config.recipe is None and is_model_name(config.model.path):
         folder = fetch_model(config, console)
@@ -71,7 +72,7 @@ def _fetch_file(key: str, file: str, console: Console) -> str:
 
 
 def _download(key: str, name: str, console: Console, download: Callable[[bool], str]) -> str:
-    """What `download(local_files_only)` returns."""
+    """Returns the result of `download(local_files_only)`."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:

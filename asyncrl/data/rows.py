@@ -48,7 +48,7 @@ def dataset_files(config: Config, split: Split) -> list[str]:
 
 
 def raw_rows(config: Config, split: Split) -> RawRows:
-    """The rows of a split: those of `data.custom.dataset` if there is one, otherwise those of the files."""
+    """The rows of a split: of `data.custom.dataset` if there is one, otherwise of the files."""
     files = dataset_files(config, split)
     return FileRows(files) if config.data.custom.dataset is None else OwnRows(config, files)
 
@@ -105,7 +105,7 @@ def check_dataset(config: Config) -> int:
     """Checks all dataset files, or all rows of `data.custom.dataset`, and the sampler and the filter; returns the
     number of training rows.
 
-    Raises ConfigError that names what is missing in a file of `data.train` or `data.eval`, or in the model for its
+    Raises ConfigError that names the missing part in a file of `data.train` or `data.eval`, or in the model for its
     prompts, and DataError that names the first row without a prompt or a ground truth. Reads no other columns of files.
     """
     check = _check_files if config.data.custom.dataset is None else _check_own_rows
@@ -247,7 +247,7 @@ def _names(schema: pa.Schema | JsonRows) -> list[str]:
 
 
 def _column_type(schema: pa.Schema | JsonRows, dotted: str) -> Any:
-    """The type of a column or of a field of a struct column, in JSON that of its first value; None if it does not
+    """The type of a column or of a field of a struct column, in JSON the type of its first value; None if it does not
     exist."""
     if isinstance(schema, JsonRows):
         if column_path(dotted, schema.column_names)[0] not in schema.column_names:

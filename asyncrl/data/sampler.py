@@ -1,4 +1,4 @@
-"""The order of rows: shuffled in each epoch, from one pool or several with weights, or as the user's sampler says."""
+"""The order of rows: shuffled in each epoch, from one pool or several with weights, or by the user's sampler."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class OwnOrder:
         return self
 
     def __next__(self) -> int:
-        for _ in range(2):  # the iterator in use, and that of the next epoch
+        for _ in range(2):  # the iterator in use, and the next epoch's
             row = self._call(next, self._iterator, _END)
             if row is not _END:
                 self.drawn += 1

@@ -1,7 +1,7 @@
 """The models of the demos: a tiny Qwen2 with a character tokenizer, warm-started so that RL has something to improve.
 
 The warm start of the demo trains on sums, but most of its answers are one of the operands. The model learns all three
-answers and samples the right one about as often as it was shown; only the reward says which one is right. Demos with an
+answers and samples the right one about as often as it was shown; only the reward tells them apart. Demos with an
 environment are warm-started on episodes (`demo_episodes.py`).
 """
 
@@ -137,7 +137,7 @@ def warm_start(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, *, s
 def warm_start_on_episodes(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, demo: EpisodeDemo, *, steps: int | None, seed: int
 ) -> float:
-    """Trains on drawn episodes, on what the policy says in them; returns the loss of the last batch."""
+    """Trains on drawn episodes, on the policy's text in them; returns the loss of the last batch."""
     random = Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0, betas=(0.9, 0.98))
     steps, loss = steps or demo.steps, torch.zeros(())
@@ -165,7 +165,7 @@ def update(model: Qwen2ForCausalLM, optimizer: torch.optim.Optimizer, loss: Tens
 
 
 def _padded(episodes: list[list[Span]], tokenizer: PreTrainedTokenizerFast) -> tuple[Tensor, Tensor]:
-    """Tokens and labels [episodes, tokens]; only what the policy says has labels."""
+    """Tokens and labels [episodes, tokens]; only the policy's text has labels."""
     rows: list[list[tuple[int, int]]] = []
     for spans in episodes:
         parts = [(tokenizer(text)["input_ids"], said) for text, said in spans]

@@ -31,7 +31,7 @@ from asyncrl.wire.endpoints import LOOPBACK
 log = structlog.get_logger()
 
 HOST_LOST = 120
-"""The exit code of a role whose host is gone: whether and how the process ended is unknown."""
+"""The exit code of a role whose host is lost: whether and how the process ended is unknown."""
 
 
 class RoleHandle(Protocol):
@@ -82,7 +82,7 @@ class Launcher(ABC):
     @abstractmethod
     def start(self, spec: RoleSpec, resources: RoleResources) -> RoleHandle:
         """Starts a role on the host `spec.host`, without waiting until it is up. If it cannot be started there, its
-        handle says so by an exit code."""
+        handle reports that by an exit code."""
 
     @abstractmethod
     def wait(self, roles: Sequence[RoleHandle], timeout_s: float) -> list[RoleHandle]:
@@ -137,7 +137,7 @@ class RoleProcess:
     """Offset of this start's entries in the log; earlier entries belong to earlier starts."""
     output_start_bytes: int = 0
     read_code: Callable[[int], int] = int
-    """Returns the role's exit code from that of the process, which may be a program that runs the role elsewhere."""
+    """Returns the role's exit code from the process's, which may be a program that runs the role elsewhere."""
 
     @property
     def name(self) -> str:
@@ -323,7 +323,7 @@ class LocalLauncher(Launcher):
         return self.kill(list(self.roles), show_stacks=bool(late))
 
     def signal(self, roles: Sequence[RoleProcess], number: signal.Signals) -> None:
-        """Sends a signal to those of the roles that run."""
+        """Sends a signal to the running roles."""
         for role in roles:
             if role.code is None:
                 role.process.send_signal(number)

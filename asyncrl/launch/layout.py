@@ -237,7 +237,7 @@ class Found:
 
 def search(base: Config, models: Models, cards: int, gpu: Gpu) -> Found:
     """Returns the layout with the most tokens per second of those that fit, and what did not fit. Every learner rank
-    and every engine has cards of its own; `cards` are those without critic ranks and reward model.
+    and every engine has separate cards; `cards` excludes critic ranks and reward model.
 
     If nothing fits without offload, other values of `weights.staging` are tried, then sequences that ranks share; the
     first of those with the least offload is chosen. If weights cannot be sent from GPU to GPU then, they are sent
@@ -306,7 +306,7 @@ def _search(base: Config, models: Models, cards: int, gpu: Gpu, sequence_paralle
 
 
 def _preference(layout: Layout, training: Training, generation: Generation) -> tuple[float, ...]:
-    """Returns the sort key: no offload first, then small engines, then speed, then what is simplest."""
+    """Returns the sort key: no offload first, then small engines, then speed, then simplicity."""
     rate = float(f"{layout.tokens_per_s:.3g}")
     simple = (-training.stage, not training.checkpointing, training.tokens)
     return -OFFLOADS.index(training.offload), -generation.tensor_parallel, rate, *simple
@@ -451,7 +451,7 @@ def shared_by(base: Config, shape: Shape) -> list[int]:
 
 
 def stagings(base: Config) -> list[str]:
-    """Returns the other values of `weights.staging` that are allowed and have a size of their own."""
+    """Returns the other values of `weights.staging` that are allowed and differ in size."""
     values = get_args(WeightsConfig.model_fields["staging"].annotation)
     return [value for value in values if value not in (base.weights.staging, "auto") and _allows(base, value)]
 
@@ -570,7 +570,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is trained."""
+    """The job: lengths and goodput."""
 
     answer_tokens: float
     """Mean length of a completion."""

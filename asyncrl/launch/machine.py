@@ -1,4 +1,4 @@
-"""What the machine of this process has for a run: GPUs, network addresses and package versions.
+"""Reads the machine of this process: GPUs, network addresses and package versions.
 
 `python -m asyncrl.launch.machine HEAD TOKEN` prints the facts of a host for a launcher. HEAD is the address of the
 launcher's host, empty for the one that SLURM names, or the interface or network of `launch.address`; TOKEN is a file
@@ -365,7 +365,7 @@ def this_machine(address: str = LOOPBACK) -> Host:
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """What a host reports of itself to a launcher."""
+    """The report of a host to a launcher."""
 
     host: Host
     head: str

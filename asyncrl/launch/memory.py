@@ -53,8 +53,8 @@ GRAPH_BYTES = 2 * GIB
 STAGING_MARGIN_BYTES = GIB
 """NCCL's channels between learner and generators, and the allocator's rounding."""
 STAGING_BUCKET_BYTES = 64 << 20
-"""Size of the buckets in which weights are sent (`weights.buckets.BUCKET_BYTES`); a larger matrix has one of its own,
-except for those of the vocabulary."""
+"""Size of the buckets in which weights are sent (`weights.buckets.BUCKET_BYTES`); a larger matrix has a separate one,
+except the vocabulary's."""
 TRAINED_FRACTION = 0.95
 """Usable fraction of a GPU without an engine; with an engine it is `generator.gpu_memory_utilization`."""
 REWARD_MODEL = {"dtype": "float32", "tokens_per_batch": 16384, "device": "auto"}
@@ -68,7 +68,7 @@ NAMES = {
     "vocabulary": ("vocab_size",),
 }
 EXPERTS = ".experts."
-"""In the names of parameters of which a token uses those of a few experts."""
+"""In the names of parameters of which a token uses a few experts' parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,7 +408,7 @@ def reward_model_parts(shape: Shape, *, dtype: str, tokens: int) -> Parts:
 
 @dataclass(frozen=True)
 class Models:
-    """Shapes of the models of a run; None if the run has no such model."""
+    """Shapes of the models of a run; None for models that the run does not have."""
 
     policy: Shape
     reference: Shape | None = None
@@ -693,7 +693,7 @@ def choose_staging(config: Config, placement: Placement, *, reward_model: bool) 
     none.
 
     With the transport ipc that is buckets. Without GPUs, and where the memory of the GPUs or the sizes of the model are
-    unknown, it is whole; also if by arithmetic complete versions fit on the GPUs with everything else. Otherwise,
+    unknown, it is `whole`; also if complete versions are estimated to fit on the GPUs with everything else. Otherwise,
     buckets with NCCL if the engine can load them while the learner has its weights, else host.
     """
     if config.weights.staging != "auto":

@@ -40,7 +40,7 @@ POLL_S = 0.1
 INFEASIBLE_S = 2.0
 """Time that Ray calls a group infeasible before it is refused: the nodes of a cluster may still be connecting."""
 WAITING_S = 3.0
-"""Time without resources after which the user is told."""
+"""Time without resources after which a message is printed."""
 SILENT_S = 15.0
 """A host that is silent for this time gets no roles."""
 LOST_S = 60.0
@@ -131,8 +131,8 @@ class PoolGroup:
         return total
 
     def lack(self, *, free: bool) -> str:
-        """Returns what the group asks for, what the nodes have, and what is missing. With `free` only what nobody has
-        reserved counts."""
+        """Returns the resources that the group requests, the nodes' and the missing ones. With `free` only what
+        nobody has reserved counts."""
         cpus, gpus = _cpus_and_gpus(self.bundle)
         nodes: list[str] = []
         for node_id, node in alive_nodes().items():

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 TICK_S = 1.0
-"""How often to check the hosts."""
+"""Interval of the checks of the hosts."""
 ANSWER_S = 2.0
 """Time for an actor to answer, in addition to a wait that it was asked for."""
 JOB_COPY = "_ray_pkg_"

@@ -67,7 +67,7 @@ FREE_KEYS = {
 }  # fmt: skip
 """Settings that may change when a run is resumed. The objective and the data must stay. The size of an update may
 change, since that is the remedy for updates that are not finite. Then the steps since the newest checkpoint, which are
-trained again, have other results than before. That is sound: tokens sampled meanwhile keep the log-probs of the policy
+trained again, have other results than before. That is sound: tokens sampled since then keep the log-probs of the policy
 that sampled them, and generators of a resumed run start with the new weights."""
 ENGINE_OPTIONS = "generator.engine_options"
 FIXED_KEYS = {f"{ENGINE_OPTIONS}.max_model_len"}
@@ -173,7 +173,7 @@ def is_running(run_dir: Path) -> bool:
 
 
 def read_endpoints(run_dir: Path) -> Endpoints:
-    """The addresses of a live run. Raises ConfigError when there is no such run or it is not running."""
+    """The addresses of a live run. Raises ConfigError when the run is unknown or not running."""
     if not run_dir.is_dir():
         raise ConfigError(f"{run_dir}: there is no such run")
     file = run_dir / ENDPOINTS
@@ -207,7 +207,7 @@ def free_in_resume(key: str) -> bool:
 
 
 def changes(saved: Config, config: Config) -> dict[str, tuple[Any, Any]]:
-    """Dotted keys whose values differ, with both values; those of `option_keys` and of the engine's options, too."""
+    """Dotted keys whose values differ, with both values, `option_keys` and the engine's options included."""
     before, after = _values(saved), _values(config)
     pairs = {key: (before.get(key), after.get(key)) for key in [*before, *(after.keys() - before.keys())]}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
@@ -271,7 +271,7 @@ def nothing_to_resume(config: Config, console: Console) -> bool:
 
 
 def config_of_run(name: str, runs_dir: str) -> Path:
-    """The config file that a run was started with. Raises ConfigError when there is no such run."""
+    """The config file that a run was started with. Raises ConfigError for an unknown run."""
     file = Path(runs_dir) / name / "config.yaml"
     if not file.is_file():
         known = sorted(other.parent.name for other in Path(runs_dir).glob("*/config.yaml"))
@@ -373,7 +373,7 @@ def run_endpoints(config: Config, *, host: str = "", reward_model: bool = False)
     launcher's own host, by default that of `launch.address`.
 
     On a loopback address, ZeroMQ uses unix sockets in a folder that only this user can enter; on any other one it uses
-    ports, encrypted with new keys. The port of the replay queue is chosen here, those of the other roles by the roles
+    ports, encrypted with new keys. The port of the replay queue is chosen here, the other roles' by the roles
     (`wire/rpc.py`). Raises ConfigError when the host cannot be bound, when a port is taken or has no effect, and
     when the socket folder cannot be created.
     """

@@ -225,7 +225,7 @@ def in_pools(config: Config, hosts: Sequence[Host]) -> list[Host]:
 
 
 def code_of_step(code: int) -> int:
-    """Returns the exit code of a role from that of its srun."""
+    """Returns the exit code of a role from its srun's."""
     if code in CODES:
         return code - BASE
     if code == 0:

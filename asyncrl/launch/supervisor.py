@@ -188,7 +188,7 @@ class RoleGroup:
     draining_since_s: float | None = None
     """Time since which the generator is asked to leave; None while it is wanted."""
     homeless_since_s: float | None = None
-    """Time since which no host has room for a member whose host is gone."""
+    """Time since which no host has room for a member whose host is lost."""
 
     def __post_init__(self) -> None:
         self.role, self.index = self.members[0][0].role, self.members[0][0].index
@@ -429,7 +429,7 @@ class Supervisor:
 
     def update(self, status: dict[str, Any], now_s: float) -> None:
         """Applies a status of the replay queue: heartbeats, and the wanted number of generators. Raises RunError as
-        `tick` does, and PeerTimeoutError when the queue stops answering meanwhile."""
+        `tick` does, and PeerTimeoutError when the queue stops answering."""
         self.replay.healthy = self.replay.made_progress = True
         self.replay.last_heartbeat_s = now_s
         if self.answering_s is None:
@@ -535,7 +535,7 @@ class Supervisor:
         if group.role == "learner":
             return now_s - group.died_s >= GRACE_S
         if group.role == "generator" and role.code == 0:
-            return self.replay.last_heartbeat_s > group.died_s  # a status says whether it was asked to leave
+            return self.replay.last_heartbeat_s > group.died_s  # a status tells whether it was asked to leave
         return True
 
     def _may_end(self, group: RoleGroup) -> bool:
@@ -558,7 +558,7 @@ class Supervisor:
     def _report_lost(self, index: int) -> None:
         group = self._groups.get(f"generator-{index}")
         if group is not None and group.healthy and group.processes:
-            self._lost.discard(index)  # the new session has told the queue that the old one is gone
+            self._lost.discard(index)  # by the new session the queue knows that the old one has ended
         elif self.answering_s is not None and self.replay.running:
             try:
                 self._client.lost(index)

@@ -1,4 +1,4 @@
-"""Sets up and runs a learner rank, on the batches of a run or on those of its journal."""
+"""Sets up and runs a learner rank, on the batches of a run or of its journal."""
 
 from __future__ import annotations
 

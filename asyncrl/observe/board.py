@@ -119,7 +119,7 @@ class Board:
 
 
 class NotFoundError(ConfigError):
-    """A request names what is not there."""
+    """A request names an unknown thing."""
 
 
 def board_app(board: Board) -> Starlette:
@@ -215,7 +215,7 @@ def serve_board(folder: Path, port: int, console: Console) -> None:
 
 HOST = "127.0.0.1"
 HOSTS = (HOST, "localhost")
-"""Names under which a browser may ask. Another one is that of a site whose name leads here (DNS rebinding)."""
+"""Names under which a browser may ask. Another one belongs to a site whose name leads here (DNS rebinding)."""
 METHODS = ("GET", "HEAD")
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
@@ -305,7 +305,7 @@ def _versions(samples: Samples) -> list[list[tuple[int, int]]]:
 
 
 READ_BUDGET_S = 1.0
-"""Time for reading metrics before a request is answered with what has been read."""
+"""Time for reading metrics before a request is answered with the rows read so far."""
 LOOK_EVERY_S = 0.5
 """Least time between two looks at the files, however many pages are open."""
 LEAST_PAUSE_S = 2.0

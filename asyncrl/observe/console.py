@@ -28,7 +28,7 @@ class Interrupts:
 
     SIGTERM counts once in `TERM_S`: when the parent is killed, Linux sends the signal of PR_SET_PDEATHSIG again for
     each of the parent's threads that the process is handed to before the last of them ends. On `preemptible` hosts it
-    counts twice, since little time is left, and SIGUSR1 counts once and asks to go on later.
+    counts twice, since little time is left, and SIGUSR1 counts once and requests a requeue.
     """
 
     def __init__(self, *, preemptible: bool = False) -> None:

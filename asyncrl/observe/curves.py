@@ -70,7 +70,7 @@ class Curves:
         return 1.0 if self._is_complete or not self.size_bytes else self._offset / self.size_bytes
 
     def read(self, budget_s: float = math.inf) -> bool:
-        """Reads what was appended, for about `budget_s`; returns True if anything changed. A file that was replaced or
+        """Reads appended rows, for about `budget_s`; returns True if anything changed. A file that was replaced or
         cut is read from its start."""
         if not self._file.is_file():
             changed = self._id is not None

@@ -33,7 +33,7 @@ REWARD_PART = "reward_part/"
 RUNNING, UNFINISHED = "running", "unfinished"
 """Status of a run in progress, and of one that ended without a summary: it was killed."""
 UNANSWERED = "unanswered"
-"""Field of the summary of a live run that says why it is not a new one."""
+"""Field of the summary of a live run with the reason why it is not a new one."""
 MAX_SAMPLES = 200
 """Samples of steps, and completions of evaluations, that a document has."""
 MAX_CHARACTERS = 4000
@@ -73,7 +73,7 @@ def run_document(
     *,
     curves: Curves | None = None,
 ) -> dict[str, Any]:
-    """The document of a run; values that are not finite are null. `curves` are what was read before, by default all of
+    """The document of a run; values that are not finite are null. `curves` were read before, by default all of
     the run's metrics."""
     if curves is None:
         curves = curves_of(run_dir)
@@ -149,7 +149,7 @@ def _tiles(curves: Curves, summary: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _parts(goodput: Mapping[str, float]) -> list[list[Any]]:
-    """The factors of the goodput: [name, factor, what is left after it, what it is a fraction of]."""
+    """The factors of the goodput: [name, factor, rest after it, its whole]."""
     parts, left = list[list[Any]](), 1.0
     for name, meaning in GOODPUT_FACTORS.items():
         left *= goodput[name]
@@ -272,7 +272,7 @@ def _ledger(ledger: Mapping[str, Any]) -> list[list[Any]]:
 
 
 def _rows(prompts: Mapping[str, Any]) -> list[list[Any]]:
-    """Rows of the dataset by what their latest group says, and those of each data source, of which the unseen ones are
+    """Rows of the dataset by the state of their latest group, also for each data source, of which the unseen ones are
     not known."""
     kinds = ("solved", "learning", "hopeless", "unseen")
     by_source = prompts.get("by_source", {})
@@ -409,7 +409,7 @@ def environment_tiles(metrics: Mapping[str, float]) -> Iterator[tuple[str, str, 
 
 
 SLOWEST = 0.95
-"""Groups from this quantile of the total time on have a row of their own."""
+"""Groups from this quantile of the total time on have a separate row."""
 MIN_GROUPS = 40
 """Trained groups needed for that row."""
 

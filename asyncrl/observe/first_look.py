@@ -1,4 +1,4 @@
-"""A look at the first rewards of a run: when all are 0, the run says so and shows what the model wrote."""
+"""A look at the first rewards of a run: when all are 0, the run reports that and shows completions."""
 
 from __future__ import annotations
 

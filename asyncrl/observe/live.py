@@ -30,7 +30,7 @@ class LiveView:
     def __init__(
         self, console: Console, *, run: str, steps: int, max_staleness: int, rewards: Sequence[float] = ()
     ) -> None:
-        """`rewards` are those of the steps before, in order."""
+        """`rewards` are the previous steps', in order."""
         self._console = console
         self._run = run
         self._steps = steps

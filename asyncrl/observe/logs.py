@@ -70,7 +70,7 @@ def last_error(path: Path, *, start_bytes: int = 0) -> str:
 
 
 def last_phase(path: Path) -> str:
-    """What a role has been doing since the last event of its start that says so, and for how long: "building its engine
+    """The phase of a role's start by its last event that names one, and for how long: "building its engine
     for 60 s"; "" without one."""
     for event in _latest_events(path):
         if "doing" in event:
@@ -108,7 +108,7 @@ class LogEntry:
     """An entry of a log, or a line of it that is none, as a killed process leaves one."""
 
     time_s: float
-    """Seconds since the epoch; of a line that is no entry, those of the entry before it."""
+    """Seconds since the epoch; of a line that is no entry, the previous entry's."""
     role: str
     """Role, with its host where it is known: `generator-0@host`."""
     level: str

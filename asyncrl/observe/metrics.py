@@ -52,7 +52,7 @@ EXAMPLES = 3
 
 
 class TrainedGroup(Protocol):
-    """What the metrics of a step read of a group that it trains."""
+    """The part of a trained group that the metrics of a step read."""
 
     completion: list[int]
     """Action tokens of each trajectory."""
@@ -200,7 +200,7 @@ class RunSums(Durable):
     """Updates of policy and critic that were skipped because they were not finite."""
     collapse: CollapseWatch = field(default_factory=CollapseWatch)
     last_metrics: dict[str, float] = field(default_factory=dict[str, float])
-    """All metrics of the last step, including those of the learner."""
+    """All metrics of the last step, including the learner's."""
 
 
 class RunMetrics(RunSums, kw_only=True):
@@ -277,7 +277,7 @@ class RunMetrics(RunSums, kw_only=True):
     def committed(
         self, step: int, groups: Sequence[TrainedGroup], metrics: dict[str, float], now_s: float, *, generators: int
     ) -> None:
-        """Counts a step that trained these groups; `metrics` are all of the step, including those of the learner, and
+        """Counts a step that trained these groups; `metrics` are all of the step, including the learner's, and
         `generators` is the wanted number."""
         self.goodput = self._goodput_after(groups, now_s, generators)
         counts = staleness_counts(groups, step - 1)

@@ -122,8 +122,8 @@ def report_on(run_dirs: Sequence[Path], out: Path | None, console: Console) -> N
 def report_end(
     told: dict[str, Any], start: dict[str, Any], bottleneck: BottleneckMonitor, folder: RunFolder, console: Console
 ) -> None:
-    """Shows how the run ended and writes its report and its summary: what the launcher was `told` at last, and what the
-    `start` found. What fails here is a warning: the run has ended."""
+    """Shows how the run ended and writes its report and its summary: the last reports to the launcher (`told`), and
+    what the `start` found. What fails here is a warning: the run has ended."""
     summary = folder.summary(told) | start
     with observing("bottleneck"):
         summary |= bottleneck.summary(told)

@@ -123,7 +123,7 @@ class Stored:
         return self.recorded.read(self.recorded.tickets == ticket).sort("index")
 
     def describe(self) -> str:
-        """Returns a sentence about what is stored."""
+        """Returns a sentence about the stored samples."""
         texts = [] if self.journal is None else [_describe(self.journal)]
         if len(self.recorded):
             steps = self.recorded.steps
@@ -136,7 +136,7 @@ class Stored:
 
 
 def find_samples(run_dir: Path, query: Query, *, special_tokens: bool = False) -> Found:
-    """Returns the first `limit` trajectories that match. Raises ConfigError if there is no such run, if it has kept no
+    """Returns the first `limit` trajectories that match. Raises ConfigError if the run is unknown, if it has kept no
     trajectories, or for a bad regular expression, JournalError if its journal is damaged, and DataError if its samples
     are."""
     stored, config = Stored.open(run_dir), load_config(run_dir / "config.yaml")
@@ -167,7 +167,7 @@ def first_members(samples: Samples, count: int) -> Samples:
 def conversations(
     run_dir: Path, config: Config, decoder: Decoder, *, special_tokens: bool = False
 ) -> Conversations | None:
-    """What shows the episodes of a run; None without an environment."""
+    """Shows the episodes of a run; None without an environment."""
     folder = tokenizer_folder(run_dir, config)
     return Conversations.of(config, folder, decoder, special_tokens=special_tokens)
 
@@ -338,7 +338,7 @@ class Line(NamedTuple):
     and "environment"."""
     text: str
     said: bool
-    """True for what the policy said."""
+    """True for the policy's text."""
     version: int | None = None
     """The newest version that sampled a token of it, where that is known."""
     reward: float | None = None
@@ -349,7 +349,7 @@ class Conversations:
     """Shows trajectories of episodes."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], display: Display | None) -> None:
-        """`display` is that of the model's chat template; without one, conversations are plain text."""
+        """`display` belongs to the model's chat template; without one, conversations are plain text."""
         self._decode, self._display = decode, display
 
     @classmethod
@@ -410,7 +410,7 @@ class Conversations:
 
 
 def in_one_line(lines: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """The prompt, and what followed it with what the policy heard in brackets: `?1*2 [>2] 2`."""
+    """The prompt, and the rest with observations in brackets: `?1*2 [>2] 2`."""
     first = next((number for number, line in enumerate(lines) if line["said"]), len(lines))
     rest = [line["text"] if line["said"] else f"[{line['text']}]" for line in lines[first:]]
     return "\n".join(line["text"] for line in lines[:first]), " ".join(rest)

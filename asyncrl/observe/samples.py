@@ -1,4 +1,4 @@
-"""Trajectories as a table: what was generated and trained, to look at, to select from and to train again.
+"""Trajectories as a table: to look at, to select from and to train again.
 
 One row is one trajectory; its columns are named as the fields of `Trajectory` and `Group`. The journal, the samples of
 a run and evaluations are all read as `Samples`:
@@ -68,14 +68,14 @@ SCHEMA = pa.schema(
 )
 """`index` is the position of the trajectory in its group, and `member` the member of the group that it is a row of;
 they are the same unless an episode has several rows. `step` is the step that trained it, `outcome` is "trained" or
-why it was not, and `staleness` is that of its oldest token in this step; null where it is not known."""
+why it was not, and `staleness` belongs to its oldest token in this step; null where it is not known."""
 ARRAYS = {"action_mask": pa.bool_(), "behavior_logprobs": pa.float32(), "versions": pa.int32()}
 """The other arrays of a trajectory, with their types: columns of lists that a table may lack."""
 
 
 EPISODES = {"segment_tokens": pa.int32(), "turn_rewards": pa.float64()}
 """Columns of lists about episodes, with their types; a table without episodes lacks them. `segment_tokens` are the
-numbers of tokens of the prompt, the first turn, what was said then, the next turn, and so on."""
+numbers of tokens of the prompt, the first turn, the observation after it, the next turn, and so on."""
 
 
 class Part(NamedTuple):
@@ -83,7 +83,7 @@ class Part(NamedTuple):
 
     tokens: list[int]
     said: bool
-    """True for what the policy said, false for what it heard."""
+    """True for the policy's text, false for observations."""
     version: int | None = None
     """The newest version that sampled a token of it, where that is known."""
     reward: float | None = None
@@ -213,7 +213,7 @@ class Samples:
         return cls(pa.concat_tables(tables, promote_options="default"))
 
     def turns(self, row: int) -> list[Part]:
-        """What follows the prompt of a trajectory, in parts: what the policy said, and between that what it heard.
+        """The parts of a trajectory after its prompt: the policy's turns, and the observations between them.
         Raises DataError if the table lacks both `action_mask` and `segment_tokens`."""
         one = self.select([row])
         tokens, segments = one["tokens"][0].tolist(), self._of_row(row, "segment_tokens")

@@ -328,7 +328,7 @@ class GeneratorState(Durable):
 
 
 class ReportedStats(Durable):
-    """What generators and learners report, and their signs of life. It cannot be rebuilt from the events before, so
+    """The reports of generators and learners, and their signs of life. It cannot be rebuilt from the events before, so
     every commit record has it. Times are seconds of the run."""
 
     generators: dict[int, GeneratorState] = field(default_factory=dict[int, GeneratorState])

@@ -79,7 +79,7 @@ class Tracker(Protocol):
 
     It is made and called in a thread of learner rank 0 that belongs to it alone. An exception is a warning, and the row
     is passed to it again later, so that `log` should raise only if the row was not recorded. With a method
-    `log_samples(step, kind, samples)` it also receives samples: decoded `Samples`, of which `kind` says whether they
+    `log_samples(step, kind, samples)` it also receives samples: decoded `Samples`, of which `kind` tells whether they
     were "trained" or "evaluated".
     """
 
@@ -88,7 +88,7 @@ class Tracker(Protocol):
         ...
 
     def close(self) -> None:
-        """Writes what is not yet written; the run is over."""
+        """Writes the rest; the run is over."""
         ...
 
 
@@ -158,7 +158,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """Weights & Biases, in offline mode unless the environment's WANDB_MODE says otherwise; samples are tables."""
+    """Weights & Biases, in offline mode unless the environment has another WANDB_MODE; samples are tables."""
 
     def __init__(self, config: Config, run_dir: Path, last_step: int) -> None:
         import wandb
@@ -238,7 +238,7 @@ class MLflow:
 
 
 class SwanLab:
-    """SwanLab, in offline mode unless the environment's SWANLAB_MODE says otherwise; samples are texts.
+    """SwanLab, in offline mode unless the environment has another SWANLAB_MODE; samples are texts.
 
     Needs the extra `swanlab`.
     """
@@ -281,7 +281,7 @@ TRACKERS: dict[str, MakeTracker] = {
     "mlflow": MLflow,
     "swanlab": SwanLab,
 }
-"""Trackers by the name that `observe.trackers` gives them."""
+"""Trackers by their name in `observe.trackers`."""
 
 
 def check_package(key: str, name: str, tracker: Any) -> None:
@@ -613,7 +613,7 @@ def find_tracker(name: str) -> MakeTracker:
 
 def make_trackers(config: Config, run_dir: Path) -> Trackers:
     """Returns the trackers that `observe.trackers` names, and metrics.jsonl, whose rows count as logged. Raises
-    ConfigError for a tracker that fails in its first start in the run; later it is tried again while the run goes on.
+    ConfigError for a tracker that fails in its first start in the run; later it is tried again while the run continues.
     """
     last_step, evaluated, num_bytes = _logged(run_dir / METRICS_FILE)
     rows, states = JsonLines(config, run_dir, last_step), States(run_dir)

@@ -295,7 +295,7 @@ RECOMMENDED: ZeroVariance = "refund"
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What the simulator predicts of each choice."""
+    """The simulator's prediction of each choice."""
 
     without_signal: float
     """Fraction of the groups that have no signal."""
@@ -306,7 +306,7 @@ def compare_choices(workload: Workload, setup: Setup) -> Comparison | None:
     """Returns the comparison for a workload with this setup; None if nearly all groups have a signal.
 
     The simulator knows how often a step comes and what it is made of, but not how much the policy learns from it. So
-    the recommendation is what was measured, and does not depend on the predictions.
+    the recommendation is the measured one, and does not depend on the predictions.
     """
     without = float((~workload.lengths.signal & ~workload.lengths.failed).mean())
     if without < FEW:

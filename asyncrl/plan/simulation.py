@@ -31,7 +31,7 @@ class Prediction:
     tokens_per_s: float
     """Trained action tokens per second."""
     signal_tokens_per_s: float
-    """Those of groups with signal."""
+    """Trained action tokens per second of groups with signal."""
     goodput: Goodput
     generated_tokens_per_s: float
     generator_idle: float

@@ -44,7 +44,7 @@ class Sweep:
     name: str
     config: str
     settings: dict[str, Any]
-    """Values by dotted key that override those of the config in all cells."""
+    """Values by dotted key that override the config's in all cells."""
     overrides: tuple[str, ...]
     """The settings as arguments of `asyncrl launch`."""
     limits: tuple[int, ...]

@@ -257,8 +257,8 @@ def after_collapse(verdict: Verdict, collapse: Mapping[str, Any], *, may_be_olde
 
 
 def guess(*, generator_idle: float, learner_idle: float, max_staleness: int, environments: float = 0.0) -> Verdict:
-    """Returns the verdict from the idle fractions of both sides alone, and that of the generators' time in which all
-    episodes waited for their environments."""
+    """Returns the verdict from the idle fractions of both sides alone, and the fraction of the generators' time in
+    which all episodes waited for their environments."""
     idle = _idle(generator_idle, learner_idle, environments)
     if environments > max(BUSY, generator_idle) and learner_idle > BUSY:
         text = f"a higher max_staleness than {max_staleness}, and more environment.max_episodes, may help"
@@ -330,7 +330,8 @@ def goodput_sentence(
 ) -> str:
     """Returns a sentence about the goodput of a run, as `asyncrl.types.goodput_of` has it; empty if it is unknown.
 
-    `learner_idle` is the fraction of the time in which the learner waits, and `solved` that of the groups without
+    `learner_idle` is the fraction of the time in which the learner waits, and `solved` the fraction of the groups
+    without
     signal that are solved and not hopeless; None if it is unknown. `environments` is the fraction of the generators'
     time in which all episodes wait for their environments. Unless tokens `may_be_older`, no higher limit is advised.
     """

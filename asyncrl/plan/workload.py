@@ -16,7 +16,7 @@ SYNTHETIC_GROUPS = 4096
 """Number of groups in a synthetic workload. The simulator draws from them."""
 
 ZeroVariance = Literal["refund", "train", "drop"]
-"""What `replay.zero_variance` does with groups without signal."""
+"""The treatment of groups without signal by `replay.zero_variance`."""
 CHOICES: tuple[ZeroVariance, ...] = ("refund", "train", "drop")
 
 TURNS = 1.1
@@ -111,7 +111,7 @@ class Lengths:
         return self.completions.shape[1]
 
     def of_size(self, group_size: int, *, seed: int = 0) -> Self:
-        """Returns groups of another size, with members drawn from those of each group."""
+        """Returns groups of another size, with members drawn from each group."""
         if group_size == self.group_size:
             return self
         chosen = np.random.default_rng(seed).integers(self.group_size, size=(len(self.completions), group_size))

@@ -232,7 +232,7 @@ def check_overlong(config: Config) -> None:
 
 
 def environment(completions: list[object], environment_rewards: list[dict[str, float]]) -> list[dict[str, float]]:
-    """The reward of the episode, as its environment gives it, with its parts."""
+    """The reward of the episode by its environment, with its parts."""
     return environment_rewards
 
 

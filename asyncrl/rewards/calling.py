@@ -22,13 +22,13 @@ The columns of the third form are lists of the same length: prompts, completion_
 every key of extra_info and every other column of the data. Two are single numbers: max_new_tokens, and time_left_s
 before the group times out.
 Prompts and completions are message lists when the data's prompt is one, as in TRL, and plain text otherwise.
-A score of None says that the function does not apply: a weighted sum of rewards leaves it out.
+A score of None means that the function does not apply: a weighted sum of rewards leaves it out.
 As in TRL, `log_metric(name, value)` and `log_extra(column, values)` add parts, as far as they are numbers.
 Functions may be `async`; the completions of a prompt are awaited together.
 
-With an environment a completion is an episode. As a text, in both forms, it is what the policy said, with a line break
-between two turns, and without what it heard: that may hold the ground truth. As a list of messages it has those of
-tools and users, too. `completion_ids` are the policy's. `completion_texts` of the third form are texts also where
+With an environment a completion is an episode. As a text, in both forms, it is the policy's text, with a line break
+between two turns, and without observations: these may hold the ground truth. As a list of messages it also has those
+from tools and users. `completion_ids` are the policy's. `completion_texts` of the third form are texts also where
 completions are messages, and `environment_rewards` are dicts with "score" and the parts that environments gave.
 """
 
@@ -80,7 +80,7 @@ class CompletedGroup:
     """ "completed" or "truncated", of each completion."""
     max_new_tokens: int = 0
     messages: list[list[Message]] = field(default_factory=list[list[Message]])
-    """What was said in each episode behind the prompt, by the policy, tools and users; none without an environment."""
+    """The messages of each episode after the prompt; none without an environment."""
     environment_rewards: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
     """The score and the parts that the environment of each episode gave; none without an environment."""
     deadline_s: float = math.inf

@@ -52,8 +52,8 @@ def own_functions(config: Config, data_source: str) -> set[str]:
 
 def dry_call(config: Config, prompts: Sequence[Prompt], tokenizer: Any) -> tuple[list[str], list[str]]:
     """Scores a completion of each prompt, of different data sources, by the functions in its reward that are not built
-    in, in a reward worker with the time limit of the run. Returns what they gave, and what is to be warned of. Raises
-    ConfigError for what is certainly wrong.
+    in, in a reward worker with the time limit of the run. Returns their results, and the warnings. Raises
+    ConfigError for certain faults.
 
     A separate process starts the worker: workers import the main module of the process that starts them, which
     here may be the user's script."""

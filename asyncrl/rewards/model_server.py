@@ -164,7 +164,7 @@ class ModelServer:
 
     def serve(self, should_stop: Callable[[], bool]) -> None:
         """Answers until `should_stop()`. Waits for a request of a reward worker, at most TICK_S; the requests that have
-        arrived by then are scored together, and those whose deadline has passed are not answered."""
+        arrived until then are scored together, and those whose deadline has passed are not answered."""
         while not should_stop():
             if self._server.poll(TICK_S):
                 self._answer(self._receive())

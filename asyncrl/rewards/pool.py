@@ -190,7 +190,7 @@ class RewardPool:
     def close(self) -> None:
         """Ends the workers; unscored groups are lost.
 
-        Waits at most CLOSE_S: a worker that has not ended by then ends with this process.
+        Waits at most CLOSE_S: a later worker ends with this process.
         """
         self._pool.stop()
         joining = threading.Thread(target=self._pool.join, name="reward-pool-join", daemon=True)

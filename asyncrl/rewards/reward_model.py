@@ -1,4 +1,4 @@
-"""The reward of a model with a score head, which runs in a process of its own (model_server)."""
+"""The reward of a model with a score head, which runs in a separate process (model_server)."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def reward_model(
 
     The model in folder `path` runs in one process for all generators, in `dtype`, on `device` (auto: a GPU if there
     is one), in batches of at most `tokens_per_batch` tokens, including padding. A chat is rendered with the chat
-    template of the reward model's tokenizer, with `data.template_options` and those of the row; a plain prompt and its
-    completion are concatenated. Of an episode it reads what the policy said, as one message. Reasoning (up to the last
+    template of the reward model's tokenizer, with `data.template_options` and the row's; a plain prompt and its
+    completion are concatenated. Of an episode it reads the policy's text, as one message. Reasoning (up to the last
     `</think>`, or an open `<think>`) is left out.
     """
     if _client is None:

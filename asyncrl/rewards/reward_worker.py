@@ -23,7 +23,7 @@ TIME_SHARE = 0.9
 
 
 class PackedEpisode(NamedTuple):
-    """What an episode adds to a completion as it is sent to a worker."""
+    """The part of an episode in addition to a completion, as it is sent to a worker."""
 
     turn_tokens: list[int]
     """Number of tokens of each turn of the policy."""

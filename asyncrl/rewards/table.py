@@ -1,6 +1,6 @@
 """The rewards of a run: functions by name, which of them score a row, and the sum of their scores.
 
-`rewards: auto` is the reward of the environment or, without one, that of each data source, as verl chooses it by the
+`rewards: auto` is the reward of the environment or, without one, of each data source, as verl chooses it by the
 same names.
 """
 
@@ -112,7 +112,7 @@ def known_reward(data_source: str) -> str | None:
 
 def choose_rewards(config: Config, sources: Mapping[str, int]) -> Rewards:
     """Returns the rewards that `auto` stands for, with `sources` as the number of rows of each data source. Raises
-    ConfigError for data without ground truths, unless an environment gives the reward."""
+    ConfigError for data without ground truths, unless an environment returns the reward."""
     if config.environment.name is not None:
         return ENVIRONMENT
     if config.data.columns.ground_truth is None:
@@ -259,7 +259,7 @@ def reward_for(rewards: Rewards, data_source: str) -> RewardSpec | None:
 
 
 def environment_weight(rewards: Rewards, data_source: str) -> float:
-    """The factor of the environment's reward in that of a data source; 0 if it does not count."""
+    """The factor of the environment's reward in a data source's; 0 if it does not count."""
     spec = reward_for(rewards, data_source)
     return float(spec == ENVIRONMENT) if spec is None or isinstance(spec, str) else spec.get(ENVIRONMENT, 0.0)
 

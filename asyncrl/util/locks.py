@@ -26,7 +26,7 @@ from asyncrl.errors import ConfigError
 log = structlog.get_logger()
 
 IN_USE = (errno.EAGAIN, errno.EACCES)
-"""Another process has the lock. Any other error means that the file system, or its lock server, has no such kind."""
+"""Another process has the lock. Any other error means that the file system, or its lock server, lacks the kind."""
 FIELDS = "hhqqi4x"
 """The kernel's `struct flock`: type, origin, start, length (0: to the end) and process (0 for this kind of lock)."""
 COMPLETE_FILE = struct.pack(FIELDS, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)

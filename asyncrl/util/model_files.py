@@ -1,7 +1,7 @@
 """The files of a model folder: tokenizer and chat template, and the routers of mixture-of-experts models.
 
 A routing is an array uint8 [tokens, layers, chosen]: the numbers of the experts that a token went to, in each layer
-with experts. The routing of a token is that of the forward pass with the token as its input, by which the token after
+with experts. The routing of a token comes from the forward pass with the token as its input, by which the token after
 it was sampled.
 """
 
@@ -41,7 +41,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
         if kind in ("TokenizersBackend", "PreTrainedTokenizerFast"):
             return PreTrainedTokenizerFast.from_pretrained(path)
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except Exception as error:  # what is missing or wrong in a folder comes as any class, as do errors of its own code
+    except Exception as error:  # faults of a folder come as any class, as do errors of its code
         raise ConfigError(f"{path}: its tokenizer cannot be loaded: {' '.join(str(error).split())}") from error
 
 
@@ -95,7 +95,7 @@ def no_embedding(token: int, num_embeddings: int, text: str = "") -> str:
 
 
 def end_tokens(path: str, *, trust_remote_code: bool = False) -> list[int]:
-    """The tokens that end a completion, ascending: the tokenizer's end-of-sequence token and those of the model's
+    """The tokens that end a completion, ascending: the tokenizer's end-of-sequence token and the ones of the model's
     generation config, as vLLM finds them."""
     from transformers import AutoConfig, GenerationConfig
 

@@ -86,7 +86,7 @@ SYS_SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
 def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
     """Makes the kernel send this process the signal when the thread that started it ends, even if `parent` is killed.
 
-    On systems other than Linux it only detects a parent that is already gone.
+    On systems other than Linux it only detects a parent that has already ended.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
@@ -194,6 +194,6 @@ def peak_memory_bytes() -> int:
     torch: Any = sys.modules.get("torch")  # the replay queue does not import torch
     if torch is not None and torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
-    # getrusage has that of the process before it executed another program, too.
+    # getrusage includes the peak before the process executed another program.
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmHWM:")[2].split(maxsplit=1)[0]) << 10

@@ -33,7 +33,7 @@ _importing: list[str] = []
 
 
 class _OutOfTimeError(BaseException):
-    """Not an `Exception`, so that a module which catches those while it is imported is interrupted, too."""
+    """Not an `Exception`, so that a module which catches those while it is imported is also interrupted."""
 
 
 def resolve(key: str, name: str, table: Mapping[str, Any]) -> Any:
@@ -42,7 +42,7 @@ def resolve(key: str, name: str, table: Mapping[str, Any]) -> Any:
     An entry is an object, or text `module:function` that is imported here. The user's own is `module:function` or
     `file.py:function`; modules are looked up on the Python path and in the working directory, and a file may import its
     neighbors. Both are executed once in a process, so that the functions of a file share its state. Raises ConfigError,
-    which begins with the config key, if there is no such part or its import fails.
+    which begins with the config key, if the part is unknown or its import fails.
     """
     entry = table.get(name, name)
     if not isinstance(entry, str):
@@ -123,7 +123,7 @@ def _import_file(path: Path, what: str) -> ModuleType:
 
 
 def _execute_file(name: str, path: Path) -> None:
-    """Executes the file as the module of this name. If that fails, there is no such module afterwards."""
+    """Executes the file as the module of this name. If that fails, the module is removed."""
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # always so for a .py file
     sys.modules[name] = module = importlib.util.module_from_spec(spec)

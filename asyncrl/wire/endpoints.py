@@ -12,7 +12,7 @@ NAMED = "run:"
 @dataclass(frozen=True, slots=True)
 class Endpoints:
     """The addresses of a run's processes. On one machine the ZeroMQ addresses are unix sockets in `folder`. Otherwise
-    all but that of the replay queue are names, `run:weights`, whose addresses the queue knows (`wire/rpc.py`)."""
+    all but the replay queue's are names, `run:weights`, whose addresses the queue knows (`wire/rpc.py`)."""
 
     run_id: str
     """Known to the run's processes only: a message without it comes from outside the run."""
@@ -28,7 +28,7 @@ class Endpoints:
     reward_model: str = ""
     """ZeroMQ address of the reward model's process; empty without a reward model."""
     critics: tuple[str, ...] = ()
-    """ZeroMQ address of each critic rank that has a process of its own."""
+    """ZeroMQ address of each critic rank that has a separate process."""
     critic_ranks: str = ""
     """ZeroMQ address of the store through which the critic ranks rendezvous."""
     epoch: int = 0

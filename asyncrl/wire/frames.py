@@ -1,4 +1,4 @@
-"""The wire: one msgpack header and raw array buffers as frames of their own. No pickle.
+"""The wire: one msgpack header and raw array buffers as separate frames. No pickle.
 
 A message is `[header, frame, frame, ...]`. The header is a map with the schema version, the run id, the kind, the
 sequence number that pairs a reply with its request, the time on the server clock (in a reply), a body, and the dtype
@@ -102,7 +102,7 @@ _PLACE = re.compile(r"(.*) - at `(?:key` in `)?\$\.?(.*)`", re.DOTALL)
 
 
 def make_encoder() -> msgspec.msgpack.Encoder:
-    """Returns an encoder that accepts numpy's float64, which is a float, too."""
+    """Returns an encoder that accepts numpy's float64, which is also a float."""
     return msgspec.msgpack.Encoder(enc_hook=_plain)
 
 

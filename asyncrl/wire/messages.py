@@ -1,6 +1,6 @@
 """The messages between generators, learners, the launcher and the replay queue, and the bounds of their values.
 
-Each body says who sends it and how it is answered; `frames` has the tables of kinds. Numbers, texts and lists have
+Each body states its sender and its answer; `frames` has the tables of kinds. Numbers, texts and lists have
 bounds, so that a valid message fits the columns and arrays that it is written to.
 """
 
@@ -279,7 +279,7 @@ class GroupHeader(Body):
         return self.members[-1] + 1 if self.members else 0
 
     def of_members(self, column: Sequence[T]) -> Sequence[T]:
-        """One value for each member: that of its first row, of a column with an entry for each trajectory."""
+        """One value for each member: its first row's, of a column with an entry for each trajectory."""
         if len(column) == self.num_members:
             return column
         pairs = zip(column, self.members, [-1, *self.members], strict=False)

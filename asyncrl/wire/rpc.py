@@ -101,7 +101,7 @@ class ClockOffset:
         """The shortest round trip so far."""
 
     def asked(self, seq: int) -> None:
-        """A request is sent, perhaps again: the answer may be to the first time."""
+        """A request is sent, possibly again: the answer may be to the first time."""
         self._sent_s.setdefault(seq, self._clock())
         if len(self._sent_s) > MAX_ANSWERS:
             del self._sent_s[next(iter(self._sent_s))]
@@ -119,7 +119,7 @@ class ClockOffset:
         """To add to a time of this process's clock for the same time by the server's; 0 before the first answer.
 
         0, so that times stay as they are to the last bit, if both may be one clock, as on one machine: then 0 is within
-        the bounds. Boot ids would say the same, but not of namespaces with a clock of their own."""
+        the bounds. Boot ids would do the same, but not for namespaces with a separate clock."""
         if not self._answers:
             return 0.0
         now_s = self._clock()
@@ -459,7 +459,7 @@ _BATCH = 64
 
 
 class ServerLostError(PeerTimeoutError):
-    """The server of a channel is gone or does not answer."""
+    """The server of a channel has ended or does not answer."""
 
 
 class BadServerError(ProtocolError):
@@ -467,9 +467,9 @@ class BadServerError(ProtocolError):
 
 
 class ChannelServer:
-    """Listens at an address. A thread of its own reads the messages; any thread may send.
+    """Listens at an address. A separate thread reads the messages; any thread may send.
 
-    That thread waits for messages, woken by the socket, by `close`, and by `send` if messages have come meanwhile; it
+    That thread waits for messages, woken by the socket, by `close`, and by `send` if messages have come since; it
     has no deadline.
     """
 
@@ -497,7 +497,7 @@ class ChannelServer:
         self._thread.start()
 
     def send(self, peer: bytes, body: Body) -> None:
-        """Sends a message; one to a peer that is gone, or does not read, is dropped. Never blocks."""
+        """Sends a message; one to a peer that has ended, or does not read, is dropped. Never blocks."""
         frames = encode(self._run_id, body)
         with self._lock:
             if self._socket.closed:
@@ -596,7 +596,7 @@ class ChannelClient:
 
     def listen(self, seconds: float) -> bool:
         """Handles the messages that wait, or the first ones that arrive within `seconds`; True if there was one. Raises
-        ServerLostError if the server is gone, BadServerError for a bad message, and what `check` raises."""
+        ServerLostError if the server has ended, BadServerError for a bad message, and what `check` raises."""
         deadline_s = time.monotonic() + seconds
         while True:
             self.check()

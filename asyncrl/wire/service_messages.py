@@ -137,7 +137,7 @@ class StoreReply(Body):
 
 
 class Ok(Body):
-    """The answer to requests without an answer of their own."""
+    """The answer to requests without a specific answer."""
 
     result: dict[str, Any]
     """The requested values; empty if there are none."""
@@ -190,7 +190,7 @@ class Said(Body):
 
 
 class Turns(Body):
-    """Sent by a generator to a host. Its lists are the tokens of `started`, then those of `said`."""
+    """Sent by a generator to a host. Its lists are the tokens of `started`, then of `said`."""
 
     started: Items[EpisodeStart]
     said: Items[Said]
@@ -198,12 +198,12 @@ class Turns(Body):
 
 
 class SayNext(Body):
-    """Part of `Wishes`: the policy's next turn is to be sampled, behind what the environment says, which is a list of
+    """Part of `Wishes`: the policy's next turn is to be sampled, after the observation, which is a list of
     the message.
 
     A branch is one sequence of tokens; an episode has several if its conversation was rewritten, and those are numbered
     from 0. A branch that is named for the first time begins with the first `keep` tokens of the branch `source`, and
-    branch 0 with those of the row's prompt. Of others `keep` is their length.
+    branch 0 with the row's prompt. Of others `keep` is their length.
     """
 
     episode: Name
@@ -214,7 +214,7 @@ class SayNext(Body):
     stop: Annotated[
         list[Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]], Meta(max_length=MAX_STOPS)
     ]
-    """Texts that end the turn, beside those of `generator.stop`."""
+    """Texts that end the turn, in addition to `generator.stop`."""
 
 
 class EpisodeEnded(Body):
@@ -239,7 +239,7 @@ class EpisodeEnded(Body):
     group_wait_s: Time
     """Time in which it waited for the others, to be scored with them."""
     messages: bytes
-    """What was said under a chat template from the policy's first turn to its last one, as JSON: for reward functions,
+    """The messages under a chat template from the policy's first turn to its last one, as JSON: for reward functions,
     and empty if there are none."""
 
 
@@ -331,7 +331,7 @@ class Offer(Body):
     transport: _Name
     bucket_bytes: Annotated[int, Meta(ge=MIN_BUCKET_BYTES, le=MAX_NUMBER)]
     urgent: bool
-    """True if the learner waits for the round: a receiver whose engine keeps its version says "holding" at once."""
+    """True if the learner waits for the round: a receiver whose engine keeps its version sends "holding" at once."""
 
 
 class Go(Body):

@@ -86,7 +86,7 @@ def socket_folder() -> Iterator[Path]:
     """A new folder of mode 0700 with a short path, which is locked (flock) and exists during the block.
 
     It is in the folder for temporary files (TMPDIR, else /tmp), and not in XDG_RUNTIME_DIR, which systemd empties when
-    the user logs out, though the run continues. systemd-tmpfiles spares what is locked. Folders that killed launchers
+    the user logs out, though the run continues. systemd-tmpfiles spares locked files. Folders that killed launchers
     left are removed first. Raises ConfigError when no folder for temporary files is suitable.
     """
     base = socket_base()
@@ -188,7 +188,7 @@ REASONS = {
 
 
 class GuardedRouter(zmq.Socket[bytes]):
-    """A ROUTER with CURVE and a guard. ZeroMQ asks one guard for each context, so it has a context of its own; guard
+    """A ROUTER with CURVE and a guard. ZeroMQ asks one guard for each context, so it has a separate context; guard
     and context end with the socket."""
 
     guard: Guard | None = None
@@ -354,7 +354,8 @@ def bind_router(
     connection; with `keys` only peers with the run's keys are admitted. The connection of a peer that
     sends a larger frame is closed.
 
-    An answer to a peer that is gone, or does not read, is dropped: it does not delay other peers, and a peer that still
+    An answer to a peer that has ended, or does not read, is dropped: it does not delay other peers, and a peer that
+    still
     waits asks again. Raises ConfigError, which names `what` the address is for, if it is in use, and for a unix socket
     (`ipc://PATH`) that users other than its owner could reach.
     """
@@ -374,7 +375,7 @@ def bind_router(
 
 
 def _bind(router: zmq.Socket[bytes], address: str, what: str) -> None:
-    """Binds the socket, or closes it and raises ConfigError. A port may be that of a socket which still closes."""
+    """Binds the socket, or closes it and raises ConfigError. A port may belong to a socket that still closes."""
     deadline_s = time.monotonic() + CLOSING_S
     while True:
         try:

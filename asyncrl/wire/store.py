@@ -151,7 +151,7 @@ class RemoteStore:
         amount: int = 0,
         within_s: float | None = None,
     ) -> StoreReply:
-        """As `Store.ask`. Raises ServerLostError if the process that serves the store is gone or does not answer."""
+        """As `Store.ask`. Raises ServerLostError if the process that serves the store has ended or does not answer."""
         limit_s = self.answer_s if within_s is None else within_s
         with self._lock:
             self._number += 1
@@ -176,7 +176,7 @@ def too_late(missing: Sequence[str], within_s: float) -> TimeoutError:
 
 
 class StoreServer(Store):
-    """A store with a channel of its own."""
+    """A store with a separate channel."""
 
     def __init__(self, address: str, what: str, *, run_id: str = "", keys: str = "") -> None:
         """The arguments are those of `ChannelServer`."""
@@ -190,7 +190,7 @@ class StoreServer(Store):
 
 
 class StoreClient(RemoteStore):
-    """A client of a `StoreServer`, with a connection of its own."""
+    """A client of a `StoreServer`, with a separate connection."""
 
     def __init__(
         self,
