@@ -261,14 +261,12 @@ class WeightsConfig(Section):
     """Deadline of each phase of a broadcast."""
     staging: Literal["auto", "whole", "host", "buckets"] = "auto"
     """Memory for a version on its way, with all transports but files. `whole`: learner ranks send a copy of their
-    shares,
-    generators receive a complete copy where the transport receives, in parallel to training and decoding. host: the
-    same, but generators have their copy in host memory, once for each engine, as whole does where the transport
-    receives there, as on a CPU, and with `generator.tensor_parallel`. buckets: no copies but two buckets on each side;
-    the next update waits until the version is delivered, engines stand still meanwhile, and one that keeps a
-    version
-    for an evaluation gets a later one. auto: `whole` if it is estimated to fit the GPUs, else buckets with nccl and host
-    with others; with ipc buckets."""
+    shares, generators receive a complete copy where the transport receives, in parallel to training and decoding.
+    host: the same, but generators have their copy in host memory, once for each engine, as `whole` does where the
+    transport receives there, as on a CPU, and with `generator.tensor_parallel`. buckets: no copies but two buckets on
+    each side; the next update waits until the version is delivered, during which engines stand still; one that keeps
+    a version for an evaluation gets a later one. auto: `whole` if it is estimated to fit the GPUs, else buckets with
+    nccl and host with others; with ipc buckets."""
     kv_cache: Literal["keep", "recompute"] = "keep"
     """Keys and values of running completions after a weight swap: the old ones, or computed again, which costs a
     prefill of all that runs with each version (the metric `generator/recomputed_tokens`)."""
@@ -367,11 +365,10 @@ class EnvironmentConfig(Section):
     max_turns: int = Field(default=16, ge=1)
     """Turns of the policy after which an episode is truncated, unless its environment has its number."""
     max_observation_tokens: int = Field(default=2048, ge=1)
-    """Longer observations keep their two
-    ends."""
+    """Longer observations keep their two ends."""
     tool_format: Literal["auto", "hermes", "qwen3_coder", "deepseek", "kimi", "json", "none"] = "auto"
-    """The form in which the model writes calls of tools. Auto is the response template of its tokenizer or, if it has none, the form
-    in which its chat template shows earlier calls."""
+    """The form in which the model writes calls of tools. Auto is the response template of its tokenizer or, if it has
+    none, the form in which its chat template shows earlier calls."""
     history: Literal["keep", "template"] = "keep"
     """The part of earlier turns that the policy reads under a chat template. Keep: all of them, one row for an episode.
     Template: what the template renders for the messages, which may leave out reasoning; where that does not continue

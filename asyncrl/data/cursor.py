@@ -110,7 +110,8 @@ class PromptCursor:
             from asyncrl.data.pipeline import Pipeline  # imports torch
 
             # The launcher restarts a queue that is silent for the complete time-out, and then nobody receives the
-            # reason. meout_s = self._config.launch.heartbeat_timeout_s / 2
+            # reason.
+            timeout_s = self._config.launch.heartbeat_timeout_s / 2
             self._pipeline = Pipeline(
                 self._rows, self._position, workers=self._config.data.workers, timeout_s=timeout_s
             )
