@@ -331,8 +331,9 @@ def goodput_sentence(
     """Returns a sentence about the goodput of a run, as `asyncrl.types.goodput_of` has it; empty if it is unknown.
 
     `learner_idle` is the fraction of the time in which the learner waits, and `solved` the fraction of the groups
-    without     signal that are solved and not hopeless; None if it is unknown. `environments` is the fraction of the generators'
-    time in which all episodes wait for their environments. Unless tokens `may_be_older`, no higher limit is advised.
+    without signal that are solved and not hopeless; None if it is unknown. `environments` is the fraction of the
+    generators' time in which all episodes wait for their environments. Unless tokens `may_be_older`, no higher limit
+    is advised.
     """
     if "total" not in goodput:
         return ""

@@ -355,8 +355,8 @@ def bind_router(
     sends a larger frame is closed.
 
     An answer to a peer that has ended, or does not read, is dropped: it does not delay other peers, and a peer that
-    still waits asks again. Raises ConfigError, which names `what` the address is for, if it is in use, and for a unix socket
-    (`ipc://PATH`) that users other than its owner could reach.
+    still waits asks again. Raises ConfigError, which names `what` the address is for, if it is in use, and for a unix
+    socket (`ipc://PATH`) that users other than its owner could reach.
     """
     if path := socket_path(address):
         check_socket(path, what)
