@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, cast
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast
 
 from asyncrl.errors import ConfigError
 from asyncrl.util.files import read_json
+
+if TYPE_CHECKING:  # reward workers do without numpy
+    import numpy as np
+    from numpy.typing import NDArray
 
 TEMPLATE_COLUMN = "chat_template_kwargs"
 """The column with a row's options of the chat template, by its name in TRL and in requests to vLLM."""

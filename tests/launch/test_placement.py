@@ -538,7 +538,11 @@ def test_a_pool_without_a_host_is_named() -> None:
         ({"gen": "many"}, {}, r"pools.gen = 'many': must be N x gpu"),
         ({"gen": {}}, {}, "has neither nodes nor gpus"),
         ({"gen": "8 x gpu"}, {"generator": "gen"}, "roles lacks learner"),
-        ({"gen": "8 x gpu"}, {"generator": "gone", "learner": "gen"}, r"roles.generator = 'gone': is not a pool.* gen"),
+        (
+            {"gen": "8 x gpu"},
+            {"generator": "gone", "learner": "gen"},
+            r"roles.generator = 'gone': unknown pool; placement.pools has gen",
+        ),
         ({"gen": "8 x gpu", "idle": "1 x gpu"}, {"generator": "gen", "learner": "gen"}, "pools.idle: no role is in it"),
         ({"gen": "8 x gpu"}, {"generator": "gen", "learner": "gen", "replay": "gen"}, "replay"),
     ],

@@ -48,7 +48,7 @@ def train(folder: Path, ranks: Ranks, port: int) -> dict[str, Any]:
         first = first or expected
         if receiver is not None and engine is not None:
             engine.swap(version, list(receiver.next(version).items()))
-            loaded = engine._decoder._parameters._parameters
+            loaded = dict(engine._decoder._model.named_parameters())
             assert loaded.keys() == expected.keys()
             assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items()), version
             compared += 1
