@@ -376,6 +376,8 @@ class Draws:
         refunded = lengths.failed | ~lengths.signal if setup.zero_variance == "refund" else lengths.failed
         self._refunded: list[bool] = refunded.tolist()
         self._episodes = lengths.episodes
+        self._single_turns = [[(Turn(tokens, 0.0),) for tokens in row] for row in self._completions]
+        """Completions as episodes of one turn, by row."""
         self._dice, self._waits = np.random.default_rng(seed), np.random.default_rng([seed, 1])
         self._drawn: list[int] = []
 
@@ -389,7 +391,7 @@ class Draws:
         """Starts the group of this row in an engine."""
         lengths, episodes = self._completions[row], self._episodes
         if episodes is None:
-            engine.add(number, [(Turn(tokens, 0.0),) for tokens in lengths])
+            engine.add(number, self._single_turns[row])
         else:
             waits = zip(
                 episodes.turns[row].tolist(),
@@ -408,12 +410,8 @@ ALMOST = 1e-6
 """Tolerance for rounding of the clock, in tokens."""
 
 
-@dataclass(slots=True)
-class _Episode:
-    group: int
-    turns: Sequence[Turn]
-    number: int = 0
-    """Number of the current turn."""
+_Episode = tuple[int, Sequence[Turn], int]
+"""Group, turns, and number of the current turn."""
 
 
 @dataclass(slots=True)
@@ -489,22 +487,19 @@ class SimulatedEngine:
         """Blocks decoding for this time."""
         self._free_s = (self._free_s if self._free_s > self._now_s else self._now_s) + seconds * self.slowdown
 
-    def _count(self, counts: dict[int, int], start: float, lengths: Sequence[int]) -> None:
-        """Adds to `counts` the tokens of ended sequences that started at the clock `start`, by the version that
-        sampled them."""
+    def _count(self, counts: dict[int, int], start: float, tokens: int) -> None:
+        """Adds to `counts` the tokens of a turn that started at the clock `start`, by the version that sampled them."""
         clocks, versions = self._mark_clocks, self._mark_versions
-        first = len(clocks) - 1 if start >= clocks[-1] else bisect_right(clocks, start) - 1
-        total, before = sum(lengths), 0
-        for index in range(first, len(clocks)):
-            sampled = total
+        index = len(clocks) - 1 if start >= clocks[-1] else bisect_right(clocks, start) - 1
+        counted = 0
+        while counted < tokens:
+            sampled = tokens
             if index + 1 < len(clocks):
-                most = int(clocks[index + 1] - start + ALMOST)
-                sampled = sum([most if most < tokens else tokens for tokens in lengths])
-            if sampled > before:
-                counts[versions[index]] = counts.get(versions[index], 0) + sampled - before
-                before = sampled
-            if sampled == total:
-                return
+                sampled = min(tokens, int(clocks[index + 1] - start + ALMOST))
+            if sampled > counted:
+                counts[versions[index]] = counts.get(versions[index], 0) + sampled - counted
+                counted = sampled
+            index += 1
 
     @property
     def tokens(self) -> float:
@@ -517,14 +512,15 @@ class SimulatedEngine:
         wakes_s = self._waits[0][0] if self._waits else inf
         ends_s = inf
         if self._running:
+            at_s = self._free_s if self._free_s > self._now_s else self._now_s
             step_s = self._cost.step_s(len(self._running)) * self.slowdown
-            ends_s = max(self._free_s, self._now_s) + (self._running[0][0] - self._clock) * step_s
+            ends_s = at_s + (self._running[0][0] - self._clock) * step_s
         self._ends_turn = ends_s <= wakes_s
-        return min(ends_s, wakes_s)
+        return ends_s if self._ends_turn else wakes_s
 
     def advance(self, now_s: float) -> None:
         """Decodes until `now_s`, which must not be later than `next_s`."""
-        at_s = max(self._free_s, self._now_s)
+        at_s = self._free_s if self._free_s > self._now_s else self._now_s
         self._now_s = now_s
         if now_s <= at_s:
             return
@@ -539,24 +535,24 @@ class SimulatedEngine:
         """Starts the episodes of a group."""
         self._groups[group] = _Progress(len(episodes))
         for turns in episodes:
-            heappush(self._queue, (group, next(self._order), _Episode(group, turns)))
-        self._fill()
+            self._submit((group, turns, 0))
 
     def end_next(self) -> tuple[int, dict[int, int]] | None:
         """Applies the event of the last `next_s`, at that time. Returns the ended group and its tokens by the version
         that sampled them; None if no group ended."""
         if not self._ends_turn:
-            _, _, episode = heappop(self._waits)
-            return self._continue(episode)
+            return self._continue(heappop(self._waits)[-1])
         end, _, start, episode = heappop(self._running)
         self._clock = end
         self._sum_starts -= start
-        group, tokens = self._groups[episode.group], episode.turns[episode.number].tokens
-        self._count(group.by_version, start, (tokens,))
+        number, turns, index = episode
+        tokens, wait_s = turns[index]
+        group = self._groups[number]
+        self._count(group.by_version, start, tokens)
         group.ended_tokens += tokens
         self._ended_tokens += tokens
-        self._fill()
-        wait_s = episode.turns[episode.number].wait_s
+        if self._queue:
+            self._begin(heappop(self._queue)[-1])
         if wait_s > 0.0:
             heappush(self._waits, (self._now_s + wait_s, next(self._order), episode))
             return None
@@ -564,24 +560,28 @@ class SimulatedEngine:
 
     def _continue(self, episode: _Episode) -> tuple[int, dict[int, int]] | None:
         """Starts the next turn of the episode, or ends it. Returns its group as `end_next` does."""
-        episode.number += 1
-        if episode.number < len(episode.turns):
-            heappush(self._queue, (episode.group, next(self._order), episode))
-            self._fill()
+        number, turns, index = episode
+        if index + 1 < len(turns):
+            self._submit((number, turns, index + 1))
             return None
-        group = self._groups[episode.group]
+        group = self._groups[number]
         group.left -= 1
         if group.left:
             return None
-        del self._groups[episode.group]
+        del self._groups[number]
         self._ended_tokens -= group.ended_tokens
-        return episode.group, group.by_version
+        return number, group.by_version
 
-    def _fill(self) -> None:
-        """Starts turns while there are free slots."""
-        while self._queue and len(self._running) < self._slots:
-            _, order, episode = heappop(self._queue)
-            end = self._clock + episode.turns[episode.number].tokens
-            heappush(self._running, (end, order, self._clock, episode))
-            self._sum_starts += self._clock
-            self._hold(self._cost.request_s)
+    def _submit(self, episode: _Episode) -> None:
+        """Starts the episode's turn, or lets it wait for a slot."""
+        if len(self._running) < self._slots:
+            self._begin(episode)
+        else:
+            heappush(self._queue, (episode[0], next(self._order), episode))
+
+    def _begin(self, episode: _Episode) -> None:
+        _, turns, index = episode
+        clock = self._clock
+        heappush(self._running, (clock + turns[index].tokens, next(self._order), clock, episode))
+        self._sum_starts += clock
+        self._hold(self._cost.request_s)

@@ -181,14 +181,14 @@ def test_a_learner_computes_what_is_trained_and_not_what_is_dropped() -> None:
     assert steps_s["drop"] == pytest.approx(2 * 10 * 0.01, rel=0.15)
 
 
-def test_a_thousand_generators_are_simulated_in_two_minutes() -> None:
+def test_a_thousand_generators_are_simulated_in_a_minute() -> None:
     workload = Workload(LONG_TAIL, ENGINE, LearnerCost(0.0, 1e-6))
     took_s: list[float] = []
     for _ in range(3):  # what else runs on the machine can only lengthen it
         started_s = time.thread_time()  # threads that other tests have left do not count
         simulate(workload, setup(generators=1024, groups_per_step=512, max_staleness=4, steps=50))
         took_s.append(time.thread_time() - started_s)
-    assert min(took_s) < 120 / 20, "1,000 steps take 20 times as much time"
+    assert min(took_s) < 60 / 20, "1,000 steps take 20 times as much time"
 
 
 @pytest.mark.parametrize(
