@@ -245,8 +245,6 @@ class Group:
     greedy_reward: float | None = None
     """Reward of the prompt's greedy completion, for advantages that use it as their baseline."""
     greedy_tokens: int = 0
-    weight: float = 1.0
-    """Weight of its losses."""
     arrays: list[NDArray[Any]] | None = field(default=None, repr=False, compare=False)
     """tokens, action_mask, behavior_logprobs and versions of all trajectories end to end, and their routing as a flat
     array if they have one, of which theirs are views; None if they lie apart."""

@@ -107,8 +107,6 @@ class Batch:
     """int64 [M], number of action tokens, of all rows."""
     prompt_tokens: Tensor
     """int64 [M], number of tokens of the first row before its first action token."""
-    weights: Tensor | None = None
-    """float32 [M], weights of the losses; None if all are 1."""
     greedy_rewards: Tensor | None = None
     """float64 [M], reward of the greedy completion of each member's prompt; None unless all groups have one."""
     turn: Tensor | None = None
@@ -273,7 +271,6 @@ def make_batch(
     )
     starts = accumulate((int(actions[part].sum()) for parts in planned for part in parts), initial=0)
     firsts, group = [trajectories[row] for row in heads.tolist()], torch.from_numpy(owner[heads])
-    weights = torch.tensor([group.weight for group in groups])
     known = [group.greedy_reward for group in groups if group.greedy_reward is not None]
     turn, turn_rewards = _turns(trajectories, members, packed)
     return Batch(
@@ -282,7 +279,6 @@ def make_batch(
         group=group,
         lengths=torch.from_numpy(np.bincount(members, weights=actions).astype(np.int64)),
         prompt_tokens=torch.tensor([first.num_prompt_tokens for first in firsts], dtype=torch.int64),
-        weights=None if (weights == 1.0).all() else weights[group],
         greedy_rewards=torch.tensor(known, dtype=torch.float64)[group] if len(known) == len(groups) else None,
         turn=turn,
         turn_rewards=turn_rewards,

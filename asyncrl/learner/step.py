@@ -274,8 +274,6 @@ class Estimates:
     returns: Tensor | None
     proximal_logprobs: Tensor | None
     ref_logprobs: Tensor | None
-    weights: Tensor | None = None
-    """Weights of the losses; None if all are 1."""
     lengths: Tensor | None = None
     """Number of action tokens of each token's member; None if all members have one row."""
     bound: Tensor | None = None
@@ -289,7 +287,7 @@ class Estimates:
         def part(column: Tensor | None) -> Tensor | None:
             return None if column is None else column[micro.span].to(device)
 
-        names = ("proximal_logprobs", "ref_logprobs", "weights", "lengths")
+        names = ("proximal_logprobs", "ref_logprobs", "lengths")
         parts = {name: part(getattr(self, name)) for name in names}
         return replace(self, advantages=self.advantages[micro.span].to(device), returns=None, **parts)
 
@@ -324,7 +322,6 @@ def estimate(algorithm: Algorithm, batch: Batch, scores: Scores, ranks: Ranks, *
         returns=None if returns is None else _in_batch(batch, returns).float(),
         proximal_logprobs=scores.proximal_logprobs,
         ref_logprobs=scores.ref_logprobs,
-        weights=None if batch.weights is None else batch.weights[batch.member_of_token],
         lengths=None if batch.order is None else batch.lengths[batch.member_of_token].float(),
         bound=bound,
         kl=mean_kl,
@@ -423,8 +420,6 @@ def token_losses(
     if delta is not None:
         kept = opsm_mask(logprobs, micro.behavior_logprobs, estimates.advantages, micro.seq, delta=delta)
         token_loss, masked = token_loss * kept, masked | (kept == 0)
-    if estimates.weights is not None:
-        token_loss = token_loss * estimates.weights
     aggregate = partial(algorithm.aggregate, seq=micro.seq, lengths=estimates.lengths, **counts)
     loss = policy_loss = aggregate(token_loss)
     kl_loss = torch.zeros_like(policy_loss)
@@ -434,12 +429,10 @@ def token_losses(
         kl = kl_estimate(leaf, estimates.ref_logprobs, estimator=algorithm.kl_estimator or "k3+")
         # The gradient of the estimate is correct only for tokens of the current policy; stale tokens are reweighted.
         weights = algorithm.weights(logprobs - micro.behavior_logprobs, micro.seq)
-        if estimates.weights is not None:
-            weights = weights * estimates.weights
         kl_loss = aggregate(weights * kl)
         loss = policy_loss + settings.kl_loss_coef * kl_loss
     (gradient,) = torch.autograd.grad(loss, leaf)
-    bonus, entropy_gradient = _entropy_bonus(aggregate, settings.entropy_coef, entropies, estimates.weights)
+    bonus, entropy_gradient = _entropy_bonus(aggregate, settings.entropy_coef, entropies)
     inputs = torch.stack([terms.proximal_logprobs, terms.behavior_logprobs, terms.advantages])
     # Losses clamp log ratios, which would hide a non-finite input.
     gradient = gradient.masked_fill(~inputs.isfinite().all(dim=0), torch.nan)
@@ -448,15 +441,14 @@ def token_losses(
 
 
 def _entropy_bonus(
-    aggregate: Callable[[Tensor], Tensor], coef: float, entropies: Tensor, weights: Tensor | None
+    aggregate: Callable[[Tensor], Tensor], coef: float, entropies: Tensor
 ) -> tuple[Tensor | float, Tensor | None]:
     """Returns the bonus that is subtracted from the loss, and the loss's gradient with respect to the entropies [N].
     Entropies are exact for every state, so no importance weights apply; only the states are those of stale tokens."""
     if not coef:
         return 0.0, None
     leaf = entropies.detach().requires_grad_()
-    weighted = leaf if weights is None else leaf * weights
-    bonus = coef * aggregate(weighted)
+    bonus = coef * aggregate(leaf)
     (gradient,) = torch.autograd.grad(bonus, leaf)
     return bonus.detach(), -gradient
 

@@ -24,7 +24,6 @@ MAX_PARTS = 256
 """Maximum number of parts of one trajectory's reward."""
 MAX_REWARD = 1e30
 """Larger rewards do not fit float32, or their squares do not fit float64."""
-MAX_WEIGHT = 1e3
 MAX_TEXT_CHARACTERS = 1 << 16
 MAX_DOCUMENT_CHARACTERS = 1 << 24
 MAX_DURATION_S = 3600.0
@@ -255,8 +254,6 @@ class GroupHeader(Body):
     reward_s: Time
     greedy_reward: Reward | None
     greedy_tokens: Count
-    weight: Annotated[float, Meta(gt=0.0, le=MAX_WEIGHT)]
-    """Weight of its losses. The queue determines it: a generator sends 1."""
     members: Items[Index]
     """The member that a trajectory is a row of, from 0; those of one member are adjacent."""
     lengths: Items[Count]

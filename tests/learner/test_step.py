@@ -332,31 +332,6 @@ def test_the_divergence_in_the_loss_is_weighed_as_stale_tokens_are(
         assert float(gradients[0][token] - gradients[1][token]) == pytest.approx(expected, rel=1e-3, abs=1e-6)
 
 
-def test_groups_weigh_in_every_term_of_the_loss(one_rank: Ranks, tiny_model: Path) -> None:
-    """The gradient at each token is that without weights, times the weight of its group."""
-    config = make_config(tiny_model, algorithm={"kl_loss_coef": 0.3, "entropy_coef": 0.2})
-    algorithm, groups = make_algorithm(config), make_groups(4)
-    batches = [make_batch(groups, tokens_per_microbatch=40, minibatches=2)]
-    assert batches[0].weights is None
-    for group, weight in zip(groups, (0.5, 2.0, 1.0, 3.0), strict=True):
-        group.weight = weight
-    batches.append(make_batch(groups, tokens_per_microbatch=40, minibatches=2))
-    reference = batches[0].behavior_logprobs - 0.1
-    both = [estimate(algorithm, one, Scores(ref_logprobs=reference), one_rank, kl_coef=0.0) for one in batches]
-    by_ticket = {group.ticket: group.weight for group in groups}
-    for micro in batches[0].micro_batches:
-        logprobs = micro.behavior_logprobs + 0.1
-        counts = {"num_tokens": len(logprobs), "num_sequences": len(micro.names)}
-        options: dict[str, Any] = {"counts": counts, "version": 0}
-        parts = [one.of(micro, torch.device("cpu")) for one in both]
-        plain, weighed = [token_losses(algorithm, config, micro, p, logprobs, logprobs, **options) for p in parts]
-        weights = torch.tensor([by_ticket[micro.names[number][0]] for number in micro.seq.tolist()])
-        assert torch.allclose(weighed.gradient, plain.gradient * weights)
-        assert plain.entropy_gradient is not None and weighed.entropy_gradient is not None
-        assert torch.allclose(weighed.entropy_gradient, plain.entropy_gradient * weights)
-        assert plain.gradient.abs().min() > 0
-
-
 def gradient_steps(trainer: Trainer, batch: Batch) -> int:
     calls: list[float] = []
     step = trainer.policy.step
