@@ -18,7 +18,7 @@ from asyncrl.environments.dialogue.dialogue import TextDialogue, check_appendabl
 from asyncrl.environments.dialogue.rendering import DialogueError
 from asyncrl.environments.environment import Message, Schema, Task, ToolCall
 from asyncrl.types import Prompt
-from asyncrl.wire.service_messages import EpisodeStart, GroupPlace, TurnStatus
+from asyncrl.wire.service_messages import EpisodeStart, TurnStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,7 @@ class Limits:
         )
 
 
-def start_of(
-    episode: str, prompt: Prompt, *, seed: int, evaluation: bool, place: GroupPlace | None = None
-) -> EpisodeStart:
+def start_of(episode: str, prompt: Prompt, *, seed: int, evaluation: bool) -> EpisodeStart:
     """The start of an episode about the prompt; `seed` belongs to its task."""
     return EpisodeStart(
         episode=episode,
@@ -61,7 +59,6 @@ def start_of(
         columns=prompt.columns,
         seed=seed,
         evaluation=evaluation,
-        place=place,
     )
 
 

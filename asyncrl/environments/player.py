@@ -229,7 +229,5 @@ class Player:
             unused=[],
             environment_s=self.caller.environment_s,
             error=error,
-            scored_together=False,
-            group_wait_s=0.0,
             messages=to_json(self.messages) if self.keeps_messages and self.words.is_chat else b"",
         )

@@ -25,7 +25,7 @@ from asyncrl.util.processes import HelperContext
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.frames import pack_lists, unpack_lists
 from asyncrl.wire.rpc import Connection
-from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, GroupPlace, Said, Turns, TurnStatus, Wishes
+from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, Said, Turns, TurnStatus, Wishes
 from asyncrl.wire.sockets import socket_folder
 
 log = structlog.get_logger()
@@ -137,15 +137,13 @@ class EnvironmentPool:
         """Episodes in progress."""
         return len(self._owner)
 
-    def start(
-        self, episode: str, prompt: Prompt, *, seed: int, evaluation: bool, place: GroupPlace | None = None
-    ) -> None:
+    def start(self, episode: str, prompt: Prompt, *, seed: int, evaluation: bool, group: str | None = None) -> None:
         """Starts an episode, in the host of its group's other members, or in that with the fewest episodes. `seed` is
         the seed of its task."""
-        group = episode if place is None else place.group
+        group = episode if group is None else group
         host = min(self._hosts, key=lambda one: (group not in one.groups, len(one.live)))
         self._owner[episode] = host
-        start = start_of(episode, prompt, seed=seed, evaluation=evaluation, place=place)
+        start = start_of(episode, prompt, seed=seed, evaluation=evaluation)
         host.add(start, np.asarray(prompt.tokens, dtype=np.int32), group)
 
     def said(
@@ -261,6 +259,4 @@ def _end(host: _Host) -> None:
 
 def _lost(episode: str, problem: str) -> EpisodeEnded:
     error = f"its environment host was replaced: {problem}"
-    return EpisodeEnded(
-        episode, "failed", "host", 0.0, {}, [], [], 0.0, error, scored_together=False, group_wait_s=0.0, messages=b""
-    )
+    return EpisodeEnded(episode, "failed", "host", 0.0, {}, [], [], 0.0, error, messages=b"")

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import structlog
-from msgspec import structs
 
 from asyncrl.config.config import Config
 from asyncrl.errors import InvariantError
 from asyncrl.generator.engine import Completion, Engine
 from asyncrl.generator.groups import GroupInProgress
 from asyncrl.types import NO_VERSION, EpisodeOutcome, Status
-from asyncrl.wire.service_messages import EpisodeEnded, GroupPlace
+from asyncrl.wire.service_messages import EpisodeEnded
 
 if TYPE_CHECKING:
     from asyncrl.environments.pool import EnvironmentPool, NextTurn
@@ -121,11 +120,11 @@ class _Episode:
         if self.waits:
             self.waits_since_s = time.monotonic()
 
-    def answered(self, *, group_wait_s: float = 0.0) -> None:
-        """Notes its answer, for which it has waited a part of the time for the other members of its group."""
+    def answered(self) -> None:
+        """Notes its answer."""
         if not self.waits:
             return
-        waited_s = max(0.0, time.monotonic() - self.waits_since_s - group_wait_s)
+        waited_s = time.monotonic() - self.waits_since_s
         if not self.has_sampled:
             self.reset_s += waited_s
             return
@@ -221,16 +220,13 @@ class Episodes:
             if wish.episode not in self._live:
                 continue
             one = self._live[wish.episode]
+            one.answered()
             if isinstance(wish, tuple):
-                one.answered()
                 arrived += not one.num_turns
                 self._add(one, wish)
                 continue
-            one.answered(group_wait_s=wish.group_wait_s)
             if not self._tried_again(one, wish):
                 ended.append(self._end(one, wish))
-                if wish.status == "failed" and one.group.scored_together:
-                    ended += self._end_others(one, wish)
         if arrived or not idle:
             self._arrivals += (arrived - self._arrivals) / MEAN_POLLS
         return ended
@@ -254,8 +250,8 @@ class Episodes:
     def _play(self, key: str) -> None:
         one = self._live[key]
         group, lease = one.group, one.group.lease
-        seed, place = group.task_seed(self._config.seed), GroupPlace(group.name, one.index, group.size)
-        self._pool.start(key, lease.prompt, seed=seed, evaluation=lease.evaluation, place=place)
+        seed = group.task_seed(self._config.seed)
+        self._pool.start(key, lease.prompt, seed=seed, evaluation=lease.evaluation, group=group.name)
         one.asked()
 
     def _add(self, one: _Episode, wish: NextTurn) -> None:
@@ -309,8 +305,8 @@ class Episodes:
 
     def _tried_again(self, one: _Episode, ended: EpisodeEnded) -> bool:
         """Starts the episode again if it failed and may be tried again. Returns True if it did."""
-        if ended.status != "failed" or ended.ended == "overlong" or one.group.scored_together:
-            return False  # once one of a group has its score, the others cannot be compared with it again
+        if ended.status != "failed" or ended.ended == "overlong":
+            return False
         pause_s = 0.0
         if ended.ended == "host" and one.host_losses < MAX_HOST_LOSSES:
             one.host_losses += 1
@@ -341,14 +337,6 @@ class Episodes:
         group.ends[index], group.turns[index] = ended, [turns[number] for number in sorted(turns)]
         group.outcomes[index] = [_outcome(one, ended, branch, is_first=branch is branches[0]) for branch in branches]
         return [branch.to_completion(key, ended.status, len(prompt)) for branch in branches]
-
-    def _end_others(self, failed: _Episode, end: EpisodeEnded) -> list[list[Completion]]:
-        """Ends the other members of a group, which would be scored together with the one that has failed."""
-        others = [key for key, one in self._live.items() if one.group is failed.group]
-        self._pool.drop(others)
-        error = f"member {failed.index} of its group failed, with which it is scored: {end.error}"
-        blank = structs.replace(end, error=error, unused=[], environment_s=0.0)
-        return [self._end(self._live[key], structs.replace(blank, episode=key)) for key in others]
 
 
 def _outcome(one: _Episode, ended: EpisodeEnded, branch: Branch, *, is_first: bool) -> EpisodeOutcome:

@@ -110,11 +110,6 @@ class GroupInProgress:
         return sum(row.num_action_tokens for row in rows) + sum(one.lost_tokens for one in outcomes)
 
     @property
-    def scored_together(self) -> bool:
-        """True if a member has ended that was to be scored together with the others."""
-        return any(end.scored_together for end in self.ends.values())
-
-    @property
     def complete(self) -> bool:
         """True if all members have ended."""
         return len(self.completions) == self.size

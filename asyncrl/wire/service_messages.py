@@ -156,15 +156,6 @@ EpisodeStatus = Literal["completed", "truncated", "failed"]
 Parts = Annotated[dict[Name, float], Meta(max_length=MAX_PARTS)]
 
 
-class GroupPlace(Body):
-    """Part of `EpisodeStart`: the place of an episode in its group."""
-
-    group: Name
-    member: Index
-    size: Annotated[int, Meta(ge=1)]
-    """Members of the group."""
-
-
 class EpisodeStart(Body):
     """Part of `Turns`: an episode that starts. Its prompt's tokens are a list of the message."""
 
@@ -177,8 +168,6 @@ class EpisodeStart(Body):
     columns: dict[str, Any]
     seed: Number
     evaluation: bool
-    place: GroupPlace | None
-    """None for an episode that is played alone."""
 
 
 class Said(Body):
@@ -234,10 +223,6 @@ class EpisodeEnded(Body):
     """Time in the environment's methods."""
     error: Text
     """Why it failed; empty otherwise."""
-    scored_together: bool
-    """The members of its group are scored together: without it the others have no reward."""
-    group_wait_s: Time
-    """Time in which it waited for the others, to be scored with them."""
     messages: bytes
     """The messages under a chat template from the policy's first turn to its last one, as JSON: for reward functions,
     and empty if there are none."""

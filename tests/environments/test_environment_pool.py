@@ -19,7 +19,7 @@ from asyncrl.environments.pool import EnvironmentPool, NextTurn
 from asyncrl.errors import RunError
 from asyncrl.types import Prompt
 from asyncrl.wire.endpoints import Endpoints
-from asyncrl.wire.service_messages import EpisodeEnded, GroupPlace
+from asyncrl.wire.service_messages import EpisodeEnded
 from tests.helpers.reward_pool import save_tokenizer, tokens
 
 EXTRA = "?<>.[]*"
@@ -102,8 +102,7 @@ def test_the_members_of_a_group_are_played_by_one_host(make: Make) -> None:
     pool = make(hosts=2)
 
     def start(group: int, member: int) -> None:
-        place = GroupPlace(str(group), member, 3)
-        pool.start(f"{group}.{member}", prompt("07"), seed=0, evaluation=False, place=place)
+        pool.start(f"{group}.{member}", prompt("07"), seed=0, evaluation=False, group=str(group))
 
     for group in range(4):
         for member in range(3):

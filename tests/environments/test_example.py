@@ -34,7 +34,7 @@ def test_the_example_with_tools(tmp_path: Path) -> None:
     named = load_environment(f"{tmp_path / 'shop.py'}:Shop", {})
     assert isinstance(named, Named)
     player = Player(
-        start=EpisodeStart("0.0.0", 0, "1.5", "shop", prices, chat, {}, 0, False, None),
+        start=EpisodeStart("0.0.0", 0, "1.5", "shop", prices, chat, {}, 0, False),
         prompt=dialogue.chat.begin(chat, []),
         named=named,
         dialogue=dialogue,

@@ -69,7 +69,7 @@ def play(
     policy = Policy(iter(said), dialogue, truncated=truncated)
     threads = ThreadPoolExecutor(4)
     player = Player(
-        start=EpisodeStart("0.0.0", 7, truth, "test", {}, None, {}, 5, False, None),
+        start=EpisodeStart("0.0.0", 7, truth, "test", {}, None, {}, 5, False),
         prompt=tokens("12+07=")[:-1] if prompt is None else prompt,
         named=Named(kind, dict(options)),
         dialogue=dialogue,

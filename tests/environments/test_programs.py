@@ -28,7 +28,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, SayNext
 from tests.helpers.dialogues import CharacterDialogue, turn
 
-START = EpisodeStart("0.0.0", 7, "42", "test", {}, None, {}, 5, False, None)
+START = EpisodeStart("0.0.0", 7, "42", "test", {}, None, {}, 5, False)
 PROMPT = list(map(ord, "hello"))
 PROGRAM = '''
 import json, os, sys, time, urllib.error, urllib.request
@@ -121,7 +121,7 @@ def play(name: str, *, python: str | None = None, times: int = 1, timeout_s: flo
         limits = Limits(400, 50, 5, timeout_s, timeout_s)
         players = [
             ProgramPlayer(
-                EpisodeStart(f"0.0.{n}", 7, "42", "test", {}, None, {}, 5, False, None),
+                EpisodeStart(f"0.0.{n}", 7, "42", "test", {}, None, {}, 5, False),
                 PROMPT, agent, dialogue, limits, gateway, say,
             )
             for n in range(times)

@@ -118,7 +118,7 @@ def play(
     policy = Policy(dialogue.chat, texts, dialogue.chat.begin(chat, []))
     threads = ThreadPoolExecutor(1)
     player = Player(
-        start=EpisodeStart("0.0.0", 7, "408", "test", {}, list(chat), {}, 5, False, None),
+        start=EpisodeStart("0.0.0", 7, "408", "test", {}, list(chat), {}, 5, False),
         prompt=policy.prompt,
         named=Named(Desk, options),
         dialogue=dialogue,

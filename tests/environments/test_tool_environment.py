@@ -76,7 +76,7 @@ def play(
     policy = Policy(dialogue, list(said), prompt, cut)
     threads = ThreadPoolExecutor(4)
     player = Player(
-        start=EpisodeStart("0.0.0", 7, "408", "test", extra or {}, chat, {}, 5, False, None),
+        start=EpisodeStart("0.0.0", 7, "408", "test", extra or {}, chat, {}, 5, False),
         prompt=prompt,
         named=Named(kind, {}),
         dialogue=dialogue,
@@ -329,7 +329,7 @@ def test_schemas_are_those_of_transformers() -> None:
 
 
 def test_tools_need_a_prompt_with_messages(dialogue: Dialogue) -> None:
-    start = EpisodeStart("0.0.0", 7, "408", "test", {}, None, {}, 5, False, None)
+    start = EpisodeStart("0.0.0", 7, "408", "test", {}, None, {}, 5, False)
     player = Player(
         start=start,
         prompt=np.arange(5).tolist(),

@@ -50,7 +50,6 @@ from asyncrl.wire.service_messages import (
     EpisodeEnded,
     EpisodeStart,
     Error,
-    GroupPlace,
     Leave,
     Ok,
     Restore,
@@ -71,18 +70,14 @@ from asyncrl.wire.service_messages import (
 from tests.helpers.replay import PROMPT_TOKENS, make_group
 
 TURNS = Turns(
-    started=[
-        EpisodeStart("0.0.0", 7, "42", "test", {"level": 1}, None, {"answer": "42"}, 5, False, GroupPlace("0.0", 0, 2))
-    ],
+    started=[EpisodeStart("0.0.0", 7, "42", "test", {"level": 1}, None, {"answer": "42"}, 5, False)],
     said=[Said("0.0.1", 0, "completed")],
     dropped=["0.0.2"],
 )
 WISHES = Wishes(
     says=[SayNext("0.0.0", 1, 0, 12, 8, ["."])],
     ended=[
-        EpisodeEnded(
-            "0.0.1", "failed", "timeout", 0.0, {"calls": 1.0}, [0.5], [0], 0.25, "it took too long", True, 0.5, b"[]"
-        )
+        EpisodeEnded("0.0.1", "failed", "timeout", 0.0, {"calls": 1.0}, [0.5], [0], 0.25, "it took too long", b"[]")
     ],
     stuck=1,
 )

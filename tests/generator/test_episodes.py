@@ -27,7 +27,7 @@ from asyncrl.generator.loop import GeneratorLoop
 from asyncrl.replay.codec import pack_group
 from asyncrl.replay.live_group import refund_reason
 from asyncrl.types import Group, Prompt
-from asyncrl.wire.service_messages import EpisodeEnded, GroupPlace
+from asyncrl.wire.service_messages import EpisodeEnded
 
 MakeEngine = Callable[..., Engine]
 OBSERVATION = [9, 10, 11]
@@ -57,7 +57,7 @@ class FakePool:
     """Polls before a wish comes."""
     said_tokens: list[tuple[str, list[int], str]] = field(default_factory=list)
 
-    def start(self, episode: str, prompt: Prompt, *, seed: int, evaluation: bool, place: GroupPlace) -> None:
+    def start(self, episode: str, prompt: Prompt, *, seed: int, evaluation: bool, group: str) -> None:
         self.tries[episode] = self.tries.get(episode, -1) + 1
         self.started_s.setdefault(episode, []).append(time.monotonic())
         self.turns[episode], self.seeds[episode], self.lengths[episode] = 0, seed, len(prompt.tokens)
@@ -73,9 +73,7 @@ class FakePool:
         turns = self.turns[episode]
         end = self.fails(episode, self.tries[episode], turns)
         if end is None and turns == TURNS:
-            end = EpisodeEnded(
-                episode, "completed", "done", 1.5, {"a": 1.0}, [0.5] * TURNS, [], 0.25, "", False, 0.0, b""
-            )
+            end = EpisodeEnded(episode, "completed", "done", 1.5, {"a": 1.0}, [0.5] * TURNS, [], 0.25, "", b"")
         wish = end or NextTurn(episode, np.array(observation, dtype=np.int32), 6, self.lengths[episode])
         self.lengths[episode] += len(observation)
         self.wishes.append((self.delay, wish))
@@ -95,8 +93,8 @@ class FakePool:
     def close(self) -> None: ...
 
 
-def failed(episode: str, ended: Any = "environment", *, scored_together: bool = False) -> EpisodeEnded:
-    return EpisodeEnded(episode, "failed", ended, 0.0, {}, [], [], 0.1, f"it was {ended}", scored_together, 0.0, b"")
+def failed(episode: str, ended: Any = "environment") -> EpisodeEnded:
+    return EpisodeEnded(episode, "failed", ended, 0.0, {}, [], [], 0.1, f"it was {ended}", b"")
 
 
 @dataclass
@@ -257,51 +255,14 @@ def test_an_episode_that_fails_again_refunds_its_group(
     assert refund_reason(loop.config, header, group_relative=True) == reason
 
 
-def test_a_group_that_is_scored_together_ends_with_the_member_that_fails(
-    model_path: str, make_engine: MakeEngine, policies: list[Qwen2ForCausalLM]
-) -> None:
-    def fails(episode: str, tries: int, turns: int) -> EpisodeEnded | None:
-        return failed(episode, "timeout", scored_together=True) if episode == "0.0.0" and turns == 1 else None
-
-    pool = FakePool(fails)
-    loop, client, _ = episode_loop(model_path, make_engine(), pool, policies, groups=2, environment__retries=0)
-    finish(loop, client, 2)
-    group = next(one for one in client.groups if not one.ticket)
-    assert set(pool.tries.values()) == {0} and pool.dropped == ["0.0.1"], "the other is in the middle of its episode"
-    reason = "member 0 of its group failed, with which it is scored: it was timeout"
-    assert [one.error for one in group.trajectories] == ["it was timeout", reason]
-    assert {one.status for one in group.trajectories} == {"failed"} and loop.engine.num_running == 0
-    assert [one.ended for one in (row.episode for row in group.trajectories) if one] == ["timeout"] * 2
-    header, _ = pack_group(group)
-    assert refund_reason(loop.config, header, group_relative=True) == "timeout"
-
-
-def test_a_member_is_not_tried_again_when_another_has_its_score(
-    model_path: str, make_engine: MakeEngine, policies: list[Qwen2ForCausalLM]
-) -> None:
-    def ends(episode: str, tries: int, turns: int) -> EpisodeEnded | None:
-        if turns < (1 if episode == "0.0.0" else 2):
-            return None
-        if episode == "0.0.0":
-            return EpisodeEnded(episode, "completed", "done", 1.5, {}, [], [], 0.25, "", True, 0.0, b"")
-        return failed(episode, "host")
-
-    pool = FakePool(ends)
-    loop, client, _ = episode_loop(model_path, make_engine(), pool, policies, groups=1)
-    finish(loop, client, 1)
-    assert pool.tries == {"0.0.0": 0, "0.0.1": 0}
-    header, _ = pack_group(client.groups[0])
-    assert refund_reason(loop.config, header, group_relative=True) == "environment"
-
-
 def test_slots_are_free_while_episodes_wait_for_their_environment(
     model_path: str, make_engine: MakeEngine, policies: list[Qwen2ForCausalLM]
 ) -> None:
     for limit, live in ((None, 20), (6, 6)):
         pool = FakePool(delay=10**6)
-        pool.start = lambda episode, prompt, seed, evaluation, place, pool=pool: (
+        pool.start = lambda episode, prompt, seed, evaluation, group, pool=pool: (
             FakePool.start(  # type: ignore[method-assign]
-                pool, episode, prompt, seed=seed, evaluation=evaluation, place=place
+                pool, episode, prompt, seed=seed, evaluation=evaluation, group=group
             )
             or pool.wishes.append((0, pool.wishes.pop()[1]))
         )
@@ -403,16 +364,6 @@ def test_the_time_that_episodes_wait_for_their_environment_is_counted(
     assert {stats.live_episodes for _, _, stats in client.asks} >= {0, 2}
 
 
-def test_the_wait_for_the_others_of_a_group_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([10.0, 15.0])
-    monkeypatch.setattr(episodes, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    branch: Any = SimpleNamespace(in_engine=False, turns=["x"])
-    one = episodes._Episode(SimpleNamespace(), 0, {0: branch})  # type: ignore[arg-type]
-    one.asked()
-    one.answered(group_wait_s=4.95)
-    assert one.wait_s == pytest.approx(0.05) and one.slow_turns == 0
-
-
 @pytest.mark.parametrize("ahead", [False, True], ids=["", "async scheduling"])
 @pytest.mark.parametrize(("environment", "first"), [("guess", "old"), (None, "young")])
 def test_the_turn_of_the_oldest_group_takes_the_first_free_place(
@@ -484,7 +435,7 @@ def test_a_rewritten_conversation_is_a_row_of_its_own_and_what_nobody_read_is_lo
     """Turn 0 in branch 0; turn 1 behind a rewritten prompt; turn 2 behind the first, in two branches; turn 3 unread."""
 
     class Rewriting(FakePool):
-        def start(self, episode: str, prompt: Prompt, *, seed: int, evaluation: bool, place: GroupPlace) -> None:
+        def start(self, episode: str, prompt: Prompt, *, seed: int, evaluation: bool, group: str) -> None:
             self.lengths[episode] = self.turns[episode] = 0
             self._ask(episode, [], len(prompt.tokens), 0, 0)
 
@@ -502,9 +453,7 @@ def test_a_rewritten_conversation_is_a_row_of_its_own_and_what_nobody_read_is_lo
                     self._ask(episode, [7], first, 2, 0)
                 case 4:
                     rewards, unused = [1.0, 2.0, 3.0, 4.0], [3]
-                    end = EpisodeEnded(
-                        episode, "completed", "done", 1.5, {}, rewards, unused, 0.25, "", False, 0.0, b""
-                    )
+                    end = EpisodeEnded(episode, "completed", "done", 1.5, {}, rewards, unused, 0.25, "", b"")
                     self.wishes.append((0, end))
 
     engine, pool, rewards = Recording(make_engine()), Rewriting(), FakeRewards()

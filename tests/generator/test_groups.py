@@ -135,9 +135,7 @@ def played(error: str = "") -> GroupInProgress:
     outcome = EpisodeOutcome("done", [1.0, 2.0], 0, environment_s=1.0, tries=0, lost_tokens=0)
     one.outcomes = {index: [outcome] for index in range(2)}
     for index, problem in enumerate(("", error)):
-        one.ends[index] = EpisodeEnded(
-            str(index), "completed", "done", 3.0, {}, [1.0, 2.0], [], 0.0, problem, False, 0.0, b""
-        )
+        one.ends[index] = EpisodeEnded(str(index), "completed", "done", 3.0, {}, [1.0, 2.0], [], 0.0, problem, b"")
     return one
 
 

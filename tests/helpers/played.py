@@ -34,7 +34,7 @@ class Played:
         prompt = dialogue.encode("Go.") if chat is None else dialogue.chat.begin(chat, [])
         threads = ThreadPoolExecutor(4)
         player = Player(
-            start=EpisodeStart("0.0.0", 7, given["truth"], "test", extra, chat, columns, 5, False, None),
+            start=EpisodeStart("0.0.0", 7, given["truth"], "test", extra, chat, columns, 5, False),
             prompt=prompt,
             named=named,
             dialogue=dialogue,

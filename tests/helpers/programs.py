@@ -95,5 +95,5 @@ def _start(number: int, task: Task) -> EpisodeStart:
     chat = task.prompt if isinstance(task.prompt, list) else [{"role": "user", "content": task.prompt}]
     extra_info, columns = dict(task.extra_info), dict(task.columns)
     return EpisodeStart(
-        str(number), task.row, task.ground_truth, task.data_source, extra_info, chat, columns, task.seed, False, None
+        str(number), task.row, task.ground_truth, task.data_source, extra_info, chat, columns, task.seed, False
     )

@@ -93,8 +93,6 @@ class ProgramPlayer:
             unused=unused,
             environment_s=max(0.0, time.monotonic() - began_s - self.session.sampling_s),
             error=error,
-            scored_together=False,
-            group_wait_s=0.0,
             messages=to_json(self.session.messages) if self.keeps_messages else b"",
         )
 
