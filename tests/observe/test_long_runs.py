@@ -63,8 +63,7 @@ def test_a_restart_after_100_000_steps(tmp_path: Path) -> None:
     code = "trackers = make_trackers(small_config(), run_dir); trackers.log(100_001, {}); trackers.close()"
     mib, seconds = measure(long, imports, code)
     other_mib, other_seconds = measure(empty, imports, code)
-    # The learner takes the file over by a copy: 400 MB, at the rate of a busy disk.
-    assert mib - other_mib < 50 and seconds - other_seconds < 5
+    assert mib - other_mib < 50 and seconds - other_seconds < 1
 
 
 @pytest.mark.parametrize("what", ["report", "board"])
