@@ -6,20 +6,13 @@ import json
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.frame import CannotRun
-
 DATA, MODEL, COLD_MODEL = Path("demo/arithmetic.parquet"), Path("demo/model"), Path("demo/bench-model")
 STOP_S = 60.0
-START_S = 240.0
-"""Deadline for the first step."""
-MOST_STEPS = 100_000
-"""Steps of a run that is ended by its time."""
 OVERRIDES: list[str] = []
 """Overrides of every launch in addition to its own: those of `--set`."""
 
@@ -59,22 +52,6 @@ def launched(run: str, overrides: list[str], *, config: str = "demo") -> Iterato
                 process.wait(STOP_S)
             except subprocess.TimeoutExpired:
                 process.kill()
-
-
-def train_for(run: str, seconds: float, overrides: list[str]) -> None:
-    """Runs a launch until this time after its first generation. The learning rate is constant after its warm-up, so
-    that no run is further on a schedule than another."""
-    with launched(run, ["learner.lr_schedule=constant", f"steps={MOST_STEPS}", *overrides]) as process:
-        began_s, file = time.monotonic(), Path("runs") / run / "metrics.jsonl"
-        while not (file.exists() and file.stat().st_size):
-            if process.poll() is not None or time.monotonic() - began_s > START_S:
-                raise CannotRun(f"asyncrl launch had no step; see runs/{run}/logs")
-            time.sleep(0.1)
-        try:
-            code = process.wait(max(seconds - rows_of(run)[0]["time/elapsed_s"], 0.0))
-        except subprocess.TimeoutExpired:
-            return
-    raise CannotRun(f"asyncrl launch ended early with code {code}; see runs/{run}/logs")
 
 
 def rows_of(run: str) -> list[dict[str, Any]]:

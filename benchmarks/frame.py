@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -50,9 +50,6 @@ class Limit:
     """True if the figure is a ratio to an upper bound: above BOUND_MARGIN the bound was measured incorrectly."""
     never_above: float | None = None
     """Value that no round may exceed: above it the bound was measured incorrectly, and the row fails."""
-    least_of: str = ""
-    """A figure of the same row, the least round of which replaces `value`: what is reached without a difference that
-    exceeds the spread of that figure."""
     cores: int = 1
     """Cores that the figure needs. It is not measured on a machine with fewer."""
 
@@ -131,12 +128,6 @@ class Result:
             return values[0], values[0]
         first, _, third = statistics.quantiles(values, n=4, method="inclusive")
         return first, third
-
-    def limit(self, figure: str, limit: Limit) -> Limit:
-        """Returns the limit with the value that it has in these rounds."""
-        if not limit.least_of or limit.least_of not in self.figures:
-            return limit
-        return replace(limit, value=min(self.values(limit.least_of)))
 
     def exceeded(self, limits: dict[str, Limit]) -> str:
         """Returns which figure of a round exceeds what it can be; empty if none does."""

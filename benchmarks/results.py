@@ -77,7 +77,7 @@ def print_table(results: Results, rows: dict[str, Row], console: Console) -> Non
     for name, row in rows.items():
         result = results.rows[name]
         for figure in [*row.limits, *(other for other in result.figures if other not in row.limits)]:
-            limit = result.limit(figure, row.limits[figure]) if figure in row.limits else None
+            limit = row.limits.get(figure)
             verdict = "left out" if results.leaves_out(result.row, figure) else _verdict(result, figure, limit)
             table.add_row(name, figure, *_cells(result, figure), str(limit or ""), verdict)
             name = ""
@@ -102,7 +102,6 @@ def markdown(results: Results, rows: dict[str, Row]) -> list[str]:
         for figure, limit in row.limits.items():
             if (median := result.medians.get(figure)) is None:
                 continue
-            limit = result.limit(figure, limit)
             shown = f"{median:.4g}" if number(median) == number(limit.value) else number(median)
             _, least, largest, middle = _cells(result, figure)
             rounds, commit = str(len(result.values(figure))), result.origin.commit

@@ -189,14 +189,6 @@ def test_a_row_with_a_round_above_what_can_be_fails() -> None:
     assert "its bound is not valid" in failed.reason
 
 
-def test_a_limit_may_be_the_spread_of_another_figure() -> None:
-    row = row_of(new=Limit(0.0, least_of="old"))
-    spread = [{"old": old, "new": 0.88} for old in (0.92, 0.87, 0.9)]
-    text, _ = shown(results(*spread), row=row)
-    assert ">= 0.87" in text and "reached" in text
-    assert "short" in shown(results(*({**one, "new": 0.86} for one in spread)), row=row)[0]
-
-
 def test_a_figure_that_needs_more_cores_says_so_and_is_not_worse() -> None:
     row = row_of(ratio=Limit(0.9), wide=Limit(0.9, cores=3))
     many = results({"ratio": 0.95, "wide": 0.95}, origin=Origin("def5678", "2026-02-01", {"cores": 4}))
