@@ -40,7 +40,7 @@ def with_signal(trace: Any) -> int:
 
 def launch(seed: int, *, quick: bool) -> Round:
     """Runs the demo and returns what became of its tokens."""
-    from asyncrl.plan.measured import read_trace
+    from asyncrl.observe.trace import read_trace
 
     steps = [f"steps={QUICK_STEPS}"] if quick else []
     with launched(RUN, [f"seed={seed}", *steps]) as process:
