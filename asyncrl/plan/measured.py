@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import struct
 from collections import deque
@@ -19,13 +18,13 @@ from asyncrl.config.config import Config
 from asyncrl.config.load import load_config
 from asyncrl.errors import DataError
 from asyncrl.observe.collapse import read_rollbacks, rollback_line
-from asyncrl.observe.curves import read_metrics
+from asyncrl.observe.curves import decode_row, read_metrics
 from asyncrl.observe.metrics import COSTS
 from asyncrl.observe.stats import bare_fraction
 from asyncrl.observe.trace import END_OF_STREAM, SCHEMA, last_of_each, trace_parts, whole_bytes
 from asyncrl.plan.workload import TURNS, EngineCost, Episodes, LearnerCost, Lengths, Setup, SyncCost, Workload, slowdown
 from asyncrl.types import goodput_of
-from asyncrl.util.files import read_json
+from asyncrl.util.files import read_json, read_last_lines
 from asyncrl.util.processes import GENERATOR_PHASES
 
 REFUNDED = ("failed", "truncated", "environment", "timeout", "overlong")
@@ -420,13 +419,7 @@ class TraceTail:
 
 def read_metrics_tail(path: Path) -> list[dict[str, float]]:
     """Returns the rows in the last METRICS_BYTES of a `metrics.jsonl`, without an incomplete last line."""
-    if not path.is_file():
-        return []
-    with path.open("rb") as file:
-        begin = max(0, os.fstat(file.fileno()).st_size - METRICS_BYTES)
-        file.seek(begin)
-        lines = file.read().split(b"\n")
-    return [json.loads(line) for line in lines[1 if begin else 0 : -1] if line]
+    return [decode_row(line) for line in read_last_lines(path, METRICS_BYTES)]
 
 
 def _message_bytes(file: BinaryIO, begin: int) -> int:
