@@ -175,14 +175,14 @@ def test_without_a_simulation_the_idle_times_name_environments() -> None:
 
 
 def test_options_describe_episodes() -> None:
-    numbers = {"mean_tokens": 18.0, "engine_base_ms": 2.0, "engine_sequence_us": 250.0, "learner_token_us": 0.001}
+    numbers = ["mean_tokens=18", "engine_base_ms=2", "engine_sequence_us=250", "learner_token_us=0.001"]
     console = Console(record=True, width=120)
-    waits = {"episode_turns": 3.0, "turn_wait_s": 1.0, "turn_wait_share": 0.3}
-    found = show_simulation(console, None, numbers | waits, {"steps": 10, "max_episodes": 256})
+    waits = ["episode_turns=3", "turn_wait_s=1", "turn_wait_share=0.3"]
+    found = show_simulation(console, None, numbers + waits, {"steps": 10, "max_episodes": 256})
     assert found.environments > 0.0
     text = console.export_text()
     assert "generators in environments" in text and "max_episodes 256" in text
-    with pytest.raises(ConfigError, match="--episode-turns: is missing or 1"):
-        show_simulation(console, None, numbers | {"turn_wait_s": 1.0}, {"steps": 10})
-    with pytest.raises(ConfigError, match="--turn-wait-share 2: must be at least 0, at most 1"):
-        show_simulation(console, None, numbers | waits | {"turn_wait_share": 2.0}, {"steps": 10})
+    with pytest.raises(ConfigError, match="episode_turns: is missing or 1"):
+        show_simulation(console, None, [*numbers, "turn_wait_s=1"], {"steps": 10})
+    with pytest.raises(ConfigError, match=r"Expected `float` <= 1.0 - at `\$.turn_wait_share`"):
+        show_simulation(console, None, [*numbers, *waits, "turn_wait_share=2"], {"steps": 10})
