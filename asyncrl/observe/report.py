@@ -20,7 +20,7 @@ from asyncrl.observe.sample_search import page_samples
 from asyncrl.observe.trace import read_trace
 from asyncrl.observe.trackers import METRICS_FILE, tracker_summary
 from asyncrl.plan.measured import MAX_GROUPS, read_metrics_tail
-from asyncrl.plan.verdict import after_collapse, guess
+from asyncrl.plan.verdict import Idle, after_collapse, guess
 from asyncrl.replay.client import LauncherClient
 from asyncrl.util.files import check_writable, read_json
 from asyncrl.util.text import describe, redact
@@ -71,13 +71,7 @@ class RunSummary:
             self.close()
             return self._told | {UNANSWERED: f"the replay queue does not tell its state: {error}"}
         if told["steps"]:
-            idle = told["idle"]
-            verdict = guess(
-                generator_idle=idle["generator"],
-                learner_idle=idle["learner"],
-                max_staleness=told["staleness"]["limit"],
-                environments=idle["environments"],
-            )
+            verdict = guess(Idle(**told["idle"]), max_staleness=told["staleness"]["limit"])
             told["bottleneck"] = after_collapse(verdict, told.get("collapse", {})).sentence
         self._told = told
         return told
