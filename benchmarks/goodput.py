@@ -38,7 +38,7 @@ def with_signal(trace: Any) -> int:
 
 
 def measure(_: bool) -> Iterator[Round]:
-    from asyncrl.plan.measured import read_trace
+    from asyncrl.observe.trace import read_trace
 
     prepare()
     with ExitStack() as stack:

@@ -43,7 +43,6 @@ from asyncrl.observe.sample_search import conversations, page_samples, run_decod
 from asyncrl.observe.samples import FOLDER as SAMPLES
 from asyncrl.observe.samples import Samples, evaluated_versions, read_evaluated
 from asyncrl.observe.trackers import METRICS_FILE
-from asyncrl.plan.measured import MAX_GROUPS, TraceTail
 from asyncrl.types import goodput_of
 from asyncrl.util.files import read_json
 from asyncrl.util.text import redact
@@ -346,8 +345,7 @@ class WatchedRun:
         self._looked_s = 0.0
         self._summary = RunSummary(run_dir)
         self._curves = curves_of(run_dir)
-        tail = TraceTail(run_dir, rows=MAX_GROUPS)
-        self._trace = Paced[pa.Table | None](lambda: trace_of(run_dir, tail))
+        self._trace = Paced[pa.Table | None](lambda: trace_of(run_dir))
         self._samples = Paced[PageSamples | None](lambda: page_samples(run_dir))
         self._shown_summary: dict[str, Any] | None = None
         self._sections: dict[str, tuple[int, Any]] = {}

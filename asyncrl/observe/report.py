@@ -17,8 +17,9 @@ from asyncrl.observe.console import show_end
 from asyncrl.observe.document import RUNNING, UNANSWERED, UNFINISHED, run_document
 from asyncrl.observe.page import write_report
 from asyncrl.observe.sample_search import page_samples
+from asyncrl.observe.trace import read_trace
 from asyncrl.observe.trackers import METRICS_FILE, tracker_summary
-from asyncrl.plan.measured import MAX_GROUPS, TraceTail, read_metrics_tail
+from asyncrl.plan.measured import MAX_GROUPS, read_metrics_tail
 from asyncrl.plan.verdict import after_collapse, guess
 from asyncrl.replay.client import LauncherClient
 from asyncrl.util.files import check_writable, read_json
@@ -97,11 +98,10 @@ def document_of(run_dir: Path) -> dict[str, Any]:
         summary.close()
 
 
-def trace_of(run_dir: Path, tail: TraceTail | None = None) -> pa.Table | None:
-    """The newest part of the run's trace, which a `tail` that has read it before reads faster; None when it cannot be
-    read."""
+def trace_of(run_dir: Path) -> pa.Table | None:
+    """The newest part of the run's trace; None when it cannot be read."""
     try:
-        return (tail or TraceTail(run_dir, rows=MAX_GROUPS)).read()
+        return read_trace(run_dir, newest=MAX_GROUPS)
     except DataError as error:
         log.warning("there is no timeline", error=str(error))
         return None
