@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -33,7 +34,7 @@ from asyncrl.config.load import load_config
 from asyncrl.data.rows import Split
 from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.launch.run_dir import is_running
-from asyncrl.observe.curves import Curves, Row, decode_row, spread
+from asyncrl.observe.curves import Row, decode_row, spread
 from asyncrl.observe.document import RUNNING, SAMPLE_FIELDS, UNFINISHED, PageSamples, curves_of, run_document
 from asyncrl.observe.page import SCRIPTS, STYLES, render_page, web_file
 from asyncrl.observe.report import RunSummary, read_summary, trace_of
@@ -42,7 +43,6 @@ from asyncrl.observe.samples import FOLDER as SAMPLES
 from asyncrl.observe.samples import Samples, evaluated_versions, read_evaluated
 from asyncrl.observe.trackers import METRICS_FILE
 from asyncrl.types import goodput_of
-from asyncrl.util.files import read_last_lines
 from asyncrl.util.text import redact
 
 MAX_WATCHED = 16
@@ -399,60 +399,76 @@ def stamps_of(files: list[Path]) -> list[Stamp]:
     return stamps
 
 
-CARD_BUDGET_S = 0.1
-"""Time for reading the curve of a card; the rest follows with the next requests."""
 CARD_POINTS = 60
-LAST_BYTES = 64 << 10
-"""End of metrics.jsonl in which the last step is."""
+BLOCK_BYTES = 16 << 10
+"""Bytes of metrics.jsonl that are read for a point of a card's curve."""
 MAX_VERDICT_CHARACTERS = 300
 REWARD = "reward/mean"
 _STEPS = re.compile(r"^steps: (\d+)$", re.MULTILINE)
 """The number of steps in a resolved config: to parse the YAML of a hundred runs takes seconds."""
 
 
-class RunCard:
-    """A run in the list: its state, its last step and its rewards."""
+class Point(msgspec.Struct):
+    """What a card's curve needs of a row; other fields are not decoded."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
-        self._metrics = run_dir / METRICS_FILE
-        self._curves = Curves(self._metrics, wanted=REWARD.__eq__)
-        self._state: Any = None
-        self._card: dict[str, Any] = {}
+    step: int
+    reward: float | None = msgspec.field(name=REWARD, default=None)
 
-    def read(self) -> dict[str, Any]:
-        """The card, made again if the run has changed; the time that it takes does not depend on the run's length."""
-        running, config = is_running(self._run_dir), self._run_dir / "config.yaml"
-        state = running, stamps_of([config, self._run_dir / "summary.json", self._metrics])
-        if state != self._state or self._curves.fraction_read < 1.0:
-            self._state, self._card = state, self._read(running, config)
-        return self._card
 
-    def _read(self, running: bool, config: Path) -> dict[str, Any]:
-        summary = read_summary(self._run_dir) or {"status": RUNNING if running else UNFINISHED}
-        self._curves.read(CARD_BUDGET_S)
-        last: Row = {}
-        for line in read_last_lines(self._metrics, LAST_BYTES):
-            with suppress(ValueError):
-                row = decode_row(line)
-                last = row if REWARD in row else last
-        first_reward, last_reward = summary.get("reward_first"), summary.get("reward_last")
-        has_rewards = first_reward is not None and last_reward is not None
-        verdict = summary.get("error") or self._curves.fault or summary.get("bottleneck") or ""
-        steps = _STEPS.search(config.read_text(encoding="utf-8", errors="replace"))
-        return {
-            "name": self._run_dir.name,
-            "status": summary.get("status", UNFINISHED),
-            "verdict": redact(verdict)[:MAX_VERDICT_CHARACTERS],
-            "step": summary.get("steps", int(last["step"]) if last else None),
-            "steps": int(steps[1]) if steps else None,
-            "reward": (first_reward, last_reward) if has_rewards else self._curves.ends(REWARD),
-            "tokens_per_s": summary.get("tokens_per_s", last.get("throughput/trained_tokens_per_s")),
-            "goodput": summary.get("goodput", goodput_of(last)).get("total"),
-            "alarms": int(last.get("collapse/alarms", 0)),
-            "updated_s": max(time_ns for _, _, time_ns in stamps_of([self._metrics, config])) / 1e9,
-            "curve": spread(self._curves.line(REWARD)[1], CARD_POINTS),
-        }
+def point_of(line: bytes) -> Point:
+    """The point of a row. Raises ValueError."""
+    try:
+        return msgspec.json.decode(line, type=Point)
+    except msgspec.DecodeError:
+        row = decode_row(line)  # it may have NaN, which msgspec refuses
+        return Point(int(row["step"]), row.get(REWARD))
+
+
+def card_of(run_dir: Path, *, running: bool) -> dict[str, Any]:
+    """A run in the list: its state, its last step and its rewards. The time that it takes does not depend on the run's
+    length."""
+    metrics, config = run_dir / METRICS_FILE, run_dir / "config.yaml"
+    summary = read_summary(run_dir) or {"status": RUNNING if running else UNFINISHED}
+    rewards, last = list[float](), dict[str, float]()
+    try:
+        rewards, last = sampled_rewards(metrics)
+    except ValueError as error:
+        summary.setdefault("error", f"{metrics}: a line is not JSON: {error}")
+    tenth = max(1, len(rewards) // 10)
+    first_reward, last_reward = summary.get("reward_first"), summary.get("reward_last")
+    if rewards and (first_reward is None or last_reward is None):
+        first_reward, last_reward = fmean(rewards[:tenth]), fmean(rewards[-tenth:])
+    steps = _STEPS.search(config.read_text(encoding="utf-8", errors="replace"))
+    verdict = summary.get("error") or summary.get("bottleneck") or ""
+    return {
+        "name": run_dir.name,
+        "status": summary.get("status", UNFINISHED),
+        "verdict": redact(verdict)[:MAX_VERDICT_CHARACTERS],
+        "step": summary.get("steps", int(last["step"]) if last else None),
+        "steps": int(steps[1]) if steps else None,
+        "reward": None if first_reward is None else (first_reward, last_reward),
+        "tokens_per_s": summary.get("tokens_per_s", last.get("throughput/trained_tokens_per_s")),
+        "goodput": summary.get("goodput", goodput_of(last)).get("total"),
+        "alarms": int(last.get("collapse/alarms", 0)),
+        "updated_s": max(time_ns for _, _, time_ns in stamps_of([metrics, config])) / 1e9,
+        "curve": rewards,
+    }
+
+
+def sampled_rewards(file: Path) -> tuple[list[float], Row]:
+    """At most CARD_POINTS rewards from blocks that are evenly spread over the file, and the last row with one. Raises
+    ValueError if a line is not JSON."""
+    rewards, last_line = dict[int, float](), b""
+    if file.is_file():
+        with file.open("rb") as content:
+            span = os.fstat(content.fileno()).st_size - BLOCK_BYTES
+            for number in range(CARD_POINTS if span > 0 else 1):
+                content.seek(begin := number * max(span, 0) // (CARD_POINTS - 1))
+                for line in content.read(BLOCK_BYTES).splitlines(keepends=True)[1 if begin else 0 :]:
+                    if line.endswith(b"\n") and (point := point_of(line)).reward is not None:
+                        rewards[point.step], last_line = point.reward, line
+    ordered = [rewards[step] for step in sorted(rewards)]
+    return spread(ordered, CARD_POINTS), decode_row(last_line) if last_line else {}
 
 
 class RunList:
@@ -461,7 +477,8 @@ class RunList:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._lock = threading.Lock()
-        self._cards: dict[str, RunCard] = {}
+        self._known: dict[str, tuple[Any, dict[str, Any]]] = {}
+        """Stamps of the files, and the card made of them, by name."""
 
     def paths(self) -> dict[str, Path]:
         """The folders of runs by name. Raises ConfigError if the folder cannot be read."""
@@ -476,5 +493,11 @@ class RunList:
         """The cards of all runs, by name."""
         with self._lock:
             paths = self.paths()
-            self._cards = {name: self._cards.get(name) or RunCard(path) for name, path in paths.items()}
-            return [card.read() for card in self._cards.values()]
+            self._known = {name: self._card(name, path) for name, path in paths.items()}
+            return [card for _, card in self._known.values()]
+
+    def _card(self, name: str, path: Path) -> tuple[Any, dict[str, Any]]:
+        running = is_running(path)
+        state = running, stamps_of([path / file for file in ("config.yaml", "summary.json", METRICS_FILE)])
+        known = self._known.get(name)
+        return known if known is not None and known[0] == state else (state, card_of(path, running=running))
