@@ -88,9 +88,7 @@ def moved_to(value: Any, device: torch.device) -> Any:
     if isinstance(value, list):
         return [moved_to(item, device) for item in value]
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(
-            value, **{f.name: moved_to(getattr(value, f.name), device) for f in fields(value)}
-        )
+        return replace(value, **{f.name: moved_to(getattr(value, f.name), device) for f in fields(value)})
     return value
 
 
