@@ -382,8 +382,7 @@ class CriticServer:
             arrays = [f"{NAMES[array.dtype]}{list(array.shape)}" for array in message.arrays]
             if body.step != self._step or arrays != [f"f4[{tokens}]"]:
                 raise ProtocolError(
-                    f"train: step {body.step} with frames {arrays[:3]}, expected f4[{tokens}] of step {self._step}, the "
-                    "most recent values"
+                    f"train: step {body.step} with frames {arrays[:3]}, expected f4[{tokens}] of step {self._step}"
                 )
         self._received[body.rank] = message
         return None

@@ -257,7 +257,8 @@ class StepMetrics:
     ) -> None:
         """`level` and `cap` are those of the run's importance weights. `with_kl` is true if the loss has a divergence
         from a reference policy."""
-        self.version, self.level, self.cap, self.with_kl = version, level, cap, with_kl
+        self.version, self.cap, self.with_kl = version, cap, with_kl
+        self.level: Level = level
         zeros = partial(torch.zeros, dtype=torch.float64, device=device)
         self.sums = zeros(len(SUMS))
         self.bucket_sums = zeros(len(BUCKET_SUMS), len(STALENESS_BUCKETS))
@@ -315,7 +316,7 @@ class StepMetrics:
         """
         if not updates:
             return {}
-        s = dict(zip(SUMS, ranks.gather(self.sums).sum(dim=0).tolist(), strict=True))
+        s: dict[str, float] = dict(zip(SUMS, ranks.gather(self.sums).sum(dim=0).tolist(), strict=True))
         parts = ("loss", "policy_loss", *(["kl_loss"] if self.with_kl else []))
         metrics = {f"learner/{name}": s[name] / updates for name in parts}
         for name, total, count in (
@@ -337,7 +338,7 @@ class StepMetrics:
 
 def _by_staleness(sums: Tensor, largest_ratios: Tensor) -> dict[str, float]:
     """Metrics `staleness/BUCKET/NAME` of the buckets that have tokens; a mean over nothing is left out."""
-    rows = dict(zip(BUCKET_SUMS, sums, strict=True))
+    rows: dict[str, Tensor] = dict(zip(BUCKET_SUMS, sums, strict=True))
     total = float(rows["tokens"].sum())
     sizes = ess_from_moments(torch.stack([rows["ratio"], rows["squares"], rows["tokens"]]))
     metrics: dict[str, float] = {}
