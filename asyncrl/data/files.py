@@ -55,6 +55,7 @@ class RowFile(ABC):
     def has(self, dotted: str) -> bool:
         """True if there is such a column, or field of a struct column."""
 
+    @abstractmethod
     def load(self) -> None:
         """Reads the columns that `row` returns, which otherwise the first row does. Raises ConfigError."""
 
@@ -146,6 +147,9 @@ class JsonFile(RowFile):
     def __init__(self, path: str, texts: list[str], names: Iterable[str]) -> None:
         super().__init__(path, names, len(texts))
         self._texts = texts
+
+    def load(self) -> None:
+        """There is nothing left to read."""
 
     def row(self, number: int) -> dict[str, Any]:
         return dict.fromkeys(self.names) | json.loads(self._texts[number])

@@ -149,16 +149,19 @@ class PromptTable:
 
 def prompt_of(value: Any, where: str) -> str | list[dict[str, Any]]:
     """The prompt: a string or a list of messages. Raises DataError."""
+    check_prompt_type(value, where)
+    return plain(value, where) if isinstance(value, str) else chat_messages(list(value), where)
+
+
+def check_prompt_type(value: Any, where: str) -> None:
+    """Raises DataError unless the prompt is a string or a list."""
     if value is None:
         raise missing(where)
-    if isinstance(value, np.ndarray):
-        value = value.tolist()
-    if not isinstance(value, str | list | tuple):
+    if not isinstance(value, str | list | tuple | np.ndarray):
         raise DataError(
             f"{where}: is of type {type(value).__name__}; it must be a string or a list of messages, each a struct "
             "with role and content"
         )
-    return plain(value, where) if isinstance(value, str) else chat_messages(list(value), where)
 
 
 def _extra_info(value: Any, where: str) -> dict[str, Any]:
@@ -349,7 +352,8 @@ def _check_file(path: str, key: str, config: Config) -> int:
             raise missing(f"{path}, row {row}: {dotted!r}", hint=hint_text)
     templates, dotted = _TemplateCheck(config), config.data.columns.prompt
     for row, value in enumerate(islice(file.column(dotted), 1 if file.has_types else None)):
-        templates.check(prompt_of(value, f"{path}, row {row}: {dotted!r}"), path)
+        check_prompt_type(value, f"{path}, row {row}: {dotted!r}")
+        templates.check(value, path)
     for name in MEDIA_COLUMNS:
         if file.has(name):
             for row, value in enumerate(file.column(name)):

@@ -188,7 +188,9 @@ def test_a_prompt_is_a_string_or_a_chat(dataset: Write) -> None:
         ([{"from": "human", "value": "hello"}], "message 0: role = None; it must be one of"),
     ):
         with pytest.raises(DataError, match=rf"part0.parquet, row 0: 'prompt'.*{error}"):
-            check_dataset(dataset([row(0, prompt=prompt)]))
+            PromptTable(dataset([row(0, prompt=prompt)]))[0]
+    with pytest.raises(DataError, match=r"part0.parquet, row 0: 'prompt': is of type int"):
+        check_dataset(dataset([row(0, prompt=7)]))
 
 
 def test_extra_info_is_a_struct(dataset: Write) -> None:

@@ -39,9 +39,6 @@ def test_csv_has_strings_and_empty_values_are_null(tmp_path: Path) -> None:
     rows = open_rows(str(file))
     assert list(rows.column("prompt")) == ["one, two", "line\nbreak"]
     assert list(rows.column("answer")) == ["007", None]
-        "prompt": ["one, two", "line\nbreak"],
-        "answer": ["007", None],
-    }
     assert rows.first_missing("answer") == 1
     for text, error in (
         ("prompt,answer\na,b,c\n", r"rows\.csv, line 2: not as many values as columns; quote commas"),
