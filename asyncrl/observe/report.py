@@ -36,6 +36,15 @@ ANSWER_S = 2.0
 """Time for the replay queue of a live run to answer."""
 
 
+def read_summary(run_dir: Path) -> dict[str, Any] | None:
+    """The summary of an ended run, or the error of a file that cannot be read; None without a file."""
+    file = run_dir / "summary.json"
+    try:
+        return read_json(file) if file.is_file() else None
+    except ConfigError as error:
+        return {"status": UNFINISHED, "error": str(error)}
+
+
 class RunSummary:
     """The summary of a run: the file of an ended run; of a live one what its replay queue tells, with a verdict from
     the idle times alone."""
@@ -51,16 +60,10 @@ class RunSummary:
         return redact(self._read())
 
     def _read(self) -> dict[str, Any]:
-        file = self._run_dir / "summary.json"
-        if not file.is_file() and is_running(self._run_dir):
+        if (summary := read_summary(self._run_dir)) is None and is_running(self._run_dir):
             return {"status": RUNNING} | self._ask()
         self.close()
-        if not file.is_file():
-            return {"status": UNFINISHED}
-        try:
-            return read_json(file)
-        except ConfigError as error:
-            return {"status": UNFINISHED, "error": str(error)}
+        return summary or {"status": UNFINISHED}
 
     def _ask(self) -> dict[str, Any]:
         try:

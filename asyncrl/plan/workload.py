@@ -228,7 +228,9 @@ class SyntheticJob(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     def parse(cls, numbers: Sequence[str]) -> Self:
         """The job of `KEY=VALUE` texts. Raises ConfigError."""
         try:
-            job = msgspec.convert(dict(text.partition("=")[::2] for text in numbers), cls, strict=False)
+            job = msgspec.convert(
+                {key: value for key, _, value in (text.partition("=") for text in numbers)}, cls, strict=False
+            )
         except (ValueError, msgspec.ValidationError) as error:
             names = ", ".join(cls.__struct_fields__)
             raise ConfigError(

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from asyncrl.observe.live import MAX_HISTORY, History, LiveView, ShownSample, bar, sparkline, spread
+from asyncrl.observe.curves import spread
+from asyncrl.observe.live import MAX_HISTORY, History, LiveView, ShownSample, bar, sparkline
 from tests.observe.test_observe import COLLAPSE, LAGS, STATUS
 
 METRICS = {
