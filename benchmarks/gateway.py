@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.frame import Limit, Round, Row
-from benchmarks.queue_load import processor_s
+from benchmarks.replay_queue import processor_s
 
 TURNS, EPISODES, QUICK_EPISODES = 6, 400, 50
 READY_S = 60.0

@@ -22,8 +22,7 @@ from benchmarks.frame import SEED, CannotRun, Limit, Round, Row
 from benchmarks.worker import Worker, answer, instructions
 
 RUN = "bench-goodput"
-QUICK_STEPS = 10
-REQUESTS, QUICK_REQUESTS = 8192, 2048
+REQUESTS = 8192
 TIMEOUT_S = 600.0
 OWN = "difference to the run's own"
 
@@ -38,50 +37,38 @@ def with_signal(trace: Any) -> int:
     )
 
 
-def launch(seed: int, *, quick: bool) -> Round:
-    """Runs the demo and returns what became of its tokens."""
-    from asyncrl.plan.measured import read_trace
+def measure(_: bool) -> Iterator[Round]:
+    from asyncrl.observe.trace import read_trace
 
-    steps = [f"steps={QUICK_STEPS}"] if quick else []
-    with launched(RUN, [f"seed={seed}", *steps]) as process:
-        if process.wait(TIMEOUT_S):
-            raise CannotRun(f"asyncrl launch ended with code {process.returncode}; see runs/{RUN}/logs")
-    seconds, summary = rows_of(RUN)[-1]["time/elapsed_s"], summary_of(RUN)
-    found = {
-        "signal": float(with_signal(read_trace(Path("runs") / RUN))),
-        "trained": float(summary["tokens_trained"]),
-        "generated": float(summary["tokens_generated"]),
-        "seconds": seconds,
-    }
-    return found | ({"own": summary["goodput"]["total"]} if "goodput" in summary else {})
-
-
-def measure(quick: bool) -> Iterator[Round]:
     prepare()
-    requests = QUICK_REQUESTS if quick else REQUESTS
     with ExitStack() as stack:
         bare = Worker("benchmarks.goodput", *OVERRIDES, cores=[min(os.sched_getaffinity(0))], stack=stack)
 
-        def rate() -> float:
-            bare.tell(requests)
+        def bare_rate() -> float:
+            bare.tell(REQUESTS)
             return bare.answer()
 
-        rate()  # the first steps are slower
-        before = rate()
+        bare_rate()  # the first steps are slower
+        before = bare_rate()
         for seed in count():
-            run, after = launch(seed, quick=quick), rate()
+            with launched(RUN, [f"seed={seed}"]) as process:
+                if process.wait(TIMEOUT_S):
+                    raise CannotRun(f"asyncrl launch ended with code {process.returncode}; see runs/{RUN}/logs")
+            seconds, summary = rows_of(RUN)[-1]["time/elapsed_s"], summary_of(RUN)
+            signal, trained = with_signal(read_trace(Path("runs") / RUN)), summary["tokens_trained"]
+            after = bare_rate()
             bare_per_s, before = mean((before, after)), after
-            goodput = run["signal"] / (bare_per_s * run["seconds"])
-            one = {
+            goodput = signal / (bare_per_s * seconds)
+            yield {
                 "goodput": goodput,
-                "trained with signal of trained": run["signal"] / run["trained"],
-                "trained of generated": run["trained"] / run["generated"],
-                "generated of bare": run["generated"] / (bare_per_s * run["seconds"]),
-                "tokens/s with signal": run["signal"] / run["seconds"],
+                "trained with signal of trained": signal / trained,
+                "trained of generated": trained / summary["tokens_generated"],
+                "generated of bare": summary["tokens_generated"] / (bare_per_s * seconds),
+                "tokens/s with signal": signal / seconds,
                 "LLM.generate tokens/s": bare_per_s,
+                OWN: abs(goodput - summary["goodput"]["total"]),
                 SEED: seed,
             }
-            yield one | ({OWN: abs(goodput - run["own"])} if "own" in run else {})
 
 
 def bare_process(overrides: list[str]) -> None:

@@ -9,7 +9,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +29,7 @@ def measure(quick: bool) -> Iterator[Round]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         cores = sorted(os.sched_getaffinity(0))
         sides = {
-            way: Worker("benchmarks.learner", way, folder / "model", groups, cores=cores, stack=stack)
-            for way in WAYS
-            if not (quick and way == "sorted")
+            way: Worker("benchmarks.learner", way, folder / "model", groups, cores=cores, stack=stack) for way in WAYS
         }
         make_model(folder / "model")
         for side in sides.values():
@@ -178,9 +175,8 @@ def ours(model: str, groups: int, turns: Turns) -> None:
             turns.end()
 
 
-def padded(model: str, groups: int, turns: Turns, *, by_length: bool = False) -> None:
-    """Runs a loop that pads every micro-batch to its longest sequence. The sequences are sorted by group, or with
-    `by_length` by length."""
+def padded(model: str, groups: int, turns: Turns) -> None:
+    """Runs a loop that pads every micro-batch to its longest sequence. The sequences are sorted by group."""
     import torch
     from torch.nn.utils.rnn import pad_sequence
     from transformers import AutoModelForCausalLM
@@ -191,13 +187,11 @@ def padded(model: str, groups: int, turns: Turns, *, by_length: bool = False) ->
     optimizer = torch.optim.AdamW(policy.parameters(), lr=LR, fused=True)
     all_tokens = [torch.from_numpy(tokens).long().to(device) for tokens in sequences(groups)]
     scores = torch.from_numpy(advantages(groups)).float().to(device)
-    order = sorted(range(len(all_tokens)), key=lambda n: len(all_tokens[n]) if by_length else n)
     num_tokens = sum(len(tokens) - PROMPT_TOKENS for tokens in all_tokens)
     while True:
         turns.begin()
-        for begin in range(0, len(order), ROWS):
-            chosen = order[begin : begin + ROWS]
-            part = [all_tokens[n] for n in chosen]
+        for begin in range(0, len(all_tokens), ROWS):
+            part = all_tokens[begin : begin + ROWS]
             ids = pad_sequence(part, batch_first=True)
             attention = pad_sequence([torch.ones_like(tokens) for tokens in part], batch_first=True)
             completions, mask = ids[:, PROMPT_TOKENS:], attention[:, PROMPT_TOKENS:]
@@ -206,7 +200,7 @@ def padded(model: str, groups: int, turns: Turns, *, by_length: bool = False) ->
             ).logits[:, :-1]
             logprobs = logits.log_softmax(-1).gather(-1, completions.unsqueeze(-1)).squeeze(-1)
             ratio = (logprobs - logprobs.detach()).exp()
-            advantage = scores[chosen].unsqueeze(1)
+            advantage = scores[begin : begin + ROWS].unsqueeze(1)
             loss = -torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
             ((loss * mask).sum() / num_tokens).backward()
         torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
@@ -265,7 +259,7 @@ def trl(model: str, groups: int, turns: Turns) -> None:
         trainer.train()
 
 
-WAYS = {"ours": ours, "padded": padded, "sorted": partial(padded, by_length=True), "TRL": trl}
+WAYS = {"ours": ours, "padded": padded, "TRL": trl}
 
 if __name__ == "__main__":
     WAYS[sys.argv[1]](sys.argv[2], int(sys.argv[3]), Turns())

@@ -29,7 +29,7 @@ SPACES_MODEL = Path("demo/spaces-model")
 """The demo's model, with a log-normal number of spaces before its answers."""
 MEDIAN_SPACES, SPACES_SIGMA, MOST_SPACES = 4.0, 1.0, 50
 MAKE_STEPS, MAKE_BATCH, MAKE_LR = 200, 64, 1e-3
-GROUP_SIZE, GROUPS_PER_STEP, QUICK_GROUPS_PER_STEP, RUNNING_GROUPS = 8, 16, 8, 4
+GROUP_SIZE, GROUPS_PER_STEP, RUNNING_GROUPS = 8, 16, 4
 
 
 def prepare_long_tail() -> str:
@@ -40,12 +40,11 @@ def prepare_long_tail() -> str:
     return str(MODEL)
 
 
-def settings(model: str, *, steps: int, max_staleness: int, quick: bool) -> list[str]:
+def settings(model: str, *, steps: int, max_staleness: int) -> list[str]:
     """Returns overrides of the demo for this workload. The learning rate is so small that the lengths do not change."""
-    groups = QUICK_GROUPS_PER_STEP if quick else GROUPS_PER_STEP
     return [
         f"model.path={model}", "recipe=null", f"steps={steps}", f"replay.max_staleness={max_staleness}",
-        "replay.zero_variance=train", f"replay.groups_per_step={groups}", "learner.lr=1e-12",
+        "replay.zero_variance=train", f"replay.groups_per_step={GROUPS_PER_STEP}", "learner.lr=1e-12",
         "learner.warmup_steps=0", f"generator.group_size={GROUP_SIZE}", f"generator.max_new_tokens={MAX_TOKENS}",
         f"generator.max_running_groups={RUNNING_GROUPS}", "checkpoint.every_steps=null", "journal.retention=all",
     ]  # fmt: skip

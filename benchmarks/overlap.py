@@ -4,8 +4,7 @@ each.
 Each launch is compared with the slower of its two sides, which is an upper bound: the engine with all slots busy and
 the trainer on complete batches, both at the same time on a core each. The launch is held (SIGSTOP) after every second
 step while the sides are measured, so that a machine that becomes slower or faster in the meantime does so for both. The
-time of a launch is that in which it was not held. Processor time of a token, in the launch and alone, says how much of
-a difference is that of the work itself.
+time of a launch is that in which it was not held.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ from benchmarks.worker import Worker
 
 LIMITS_STEPS = (1, 2, 4, 8)
 """Values of `max_staleness`, in learner steps."""
-QUICK_LIMIT_STEPS = 4
-STEPS, QUICK_STEPS = 24, 6
+STEPS = 24
 """Number of measured steps. With fewer steps the result depends on the initial contents of the queue."""
 WARM_STEPS = 3
 SIDES_S = 2.0
@@ -39,16 +37,16 @@ BLOCK_STEPS = 2
 """Steps of the launch between two of them."""
 LOGGED_S = 0.05
 """Time after the metrics of a step at which the launch is held: neither inside a commit, nor between it and them."""
-LOOK_S, TIMEOUT_S = 0.05, 600.0
+POLL_S, TIMEOUT_S = 0.05, 600.0
 ROLES = ("generator", "learner")
 
 
 class Alone:
     """The engine on the first core and the trainer on the last, in processes that wait while the launch runs."""
 
-    def __init__(self, model: str, *, quick: bool, stack: ExitStack) -> None:
+    def __init__(self, model: str, *, stack: ExitStack) -> None:
         cores = sorted(os.sched_getaffinity(0))
-        options = settings(model, steps=1, max_staleness=0, quick=quick)
+        options = settings(model, steps=1, max_staleness=0)
         self._engine, self._learner = (
             Worker("benchmarks.synchronous", *options, cores=[core], stack=stack) for core in (cores[0], cores[-1])
         )
@@ -66,29 +64,25 @@ class Hold:
 
     steps: int
     seconds: float
-    cpu_s: dict[str, float]
-    """Processor time of each role until then."""
     sides: list[Measured]
 
 
-def run(model: str, limit: int, alone: Alone, *, quick: bool) -> Round:
+def run(model: str, limit: int, alone: Alone) -> Round:
     """Returns the figures of a launch with this staleness limit."""
-    steps, name = QUICK_STEPS if quick else STEPS, f"bench-overlap-{limit}"
+    name = f"bench-overlap-{limit}"
     # The last steps train the contents of the queue after generation has ended.
-    overrides = settings(model, steps=WARM_STEPS + steps + limit, max_staleness=limit, quick=quick)
+    overrides = settings(model, steps=WARM_STEPS + STEPS + limit, max_staleness=limit)
     with launched(name, overrides) as process:
-        holds = list(_holds(process, Path("runs") / name, alone, WARM_STEPS + steps))
+        holds = list(_holds(process, Path("runs") / name, alone, WARM_STEPS + STEPS))
         if process.wait(TIMEOUT_S):
             raise CannotRun(f"asyncrl launch ended with code {process.returncode}; see runs/{name}/logs")
     rows = rows_of(name)
-    inside = [hold for hold in holds if WARM_STEPS <= hold.steps < WARM_STEPS + steps]
+    inside = [hold for hold in holds if WARM_STEPS <= hold.steps < WARM_STEPS + STEPS]
     rates = [sum(hold.sides[side]["tokens"] for hold in inside) / _seconds(inside, side) for side in (0, 1)]
-    rate = tokens_per_s(rows[WARM_STEPS - 1 : WARM_STEPS + steps], sum(hold.seconds for hold in inside))
-    costs = dict(zip(ROLES, costs_of_alone(rows, inside), strict=True))
+    rate = tokens_per_s(rows[WARM_STEPS - 1 : WARM_STEPS + STEPS], sum(hold.seconds for hold in inside))
     return {
         f"S={limit} of the slower side": rate / min(rates),
         f"S={limit} tokens/s": rate,
-        **{f"S={limit} {role} CPU of alone": cost for role, cost in costs.items()},
         **{f"S={limit} {role} alone tokens/s": alone_rate for role, alone_rate in zip(ROLES, rates, strict=True)},
     }
 
@@ -102,19 +96,6 @@ def tokens_per_s(rows: list[dict[str, float]], held_s: float) -> float:
     return min(trained, generated) / (counted[-1]["time/elapsed_s"] - first["time/elapsed_s"] - held_s)
 
 
-def costs_of_alone(rows: list[dict[str, float]], holds: list[Hold]) -> list[float]:
-    """Returns the processor time of a token between the first and the last hold over that of the side alone."""
-    first, last = holds[0], holds[-1]
-    generated = rows[last.steps - 1]["generator/tokens"] - rows[first.steps - 1]["generator/tokens"]
-    tokens = [generated, sum(row["learner/tokens"] for row in rows[first.steps : last.steps])]
-    return [
-        (last.cpu_s[role] - first.cpu_s[role])
-        / tokens[side]
-        / (sum(hold.sides[side]["cpu_s"] for hold in holds) / sum(hold.sides[side]["tokens"] for hold in holds))
-        for side, role in enumerate(ROLES)
-    ]
-
-
 def _seconds(holds: list[Hold], side: int) -> float:
     return sum(hold.sides[side]["seconds"] for hold in holds)
 
@@ -125,7 +106,7 @@ def _holds(process: subprocess.Popen[bytes], folder: Path, alone: Alone, until: 
     while seen < until and process.poll() is None:
         if time.monotonic() > deadline_s:
             raise CannotRun(f"asyncrl launch was not done after {TIMEOUT_S:g} s; see {folder}/logs")
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
         if _steps(folder) >= max(seen + BLOCK_STEPS, WARM_STEPS):
             time.sleep(LOGGED_S)
             seen = _steps(folder)
@@ -139,10 +120,10 @@ def hold(launcher: int, steps: int, sides: Callable[[], list[Measured]]) -> Hold
     began_s = time.monotonic()
     _signal(tree, signal.SIGSTOP)
     try:
-        cpu_s, measured = _cpu_s(tree), sides()
+        measured = sides()
     finally:
         _signal(tree, signal.SIGCONT)
-    return Hold(steps, time.monotonic() - began_s, cpu_s, measured)
+    return Hold(steps, time.monotonic() - began_s, measured)
 
 
 def _signal(tree: list[psutil.Process], number: int) -> None:
@@ -153,34 +134,22 @@ def _signal(tree: list[psutil.Process], number: int) -> None:
             continue
 
 
-def _cpu_s(tree: list[psutil.Process]) -> dict[str, float]:
-    """Returns the processor time of the role processes so far."""
-    found: dict[str, float] = {}
-    for process in tree:
-        title = " ".join(process.cmdline())
-        for role in ROLES:
-            if f" {role}-0" in title:
-                times = process.cpu_times()
-                found[role] = found.get(role, 0.0) + times.user + times.system
-    return found
-
-
 def _steps(folder: Path) -> int:
     """Returns the number of steps whose metrics are written."""
     file = folder / "metrics.jsonl"
     return file.read_bytes().count(b"\n") if file.exists() else 0
 
 
-def measure(quick: bool) -> Iterator[Round]:
+def measure(_: bool) -> Iterator[Round]:
     model = prepare_long_tail()
     with ExitStack() as stack:
-        alone = Alone(model, quick=quick, stack=stack)
+        alone = Alone(model, stack=stack)
         alone.sides()  # the first steps are slower
         while True:
-            one: Round = {}
-            for limit in (QUICK_LIMIT_STEPS,) if quick else LIMITS_STEPS:
-                one |= run(model, limit, alone, quick=quick)
-            yield one
+            figures: Round = {}
+            for limit in LIMITS_STEPS:
+                figures |= run(model, limit, alone)
+            yield figures
 
 
 ROW = Row(

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.cli.bench import python_path
-from benchmarks.results import origin_here
+from benchmarks.frame import origin_here
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

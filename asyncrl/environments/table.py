@@ -129,7 +129,7 @@ def load_environment(name: str, options: Options, *, python: str | None = None) 
         return find_loader(scheme)(rest, options, python)
     key, found = "environment.name", find_environment(name)
     if not (inspect.isclass(found) and issubclass(found, Environment)):
-        raise ConfigError(f"{key} = {name!r}: is no class derived from asyncrl.environments.Environment")
+        raise ConfigError(f"{key} = {name!r}: is no class derived from asyncrl.environments.{Environment.__name__}")
     return checked(name, found, options)
 
 

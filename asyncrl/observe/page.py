@@ -16,22 +16,20 @@ if TYPE_CHECKING:
 
 STYLES = ("uplot.min.css", "page.css")
 SCRIPTS = ("uplot.min.js", "charts.js", "samples.js", "page.js")
-"""Scripts that draw documents, in their order; a report and a board each add their own."""
+"""Scripts that draw documents, in their order; each kind of page adds its own."""
 
 
 def write_report(path: Path, documents: Sequence[dict[str, Any]]) -> None:
-    """Writes a page with these runs, each as `run_document` describes it; it needs nothing from elsewhere."""
-    names = ", ".join(document["name"] for document in documents)
+    """Writes a page with these runs, each as `run_document` describes it."""
+    write_page(path, ", ".join(document["name"] for document in documents), documents, "report.js")
+
+
+def write_page(path: Path, title: str, data: Any, script: str) -> None:
+    """Writes a page that needs nothing from elsewhere: its data, and the scripts that draw them."""
     # A "<" in a script element could end it, or start a comment.
-    data = json.dumps(documents, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
-    page = render_page(
-        "run.html.j2",
-        name=names,
-        data=data,
-        styles=[web_file(name) for name in STYLES],
-        scripts=[web_file(name) for name in (*SCRIPTS, "report.js")],
-    )
-    replace_file(path, page)
+    encoded = json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
+    styles, scripts = ([web_file(name) for name in names] for names in (STYLES, (*SCRIPTS, script)))
+    replace_file(path, render_page("run.html.j2", name=title, data=encoded, styles=styles, scripts=scripts))
 
 
 def render_page(template: str, **values: Any) -> str:

@@ -17,9 +17,10 @@ from asyncrl.observe.console import show_end
 from asyncrl.observe.document import RUNNING, UNANSWERED, UNFINISHED, run_document
 from asyncrl.observe.page import write_report
 from asyncrl.observe.sample_search import page_samples
+from asyncrl.observe.trace import read_trace
 from asyncrl.observe.trackers import METRICS_FILE, tracker_summary
-from asyncrl.plan.measured import MAX_GROUPS, TraceTail, read_metrics_tail
-from asyncrl.plan.verdict import after_collapse, guess
+from asyncrl.plan.measured import MAX_GROUPS, read_metrics_tail
+from asyncrl.plan.verdict import Idle, after_collapse, guess
 from asyncrl.replay.client import LauncherClient
 from asyncrl.util.files import check_writable, read_json
 from asyncrl.util.text import describe, redact
@@ -33,6 +34,15 @@ log = structlog.get_logger()
 REPORT = "report.html"
 ANSWER_S = 2.0
 """Time for the replay queue of a live run to answer."""
+
+
+def read_summary(run_dir: Path) -> dict[str, Any] | None:
+    """The summary of an ended run, or the error of a file that cannot be read; None without a file."""
+    file = run_dir / "summary.json"
+    try:
+        return read_json(file) if file.is_file() else None
+    except ConfigError as error:
+        return {"status": UNFINISHED, "error": str(error)}
 
 
 class RunSummary:
@@ -50,16 +60,10 @@ class RunSummary:
         return redact(self._read())
 
     def _read(self) -> dict[str, Any]:
-        file = self._run_dir / "summary.json"
-        if not file.is_file() and is_running(self._run_dir):
+        if (summary := read_summary(self._run_dir)) is None and is_running(self._run_dir):
             return {"status": RUNNING} | self._ask()
         self.close()
-        if not file.is_file():
-            return {"status": UNFINISHED}
-        try:
-            return read_json(file)
-        except ConfigError as error:
-            return {"status": UNFINISHED, "error": str(error)}
+        return summary or {"status": UNFINISHED}
 
     def _ask(self) -> dict[str, Any]:
         try:
@@ -70,13 +74,7 @@ class RunSummary:
             self.close()
             return self._told | {UNANSWERED: f"the replay queue does not tell its state: {error}"}
         if told["steps"]:
-            idle = told["idle"]
-            verdict = guess(
-                generator_idle=idle["generator"],
-                learner_idle=idle["learner"],
-                max_staleness=told["staleness"]["limit"],
-                environments=idle["environments"],
-            )
+            verdict = guess(Idle(**told["idle"]), max_staleness=told["staleness"]["limit"])
             told["bottleneck"] = after_collapse(verdict, told.get("collapse", {})).sentence
         self._told = told
         return told
@@ -97,11 +95,10 @@ def document_of(run_dir: Path) -> dict[str, Any]:
         summary.close()
 
 
-def trace_of(run_dir: Path, tail: TraceTail | None = None) -> pa.Table | None:
-    """The newest part of the run's trace, which a `tail` that has read it before reads faster; None when it cannot be
-    read."""
+def trace_of(run_dir: Path) -> pa.Table | None:
+    """The newest part of the run's trace; None when it cannot be read."""
     try:
-        return (tail or TraceTail(run_dir, rows=MAX_GROUPS)).read()
+        return read_trace(run_dir, newest=MAX_GROUPS)
     except DataError as error:
         log.warning("there is no timeline", error=str(error))
         return None

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import structlog
 from numpy.typing import NDArray
 
-from asyncrl.errors import RunError, observing
+from asyncrl.errors import DataError, RunError, observing
 from asyncrl.util.files import open_file, replace_file
 from asyncrl.wire.messages import GroupHeader
 
@@ -223,14 +223,68 @@ def whole_bytes(path: Path) -> int:
     return end
 
 
+def read_trace(path: Path, *, newest: int | None = None) -> pa.Table:
+    """The rows of a trace file, or of the trace files in the folder of a run, live or ended: the last one of each
+    ticket. With a number of `newest` rows, only the end of the files that has them is read.
+
+    Raises DataError if the trace is missing, damaged or of another version.
+    """
+    if path.is_dir():
+        file = path / "trace.parquet"
+        files = [file for file in (file, *trace_parts(file), path / "trace.arrow") if file.is_file()]
+        if not files:
+            raise DataError(
+                f"{path}: contains neither trace.parquet nor trace.arrow; use the folder of a run, runs/NAME"
+            )
+    elif path.is_file():
+        files = [path]
+    else:
+        raise DataError(f"{path}: no such file; use the trace of a run, runs/NAME/trace.parquet")
+    tables, rows = list[pa.Table](), 0
+    for file in reversed(files):
+        try:
+            for table in _tables(file, backwards=True):
+                _check_schema(file, table.schema)
+                tables.insert(0, table)
+                rows += len(table)
+                if newest is not None and rows >= newest:
+                    break
+        except (pa.ArrowInvalid, OSError) as error:
+            raise DataError(
+                f"{file}: not a complete trace, it may be half written or truncated: {error}; use the folder of a run "
+                "that is still live, or complete the run: `asyncrl launch --resume`"
+            ) from None
+        if newest is not None and rows >= newest:
+            break
+    table = pa.concat_tables([SCHEMA.empty_table(), *tables])
+    table = table.filter(pa.array(last_of_each(table.column("ticket").to_numpy())))
+    # A copy: a slice would keep the complete row groups in memory.
+    return table if newest is None else table.take(np.arange(max(0, len(table) - newest), len(table)))
+
+
+def _check_schema(path: Path, schema: pa.Schema) -> None:
+    if (found := schema.remove_metadata()) == SCHEMA:
+        return
+    texts = [f"column {name} is missing" for name in SCHEMA.names if name not in found.names]
+    texts += [f"column {name} is unknown" for name in found.names if name not in SCHEMA.names]
+    for field in SCHEMA:
+        if field.name in found.names and (kind := found.field(field.name).type) != field.type:
+            texts.append(f"column {field.name} is {kind} and not {field.type}")
+    differences = ", ".join(texts) or "its columns are in another order"
+    raise DataError(f"{path}: not a trace of this version of asyncrl: {differences}; run the job again")
+
+
 def _tables(path: Path, columns: list[str] | None = None, *, backwards: bool = False) -> Iterator[pa.Table]:
-    """Yields the row groups of a file, or all rows of the log as one; with these columns, or all."""
+    """Yields the row groups of a file, or all complete messages of the log as one; with these columns, or all."""
     if path.suffix == ".arrow":
-        with pa.OSFile(str(path)) as source, pa.ipc.open_stream(source) as stream:
-            table = stream.read_all()
-        yield table.select(columns) if columns else table
+        if num_bytes := whole_bytes(path):
+            with path.open("rb") as file:
+                table = pa.ipc.open_stream(file.read(num_bytes) + END_OF_STREAM).read_all()
+            yield table.select(columns) if columns else table
     elif path.exists():
         with pq.ParquetFile(path) as file:
+            if not file.num_row_groups:
+                yield file.read()
             groups = range(file.num_row_groups)
             for group in reversed(groups) if backwards else groups:
                 yield file.read_row_group(group, columns)

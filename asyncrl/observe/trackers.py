@@ -16,11 +16,9 @@ from __future__ import annotations
 import inspect
 import json
 import os
-import shutil
 import threading
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -36,7 +34,7 @@ from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError, DataError, observing
 from asyncrl.observe.curves import decode_row, step_of
 from asyncrl.observe.samples import FOLDER, TRAINED, Samples, read_evaluated, recorded_steps
-from asyncrl.util.files import cut_unfinished_line, read_lines, replace_file
+from asyncrl.util.files import cut_unfinished_line, read_last_lines, read_lines, replace_file
 from asyncrl.util.model_files import Decoder, load_decoder
 from asyncrl.util.text import describe, printable, redact
 from asyncrl.util.user_code import resolve_function
@@ -56,9 +54,9 @@ START_S = 60.0
 """Time that a tracker has for its first start."""
 CLOSE_S, FAILED_CLOSE_S = 20.0, 3.0
 """Time that all trackers together have to take the last rows, at the end and after an error of the learner."""
-LAST_LINES = 20
-"""Lines at the end of metrics.jsonl in which the last step is looked for: one may be damaged."""
-EVALUATED = b'"eval/version"'
+TAIL_BYTES = 1 << 20
+"""End of metrics.jsonl that a restart reads, hundreds of steps: the last step is there, though a line may be damaged,
+and so is every evaluation that the replay queue may report again."""
 
 
 class Tracker(Protocol):
@@ -93,7 +91,7 @@ class Tracker(Protocol):
 
 
 PROJECT = "asyncrl"
-METRICS_FILE = "metrics.jsonl"
+METRICS_FILE, OWNER_FILE = "metrics.jsonl", "metrics.owner"
 MAX_UNWRITTEN_BYTES = 16 << 20
 SWANLAB_MODES = ("disabled", "local", "offline", "online")
 SAMPLE_COLUMNS = (
@@ -102,17 +100,31 @@ SAMPLE_COLUMNS = (
 
 
 class JsonLines:
-    """`metrics.jsonl` with one JSON object per step."""
+    """`metrics.jsonl` with one JSON object per step. The newest instance owns the file; an earlier one, of a learner
+    whose host was only silent, adds no row."""
 
     def __init__(self, config: Config, run_dir: Path, last_step: int) -> None:
         self._file = (run_dir / METRICS_FILE).open("ab", buffering=0)
         self._unwritten = b""
+        self._owner_file, self._owner = run_dir / OWNER_FILE, ""
+        with observing(OWNER_FILE):
+            self._claim()
+
+    def _claim(self) -> None:
+        owner = uuid.uuid4().hex
+        replace_file(self._owner_file, owner, durable=False)
+        self._owner = owner
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Writes a row. What a full disk does not take is written with the next row, up to MAX_UNWRITTEN_BYTES."""
         row = (json.dumps({"step": step, **metrics}) + "\n").encode()
         if len(self._unwritten) + len(row) <= MAX_UNWRITTEN_BYTES:
             self._unwritten += row
+        if not self._owner:
+            self._claim()
+        elif self._owner_file.is_file() and self._owner_file.read_text() != self._owner:
+            self._unwritten = b""
+            log.warning("a later learner writes the metrics now", step=step)
         while self._unwritten:
             self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
@@ -639,25 +651,17 @@ def make_trackers(config: Config, run_dir: Path) -> Trackers:
 
 
 def _logged(path: Path) -> tuple[int, set[float], int]:
-    """Returns the last step, the evaluated versions and the bytes of the file, after cutting off a last line that a
-    killed process did not finish."""
+    """Returns the last step, the versions evaluated last and the bytes of the file, after cutting off a last line that
+    a killed process did not finish. The time does not depend on the length of the file."""
     if torn := cut_unfinished_line(path):
         log.warning("an unfinished line is cut off", path=str(path), bytes=torn)
-    with observing(METRICS_FILE):
-        _take_over(path)
-    num_bytes, evaluated = 0, set[float]()
-    newest: deque[bytes] = deque(maxlen=LAST_LINES)
-    for line in read_lines(path):
-        num_bytes += len(line)
-        newest.append(line)
-        if EVALUATED in line:
-            with observing(METRICS_FILE):
-                evaluated.add(decode_row(line)["eval/version"])
-    return max((step_of(line) or 0 for line in newest), default=0), evaluated, num_bytes
-
-
-def _take_over(path: Path) -> None:
-    """Replaces the file by a copy: an earlier learner, whose host was only silent, appends to a file that nobody reads.
-    Otherwise it adds its row of a step that this start trains again."""
-    if path.is_file():
-        Path(shutil.copyfile(path, path.with_name(f".{path.name}.new"))).replace(path)
+    last_step, evaluated = 0, set[float]()
+    for line in read_last_lines(path, TAIL_BYTES):
+        try:
+            row = decode_row(line)
+        except ValueError:
+            continue
+        last_step = max(last_step, int(row["step"]))
+        if "eval/version" in row:
+            evaluated.add(row["eval/version"])
+    return last_step, evaluated, path.stat().st_size if path.is_file() else 0

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import os
-import struct
-from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from asyncrl.config.config import Config
 from asyncrl.config.load import load_config
 from asyncrl.errors import DataError
 from asyncrl.observe.collapse import read_rollbacks, rollback_line
-from asyncrl.observe.curves import read_metrics
+from asyncrl.observe.curves import decode_row, read_metrics
 from asyncrl.observe.metrics import COSTS
 from asyncrl.observe.stats import bare_fraction
-from asyncrl.observe.trace import END_OF_STREAM, SCHEMA, last_of_each, trace_parts, whole_bytes
+from asyncrl.observe.trace import read_trace
 from asyncrl.plan.workload import TURNS, EngineCost, Episodes, LearnerCost, Lengths, Setup, SyncCost, Workload, slowdown
 from asyncrl.types import goodput_of
-from asyncrl.util.files import read_json
+from asyncrl.util.files import read_json, read_last_lines
 from asyncrl.util.processes import GENERATOR_PHASES
 
 REFUNDED = ("failed", "truncated", "environment", "timeout", "overlong")
@@ -90,12 +85,10 @@ class RecentRun:
     def __init__(self, config: Config, *, generators_per_device: int) -> None:
         self._config = config
         self._generators_per_device = generators_per_device
-        groups = max(MAX_GROUPS, 2 * MIN_STEPS * config.replay.groups_per_step)
-        self._trace = TraceTail(config.run_dir, rows=groups)
 
     def read(self) -> tuple[Workload, Setup]:
         """Returns the workload and the setup of the run. Raises DataError as `read_run` does."""
-        folder, trace = self._config.run_dir, self._trace.read()
+        folder, trace = self._config.run_dir, self._groups()
         # Only complete steps: the tail may lack groups of its first step, and the run may not have written all groups
         # of its last steps yet.
         steps = {
@@ -108,10 +101,15 @@ class RecentRun:
         workload = _workload(self._config, trace, rows, steps, slowdown(each, TURNS), TURNS)
         return workload, _setup(self._config, len(rows), each)
 
+    def _groups(self) -> pa.Table:
+        """The newest rows of the trace."""
+        newest = max(MAX_GROUPS, 2 * MIN_STEPS * self._config.replay.groups_per_step)
+        return read_trace(self._config.run_dir, newest=newest)
+
     def timed_out_fraction(self) -> float:
         """Returns the fraction of the newest groups that were refunded because an environment took too long."""
         try:
-            outcomes = self._trace.read().column("outcome").to_pylist()
+            outcomes = self._groups().column("outcome").to_pylist()
         except DataError:
             return 0.0
         return outcomes.count("timeout") / max(len(outcomes), 1)
@@ -126,7 +124,7 @@ class RecentRun:
     def solved_fraction(self) -> float | None:
         """Returns `asyncrl.plan.measured.solved_fraction` of the newest groups; None if there are none."""
         try:
-            return solved_fraction(self._trace.read())
+            return solved_fraction(self._groups())
         except DataError:
             return None
 
@@ -328,158 +326,11 @@ def _summary(folder: Path) -> dict[str, Any]:
 
 METRICS_BYTES = 2 << 20
 """Bytes read from the end of `metrics.jsonl`: several hundred steps."""
-CONTINUATION = 0xFFFFFFFF
-"""Marker at the start of every message of an Arrow IPC stream, before the length of its metadata."""
-
-
-class TraceTail:
-    """Reads the newest rows of a growing trace."""
-
-    def __init__(self, folder: Path, *, rows: int) -> None:
-        """Keeps at least the newest `rows` rows."""
-        self._log, self._file = folder / "trace.arrow", folder / "trace.parquet"
-        self._wanted = rows
-        self._log_id = -1
-        """Inode of the log; it changes when the log is replaced."""
-        self._schema = SCHEMA
-        """Schema of the log."""
-        self._end = 0
-        """Offset of the end of the last complete message of the log."""
-        self._spans: deque[tuple[int, int]] = deque(maxlen=rows)
-        """Begin and end offsets of the newest messages; each contains at least one row."""
-        self._read: dict[int, pa.Table] = {}
-        """Rows of the newest messages, by begin offset."""
-        self._former: tuple[list[tuple[Path, int]], pa.Table] = [], SCHEMA.empty_table()
-        """The Parquet files with their inodes, and their last rows."""
-
-    def read(self) -> pa.Table:
-        """Returns the newest rows, one per ticket. Raises DataError if the trace is missing or damaged."""
-        former = [path for path in (self._file, *trace_parts(self._file)) if path.is_file()]
-        found = [*former, *([self._log] if self._log.is_file() else [])]
-        if not found:
-            raise DataError(f"{self._log}: no such file; the run has not started")
-        try:
-            newest = self._read_log() if self._log in found else SCHEMA.empty_table()
-            tables = [newest]
-            if len(newest) < self._wanted and former:
-                tables.insert(0, self._read_former(former))
-        except (pa.ArrowInvalid, OSError, struct.error) as error:
-            raise damaged(found[-1], error) from None
-        return last_of_tickets(pa.concat_tables(tables))
-
-    def _read_log(self) -> pa.Table:
-        with self._log.open("rb", buffering=0) as file:
-            status = os.fstat(file.fileno())
-            if status.st_ino != self._log_id or status.st_size < self._end:
-                self._log_id, self._end = status.st_ino, 0
-                self._spans.clear()
-                self._read.clear()
-            while (size := _message_bytes(file, self._end)) and self._end + size <= status.st_size:
-                if self._end:
-                    self._spans.append((self._end, self._end + size))
-                else:
-                    self._schema = pa.ipc.read_schema(pa.py_buffer(_read(file, 0, size)))
-                    check_schema(self._log, self._schema)
-                self._end += size
-            return self._newest(file)
-
-    def _newest(self, file: BinaryIO) -> pa.Table:
-        """Returns the rows of the newest messages. Reads only messages that were not read before."""
-        kept: dict[int, pa.Table] = {}
-        rows = 0
-        for begin, end in reversed(self._spans):
-            if rows >= self._wanted:
-                break
-            table = self._read.get(begin)
-            if table is None:
-                batch = pa.ipc.read_record_batch(pa.py_buffer(_read(file, begin, end)), self._schema)
-                table = pa.Table.from_batches([batch])
-            kept[begin] = table
-            rows += len(table)
-        self._read = kept
-        return pa.concat_tables([SCHEMA.empty_table(), *(kept[begin] for begin in sorted(kept))])
-
-    def _read_former(self, files: list[Path]) -> pa.Table:
-        """Returns the rows of the last row groups of the Parquet files, which are replaced and added to."""
-        known = [(path, path.stat().st_ino) for path in files]
-        if known != self._former[0]:
-            tables, rows = list[pa.Table](), 0
-            for path in reversed(files):
-                with pq.ParquetFile(path) as file:
-                    check_schema(path, file.schema_arrow)
-                    for group in reversed(range(file.num_row_groups)):
-                        if rows < self._wanted:
-                            tables.insert(0, file.read_row_group(group))
-                            rows += len(tables[0])
-            table = pa.concat_tables([SCHEMA.empty_table(), *tables])
-            # A copy: a slice would keep the complete row groups in memory.
-            newest = np.arange(max(0, len(table) - self._wanted), len(table))
-            self._former = known, table.take(pa.array(newest))
-        return self._former[1]
 
 
 def read_metrics_tail(path: Path) -> list[dict[str, float]]:
     """Returns the rows in the last METRICS_BYTES of a `metrics.jsonl`, without an incomplete last line."""
-    if not path.is_file():
-        return []
-    with path.open("rb") as file:
-        begin = max(0, os.fstat(file.fileno()).st_size - METRICS_BYTES)
-        file.seek(begin)
-        lines = file.read().split(b"\n")
-    return [json.loads(line) for line in lines[1 if begin else 0 : -1] if line]
-
-
-def _message_bytes(file: BinaryIO, begin: int) -> int:
-    """Returns the size of the message at this offset, including its body, which is not read; 0 if its head is
-    incomplete. Arrow's own reader would read the body.
-    """
-    prefix = _read(file, begin, begin + 8)
-    if len(prefix) < 8:
-        return 0
-    marker, head_bytes = struct.unpack("<II", prefix)
-    if marker != CONTINUATION:
-        raise pa.ArrowInvalid(f"no message begins at byte {begin}")
-    head = _read(file, begin + 8, begin + 8 + head_bytes)
-    if not head_bytes or len(head) < head_bytes:
-        return 0
-    # A flatbuffer (Message.fbs): the fourth field of its table is the length of the body.
-    (table,) = struct.unpack_from("<I", head)
-    fields = table - struct.unpack_from("<i", head, table)[0]
-    (length,) = struct.unpack_from("<H", head, fields)
-    place = struct.unpack_from("<H", head, fields + 10)[0] if length > 10 else 0
-    body_bytes = struct.unpack_from("<q", head, table + place)[0] if place else 0
-    return 8 + head_bytes + body_bytes
-
-
-def _read(file: BinaryIO, begin: int, end: int) -> bytes:
-    file.seek(begin)
-    return file.read(end - begin)
-
-
-def read_trace(path: Path) -> pa.Table:
-    """Returns the rows of a trace file, or of the trace files in a run's folder. Their schema is `replay.trace.SCHEMA`.
-
-    Raises DataError if the trace is missing, incomplete or of another version.
-    """
-    if not path.is_dir():
-        return _read_file(path)
-    file = path / "trace.parquet"
-    files = [file for file in (file, *trace_parts(file), path / "trace.arrow") if file.is_file()]
-    if not files:
-        raise DataError(f"{path}: contains neither trace.parquet nor trace.arrow; use the folder of a run, runs/NAME")
-    return last_of_tickets(pa.concat_tables(_read_file(file) for file in files))
-
-
-def last_of_tickets(table: pa.Table) -> pa.Table:
-    """Returns the last row of each ticket. A ticket that was in flight when a launch ended has another row later."""
-    return table.filter(pa.array(last_of_each(table.column("ticket").to_numpy())))
-
-
-def check_schema(path: Path, schema: pa.Schema) -> None:
-    """Raises DataError unless `schema` is the trace schema of this version."""
-    found = schema.remove_metadata()
-    if found != SCHEMA:
-        raise DataError(f"{path}: not a trace of this version of asyncrl: {_differences(found)}; run the job again")
+    return [decode_row(line) for line in read_last_lines(path, METRICS_BYTES)]
 
 
 def has_signal(trace: pa.Table) -> NDArray[np.bool_]:
@@ -500,40 +351,3 @@ def solved_fraction(trace: pa.Table) -> float | None:
 def _rewards(trace: pa.Table) -> list[list[float]]:
     """Returns the rewards of each group, without those that could not be computed."""
     return [[reward for reward in rewards if np.isfinite(reward)] for rewards in trace.column("rewards").to_pylist()]
-
-
-def damaged(path: Path, error: Exception) -> DataError:
-    """Returns the error for a trace that cannot be read."""
-    return DataError(
-        f"{path}: not a complete trace, it may be half written or truncated: {error}; use the folder of a run that is "
-        "still live, or complete the run: `asyncrl launch --resume`"
-    )
-
-
-def _read_file(path: Path) -> pa.Table:
-    if not path.is_file():
-        raise DataError(f"{path}: no such file; use the trace of a run, runs/NAME/trace.parquet")
-    try:
-        table = pq.read_table(path) if path.suffix == ".parquet" else _read_complete_messages(path)
-    except (pa.ArrowInvalid, OSError) as error:
-        raise damaged(path, error) from None
-    check_schema(path, table.schema)
-    return table
-
-
-def _read_complete_messages(path: Path) -> pa.Table:
-    """Returns the rows of the complete messages of the log; a live run may be writing another message."""
-    num_bytes = whole_bytes(path)
-    if not num_bytes:
-        return SCHEMA.empty_table()
-    with path.open("rb") as file:
-        return pa.ipc.open_stream(file.read(num_bytes) + END_OF_STREAM).read_all()
-
-
-def _differences(schema: pa.Schema) -> str:
-    found = [f"column {name} is missing" for name in SCHEMA.names if name not in schema.names]
-    found += [f"column {name} is unknown" for name in schema.names if name not in SCHEMA.names]
-    for field in SCHEMA:
-        if field.name in schema.names and schema.field(field.name).type != field.type:
-            found.append(f"column {field.name} is {schema.field(field.name).type} and not {field.type}")
-    return ", ".join(found) or "its columns are in another order"

@@ -75,6 +75,17 @@ def read_lines(path: Path, offset: int = 0) -> Iterator[bytes]:
         return
 
 
+def read_last_lines(path: Path, num_bytes: int) -> list[bytes]:
+    """The complete lines in the last bytes of a file, with their ends; none if the file does not exist."""
+    if not path.is_file():
+        return []
+    with path.open("rb") as file:
+        begin = max(0, os.fstat(file.fileno()).st_size - num_bytes)
+        file.seek(begin)
+        lines = file.read().splitlines(keepends=True)
+    return [line for line in lines[1 if begin else 0 :] if line.endswith(b"\n")]
+
+
 def cut_unfinished_line(path: Path) -> int:
     """Cuts off a last line without its end, which a killed process or a full disk left; returns its bytes."""
     size = path.stat().st_size if path.is_file() else 0

@@ -17,8 +17,16 @@ from asyncrl.learner.batch import make_batch
 from asyncrl.learner.model.loading import load_policy_model
 from asyncrl.learner.model.policy import PolicyNetwork
 from asyncrl.types import Group
-from benchmarks.families import save_family
-from benchmarks.models import PROMPTS, compare, complete, differences, family_config, sample_apart, trajectory
+from benchmarks.families import (
+    PROMPTS,
+    compare,
+    complete,
+    differences,
+    family_config,
+    sample_apart,
+    save_family,
+    trajectory,
+)
 
 OFTEN = ["gemma3_text", "mixtral"]
 SELDOM = ["llama", "mistral", "qwen2", "qwen3", "phi3", "qwen3_moe", "qwen2_moe", "opt"]

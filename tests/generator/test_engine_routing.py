@@ -36,8 +36,7 @@ from asyncrl.learner.model.loading import load_policy_model
 from asyncrl.learner.model.policy import PolicyNetwork, RouterReplay
 from asyncrl.types import Group
 from asyncrl.util.model_files import Routers, replayed_routers
-from benchmarks.families import FAMILIES, save_family
-from benchmarks.models import trajectory
+from benchmarks.families import FAMILIES, save_family, trajectory
 
 BLOCK_TOKENS = 32
 PROMPTS = {

@@ -21,7 +21,6 @@ COMMANDS = (
     "asyncrl.launch.run",
     "asyncrl.cli.evaluate",
     "asyncrl.data.tiny_model",
-    "plotly.io",
 )
 
 

@@ -77,8 +77,8 @@ def test_the_report_is_small_and_needs_nothing_from_elsewhere(tmp_path: Path) ->
 
 
 def test_a_value_that_a_template_lacks_is_an_error() -> None:
-    with pytest.raises(UndefinedError, match="'figure' is undefined"):
-        render_page("sweep.html.j2", name="try", verdict="")
+    with pytest.raises(UndefinedError, match="'data' is undefined"):
+        render_page("run.html.j2", name="try", styles=[], scripts=[])
 
 
 def test_the_package_data_has_every_template() -> None:
@@ -90,5 +90,5 @@ def test_the_package_data_has_every_template() -> None:
         *(observe / "web").iterdir(),
     }
     installed = {file.name for file in (files("asyncrl.observe") / "templates").iterdir()}
-    assert installed >= {"base.html.j2", "board.html.j2", "run.html.j2", "sweep.html.j2"}
+    assert installed >= {"board.html.j2", "run.html.j2"}
     assert web_file("uplot.min.js")

@@ -12,8 +12,8 @@ import pytest
 
 from asyncrl.config.load import load_config
 from asyncrl.errors import DataError
-from asyncrl.observe.trace import SCHEMA, TraceWriter
-from asyncrl.plan.measured import RecentRun, read_run, read_trace
+from asyncrl.observe.trace import SCHEMA, TraceWriter, read_trace
+from asyncrl.plan.measured import RecentRun, read_run
 from asyncrl.plan.workload import slowdown
 from tests.plan.made_runs import ENGINE, GROUP_SIZE, LEARNER, REWARD_S, SYNC, make_run
 

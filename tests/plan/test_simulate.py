@@ -207,9 +207,9 @@ def test_impossible_setups_are_refused(changes: dict[str, Any], says: str) -> No
 
 def test_the_routing_of_tokens_goes_through_the_queue() -> None:
     """13 bytes of a token, and those of its routing."""
-    options = ("simulate", "--mean-tokens", "50", "--engine-base-ms", "10", "--learner-token-us", "20", "--steps", "5")
+    options = ("simulate", "--steps", "5", "mean_tokens=50", "engine_base_ms=10", "learner_token_us=20")
     rates: list[float] = []
-    for more in ((), ("--routing-bytes", "117")):
+    for more in ((), ("routing_bytes=117",)):
         code, output = asyncrl(*options, *more)
         assert code == 0 and ("of a token 117 for its routing" in output) == bool(more), output
         rates.append(float(re.findall(r"replay queue +([\d.]+) MB/s", output)[0]))

@@ -16,8 +16,7 @@ from asyncrl.errors import observer_failures
 from asyncrl.launch.run import TRACE_BYTES_PER_S, TRACE_S
 from asyncrl.observe import trace as trace_module
 from asyncrl.observe.stats import completion_tokens
-from asyncrl.observe.trace import SCHEMA, TraceWriter, trace_bytes, trace_parts
-from asyncrl.plan.measured import TraceTail, read_trace
+from asyncrl.observe.trace import SCHEMA, TraceWriter, read_trace, trace_bytes, trace_parts
 from asyncrl.replay.codec import pack_group
 from asyncrl.types import Lease
 from tests.helpers.replay import EndlessPrompts, make_group
@@ -45,13 +44,13 @@ def tickets_of(table: pa.Table) -> list[int]:
 
 def test_rows_become_parts_that_close_joins(tmp_path: Path) -> None:
     path = tmp_path / "trace.parquet"
-    trace, tail = TraceWriter(path), TraceTail(tmp_path, rows=6)
+    trace = TraceWriter(path)
     seen = list[int]()
     for begin in range(0, 22, 2):
         add(trace, range(begin, begin + 2))
         assert tickets_of(read_trace(tmp_path)) == list(range(begin + 2))
-        seen += tickets_of(tail.read())[-2:]
-    assert seen == list(range(22)) and tickets_of(tail.read())[-6:] == list(range(16, 22))
+        seen += tickets_of(read_trace(tmp_path, newest=6))[-2:]
+    assert seen == list(range(22)) and tickets_of(read_trace(tmp_path, newest=6)) == list(range(16, 22))
     assert [part.name for part in trace_parts(path)] == [f"trace.{number:06d}.parquet" for number in range(1, 6)]
     trace.close()
     assert tickets_of(pq.read_table(path)) == list(range(22))

@@ -36,7 +36,7 @@ def test_the_defaults_learn_from_tokens_that_are_two_versions_old(launch: Callab
 @pytest.mark.parametrize("on_collapse", ["warn", "stop"])
 def test_a_collapse_is_an_alarm_within_three_steps(launch: Callable[..., Launched], on_collapse: str) -> None:
     run = launch(
-        *STALE, "--steps", "40", "algorithm.loss=decoupled_ppo", "learner.lr=1e-3", f"learner.on_collapse={on_collapse}"
+        *STALE, "--steps", "30", "algorithm.loss=decoupled_ppo", "learner.lr=3e-3", f"learner.on_collapse={on_collapse}"
     )  # fmt: skip
     code, output = run.end(timeout_s=400)
     summary, rows = run.summary(), run.rows()
@@ -45,13 +45,13 @@ def test_a_collapse_is_an_alarm_within_three_steps(launch: Callable[..., Launche
     collapse = summary["collapse"]
     assert collapse["raised_step"] <= raised and collapse["step"] == collapse["raised_step"] - 2
     assert collapse["sentence"] in output.replace("\n", " ") or collapse["sentence"][:40] in output
-    assert "learner.lr (0.001 -> 0.0005)" in collapse["sentence"]
+    assert "learner.lr (0.003 -> 0.0015)" in collapse["sentence"]
     assert [row["collapse/alarms"] > 0 for row in rows].index(True) + 1 == collapse["raised_step"]
     assert any(event["event"] == "collapse" for event in run.events("replay"))
     check_ledger(summary)
     if on_collapse == "stop":
         assert code == 1 and summary["status"] == "failed" and collapse["stopped"], output
-        assert collapse["raised_step"] <= summary["steps"] < 40, "it stops once the reward is worse, too"
+        assert collapse["raised_step"] <= summary["steps"] < 30, "it stops once the reward is worse, too"
         assert summary["error"].startswith(f"the training {collapse['sentence']}")
         return
     assert code == 0 and collapse["collapsed"] and summary["reward_last"] < 0.7 * max(r["reward/mean"] for r in rows)

@@ -1,4 +1,4 @@
-"""What saved policies are worth, when a reward was reached, and what the rows compute of runs."""
+"""Rewards of saved policies, when a reward was reached, and the figures that rows compute of runs."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ import pyarrow.parquet as pq
 import pytest
 
 from benchmarks import overlap
+from benchmarks.end_to_end import Point, Scorer, reached
 from benchmarks.goodput import with_signal
-from benchmarks.snapshots import Point, Scorer, reach
 from benchmarks.synchronous import Measured
-from benchmarks.weights import figures
+from benchmarks.weights import version_figures
 
 
 def points(*rewards: float) -> list[Point]:
     """Points every 10 s and 1,000 tokens."""
-    return [Point(10.0 * n, 1000.0 * n, reward, n) for n, reward in enumerate(rewards, 1)]
+    return [Point(n, 10.0 * n, 1000.0 * n, reward) for n, reward in enumerate(rewards, 1)]
 
 
 def test_a_reward_is_reached_between_two_policies() -> None:
-    found = reach(points(0.5, 0.8, 0.9, 0.95), 0.85)
+    found = reached(points(0.5, 0.8, 0.9, 0.95))
     assert found is not None
     assert (found.seconds, found.tokens, found.reward, found.step) == pytest.approx((25.0, 2500.0, 0.85, 2.5))
 
@@ -45,7 +45,7 @@ def test_a_reward_is_reached_between_two_policies() -> None:
     ],
 )
 def test_a_reward_must_hold(rewards: tuple[float, ...], seconds: float | None) -> None:
-    found = reach(points(*rewards), 0.85)
+    found = reached(points(*rewards))
     assert (None if found is None else pytest.approx(found.seconds)) == seconds
 
 
@@ -57,7 +57,7 @@ def test_policies_after_the_reward_are_not_scored() -> None:
             scored.append(point.seconds)
             yield point
 
-    assert reach(lazily(), 0.85) is not None
+    assert reached(lazily()) is not None
     assert scored == [10.0, 20.0, 30.0]
 
 
@@ -115,29 +115,12 @@ def test_rate_of_a_launch_is_the_lower_one_without_the_time_held() -> None:
     assert overlap.tokens_per_s([row | {"learner/tokens": 900.0} for row in rows], 10.0) == pytest.approx(1600 / 10)
 
 
-def test_processor_time_of_a_token_is_compared_with_that_of_the_side_alone() -> None:
-    rows = [{"generator/tokens": 100.0 * n, "learner/tokens": 50.0} for n in range(1, 6)]
-    side = Measured(tokens=200.0, seconds=2.0, cpu_s=2.0)
-    first, last = (
-        overlap.Hold(step, 2.0, {"generator": cpu_s, "learner": cpu_s}, [side, side])
-        for step, cpu_s in ((1, 3.0), (3, 5.0))
-    )
-    assert overlap.costs_of_alone(rows, [first, last]) == pytest.approx([(2 / 200) / (2 / 200), (2 / 100) / (2 / 200)])
-
-
 def test_weights_may_take_ten_ms_and_the_link() -> None:
     times = {"own": 0.125, "held": 0.03, "bare": 0.1, "bucket": 0.02}
-    found = figures("100 MB", 1, times)
-    assert found["of 10 ms + 1.15 links, 100 MB to 1"] == pytest.approx(1.0)
-    assert found["learner held, of a bucket's copy, 100 MB"] == pytest.approx(1.5)
-    assert figures("1 MB", 1, times) == pytest.approx(
-        {
-            "own ms, 1 MB to 1": 125.0,
-            "held ms, 1 MB to 1": 30.0,
-            "bare ms, 1 MB to 1": 100.0,
-            "bucket ms, 1 MB to 1": 20.0,
-        }
-    )
+    figures = version_figures("100 MB", 1, times)
+    assert figures["of 10 ms + 1.15 links, 100 MB to 1"] == pytest.approx(1.0)
+    assert figures["learner held, of a bucket's copy, 100 MB"] == pytest.approx(1.5)
+    assert figures["own ms, 100 MB to 1"] == pytest.approx(125.0)
 
 
 def test_a_launch_is_held_while_its_sides_are_measured(tmp_path: Path) -> None:

@@ -1,12 +1,20 @@
-"""Puts load on a real replay process through real clients, with processes that generate synthetic groups instead of
-engines, and discard batches instead of training on them."""
+"""Measures the replay queue under the load of synthetic groups, sent through real clients by processes that generate
+nothing and train nothing.
+
+The row: the replay process's CPU time per group, from lease to commit with its journal, at full load, when rounds are
+large, and at a few groups a second, when each group is a round of its own; and its rate with and without a journal.
+
+    python -m benchmarks.replay_queue --minutes 30      # memory of every process at full load, which must not grow
+"""
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import os
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -16,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from asyncrl.config.config import Config
 from asyncrl.config.load import load_config
@@ -25,6 +34,7 @@ from asyncrl.types import NO_VERSION, Group, Lease, Prompt, PromptPosition, Traj
 from asyncrl.util.processes import end_with_parent, tune_gc
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.messages import GeneratorStats
+from benchmarks.frame import Limit, Round, Row
 
 GROUP_SIZE, PROMPT_TOKENS = 8, 32
 GROUPS_PER_STEP = 128
@@ -38,7 +48,7 @@ DENIED_S = 0.004
 CONTEXT = multiprocessing.get_context("spawn")
 
 
-class MadeUpPrompts:
+class SyntheticPrompts:
     """Synthetic prompts with increasing row numbers."""
 
     skipped_rows = 0
@@ -63,7 +73,7 @@ class MadeUpPrompts:
         self.row = position.drawn
 
 
-class MadeUpGroups:
+class SyntheticGroups:
     """Synthetic groups of trajectories with `completion_tokens` tokens on average and twice as many at most, all of one
     version."""
 
@@ -97,14 +107,14 @@ def _trajectory(length: int, reward: float) -> Trajectory:
     )
 
 
-class MadeUpGenerator:
+class SyntheticGenerator:
     """A generator that has leases at the newest version and finishes each after `group_s` seconds on average."""
 
     def __init__(
         self, endpoints: Endpoints, index: int, *, leases: int, completion_tokens: int, group_s: float
     ) -> None:
         self.done = False
-        self._client, self._groups = GeneratorClient(endpoints, index), MadeUpGroups(index, completion_tokens)
+        self._client, self._groups = GeneratorClient(endpoints, index), SyntheticGroups(index, completion_tokens)
         self._leases, self._group_s = leases, group_s
         self._dice = np.random.default_rng(index)
         self._held: list[tuple[float, int, Lease]] = []
@@ -132,24 +142,18 @@ class MadeUpGenerator:
 
 
 def generate(
-    endpoints: Endpoints, version: Any, indexes: range, leases: int, completion_tokens: int, group_s: float
+    endpoints: Endpoints, version: Any, index: int, leases: int, completion_tokens: int, group_s: float
 ) -> None:
-    """Runs the generators with these indexes in one process until the run ends."""
-    generators = [
-        MadeUpGenerator(endpoints, index, leases=leases, completion_tokens=completion_tokens, group_s=group_s)
-        for index in indexes
-    ]
-    while generators:
-        if len(generators) > 1:
-            time.sleep(DENIED_S)
-        for one in generators:
-            one.turn(version.value, DENIED_S if len(generators) == 1 else 0.0)
-        generators = [one for one in generators if not one.done]
+    """Runs a generator until the run ends."""
+    generator = SyntheticGenerator(
+        endpoints, index, leases=leases, completion_tokens=completion_tokens, group_s=group_s
+    )
+    while not generator.done:
+        generator.turn(version.value, DENIED_S)
 
 
-def learn(endpoints: Endpoints, version: Any, commit_s: Any) -> None:
-    """Takes every batch ahead, as learners do, and commits it; reports checkpoints without writing any. `commit_s` gets
-    the time of the last commit."""
+def learn(endpoints: Endpoints, version: Any) -> None:
+    """Takes every batch ahead, as learners do, and commits it; reports checkpoints without writing any."""
     client, thread = LearnerClient(endpoints, 0), ThreadPoolExecutor(1)
     client.begin(0)
     step, checkpoints = 1, [0]
@@ -158,9 +162,7 @@ def learn(endpoints: Endpoints, version: Any, commit_s: Any) -> None:
         taking = thread.submit(client.take, step + 1)
         saving = step % CHECKPOINT_STEPS == 0
         checkpoints = [*checkpoints, step][-2:] if saving else checkpoints
-        began_s = time.monotonic()
         client.commit(step, {"learner/loss": 0.0, "learner/wait_s": 0.0}, saving=saving, checkpoints=checkpoints)
-        commit_s.value = time.monotonic() - began_s
         version.value = step
         step += 1
     client.close()
@@ -173,7 +175,7 @@ def hold_queue(config: Config, endpoints: Endpoints, folder: Path, journaled: bo
     from asyncrl.replay.server import run_replay
 
     journal = Journal(folder / "journal", flush=config.journal.flush) if journaled else None
-    queue = ReplayQueue(config, MadeUpPrompts(), TraceWriter(folder / "trace.parquet"), journal=journal)
+    queue = ReplayQueue(config, SyntheticPrompts(), TraceWriter(folder / "trace.parquet"), journal=journal)
     tune_gc()
     run_replay(queue, endpoints, lambda: False)
 
@@ -185,8 +187,6 @@ class Load:
 
     folder: Path
     generators: int = 2
-    in_one_process: bool = False
-    """True if all generators run in one process; otherwise each has a separate process."""
     leases: int = 64
     """Maximum number of leases of a generator."""
     group_s: float = 0.0
@@ -204,17 +204,14 @@ class Load:
         }  # fmt: skip
         config = load_config(None, values | self.settings)
         endpoints = self._addresses.enter_context(run_endpoints(config))
-        first, rest = cores()
+        first, *rest = sorted(os.sched_getaffinity(0))
+        rest = rest or [first]
         self._version = version = CONTEXT.Value("q", 0)  # referenced until all processes have received it
-        self.commit_s = CONTEXT.Value("d", 0.0)
-        """Seconds of the learner's last commit."""
-        self._start("replay", first, hold_queue, config, endpoints, self.folder, self.journaled)
-        self._start("learner", rest, learn, endpoints, version, self.commit_s)
-        size = self.generators if self.in_one_process else 1
-        for index in range(0, self.generators, size):
-            indexes = range(index, index + size)
-            own = endpoints, version, indexes, self.leases, self.completion_tokens, self.group_s
-            self._start(f"generator-{index}", rest, generate, *own)
+        self._start("replay", [first], hold_queue, config, endpoints, self.folder, self.journaled)
+        self._start("learner", rest, learn, endpoints, version)
+        for index in range(self.generators):
+            load = self.leases, self.completion_tokens, self.group_s
+            self._start(f"generator-{index}", rest, generate, endpoints, version, index, *load)
         self.client = LauncherClient(endpoints, timeout_s=60.0)
 
     def end(self) -> dict[str, Any]:
@@ -231,7 +228,10 @@ class Load:
         return summary
 
     def _start(self, name: str, cpus: list[int], run: Callable[..., None], *arguments: Any) -> None:
-        self.processes[name] = start(name, cpus, run, *arguments)
+        """Starts a process on these cores that ends with this process."""
+        process = CONTEXT.Process(target=_run, args=(os.getpid(), cpus, run, *arguments), name=name, daemon=True)
+        process.start()
+        self.processes[name] = process
 
 
 def processor_s(pid: int) -> float:
@@ -240,20 +240,103 @@ def processor_s(pid: int) -> float:
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
-def cores() -> tuple[list[int], list[int]]:
-    """Returns the first core and the remaining cores; with a single core, that core twice."""
-    first, *rest = sorted(os.sched_getaffinity(0))
-    return [first], rest or [first]
-
-
-def start(name: str, cpus: list[int], run: Callable[..., None], *arguments: Any) -> BaseProcess:
-    """Starts a process on these cores that ends with this process."""
-    process = CONTEXT.Process(target=_run, args=(os.getpid(), cpus, run, *arguments), name=name, daemon=True)
-    process.start()
-    return process
-
-
 def _run(parent: int, cpus: list[int], run: Callable[..., None], *arguments: Any) -> None:
     end_with_parent(parent)
     os.sched_setaffinity(0, cpus)
     run(*arguments)
+
+
+TOKENS = 1000
+"""Average number of completion tokens per trajectory."""
+BYTES_US = GROUP_SIZE * (PROMPT_TOKENS + TOKENS) * TOKEN_BYTES / 1e3
+"""What the limits allow for the bytes of a group: 1 ns each, a little more than five copies take."""
+FEW_PER_S, FEW_LEASES = 10.0, 16
+WARM_S = 2.0
+
+
+def cost_us(seconds: float, **load: Any) -> tuple[float, float]:
+    """Returns microseconds of CPU time per group, and groups per second."""
+    with tempfile.TemporaryDirectory() as folder:
+        queue = Load(Path(folder), generators=1, completion_tokens=TOKENS, **load)
+        while queue.client.status()["step"] < 1:
+            time.sleep(0.05)
+        time.sleep(WARM_S)
+        pid = queue.processes["replay"].pid or 0
+        before, used_s, began_s = _num_groups(queue), processor_s(pid), time.monotonic()
+        time.sleep(seconds)
+        groups = _num_groups(queue) - before
+        used_s, took_s = processor_s(pid) - used_s, time.monotonic() - began_s
+        queue.end()
+    return used_s / groups * 1e6, groups / took_s
+
+
+def _num_groups(queue: Load) -> int:
+    status = queue.client.status()
+    return status["trained"] + status["finished"]
+
+
+def measure(quick: bool) -> Iterator[Round]:
+    seconds, few_s = (1.0, 3.0) if quick else (5.0, 10.0)
+    few = {"leases": FEW_LEASES, "group_s": FEW_LEASES / FEW_PER_S, "settings": {"replay.groups_per_step": 32}}
+    while True:
+        full_us, rate = cost_us(seconds)
+        _, rate_in_memory = cost_us(seconds, journaled=False)
+        few_us, _ = cost_us(few_s, **few)
+        yield {
+            "us a group at full load": full_us,
+            "us a group at 10 groups/s": few_us,
+            "groups/s of no journal": rate / rate_in_memory,
+            "groups/s": rate,
+        }
+
+
+ROW = Row(
+    what=f"processor time of a group of {GROUP_SIZE} x {TOKENS} tokens in the replay process; groups/s with a journal",
+    against="300 and 600 us, and 1 ns a byte; the same queue without a journal",
+    limits={
+        "us a group at full load": Limit(round(300 + BYTES_US), at_most=True),
+        "us a group at 10 groups/s": Limit(round(600 + BYTES_US), at_most=True),
+        "groups/s of no journal": Limit(0.93),
+    },
+    measure=measure,
+)
+
+SAMPLE_S = 5.0
+SETTLE = 0.2
+"""Fraction of the time at the start that is excluded, since buffers grow to their final size."""
+
+
+def soak(minutes: float, generators: int) -> None:
+    """Runs the queue at full load and prints the memory growth of every process, in MiB per hour."""
+    with tempfile.TemporaryDirectory() as folder:
+        load = Load(Path(folder), generators, settings={"journal.max_bytes": 2 << 30})
+        memory_mib: dict[str, list[float]] = {name: [] for name in load.processes}
+        times_s, journal_bytes, began_s = list[float](), 0, time.monotonic()
+        while (now_s := time.monotonic() - began_s) < 60 * minutes:
+            times_s.append(now_s)
+            for name, process in load.processes.items():
+                if not process.is_alive():
+                    raise SystemExit(f"{name} ended with code {process.exitcode}")
+                memory_mib[name].append(psutil.Process(process.pid).memory_info().rss / 2**20)
+            journal_bytes = max(journal_bytes, load.client.status()["journal"]["bytes"])
+            time.sleep(SAMPLE_S)
+        summary, elapsed_s = load.end(), time.monotonic() - began_s
+    trained = summary["ledger"]["trained"]
+    print(f"{summary['steps']:,} steps, {trained:,} groups trained, {trained / elapsed_s:,.0f} a second")
+    print(f"journal at most {journal_bytes / 2**20:.0f} MiB on disk")
+    settled = next(index for index, time_s in enumerate(times_s) if time_s >= SETTLE * times_s[-1])
+    hours = np.array(times_s[settled:]) / 3600
+    for name, sizes in memory_mib.items():
+        (slope, _), covariance = np.polyfit(hours, sizes[settled:], 1, cov=True)
+        print(
+            f"{name:12} {sizes[settled]:7.1f} -> {sizes[-1]:7.1f} MiB after the first fifth, "
+            f"{slope:+7.2f} +- {covariance[0, 0] ** 0.5:.2f} MiB an hour"
+        )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Memory of the replay queue at full load.")
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--generators", type=int, default=2)
+    options = parser.parse_args()
+    soak(options.minutes, options.generators)
