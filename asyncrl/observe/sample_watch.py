@@ -15,17 +15,8 @@ from asyncrl.config.sections import ENVIRONMENT
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.launch.bottleneck import Background
 from asyncrl.observe.live import ShownSample
-from asyncrl.observe.sample_search import (
-    CONVERSATION,
-    Conversations,
-    Query,
-    conversations,
-    find_samples,
-    in_one_line,
-    run_decoder,
-)
+from asyncrl.observe.sample_search import CONVERSATION, Query, RunTexts, find_samples, in_one_line
 from asyncrl.observe.samples import CHOSEN, FOLDER, TRAINED, Samples, read_latest
-from asyncrl.util.model_files import Decoder
 from asyncrl.util.text import printable, shortened
 
 log = structlog.get_logger()
@@ -62,8 +53,7 @@ class ShownSamples:
         self._run_dir = run_dir
         self._config = config
         self._file = run_dir / FOLDER / TRAINED
-        self._decoder: Decoder | None = None
-        self._conversations: Conversations | None = None
+        self._texts: RunTexts | None = None
         self._bytes = 0
         self._is_over = not config.observe.samples
 
@@ -73,18 +63,15 @@ class ShownSamples:
             return []
         self._bytes = size
         try:
-            if self._decoder is None:
-                self._decoder = run_decoder(self._run_dir, self._config)
-                self._conversations = conversations(self._run_dir, self._config, self._decoder)
-            samples = read_latest(self._run_dir).decode(self._decoder)
+            self._texts = self._texts or RunTexts(self._run_dir, self._config)
+            samples = self._texts.decode(read_latest(self._run_dir))
         except (ConfigError, DataError) as error:
             self._is_over = True
             log.warning("samples are not shown", error=str(error))
             return []
         samples = samples.select(samples.begins_member).select(slice(self._config.observe.samples))
-        if self._conversations is not None:
-            samples = self._conversations.add_to(samples)
-        return [shown_sample(row) for row in samples.table.to_pylist(maps_as_pydicts="strict")]
+        rows = self._texts.converse(samples).table.to_pylist(maps_as_pydicts="strict")
+        return [shown_sample(row) for row in rows]
 
 
 def shown_sample(row: Mapping[str, Any]) -> ShownSample:
