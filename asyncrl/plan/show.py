@@ -80,7 +80,7 @@ def _print_prediction(console: Console, found: Prediction, measured: Measured | 
         ("trained tokens/s", ",.0f", found.tokens_per_s, measured.tokens_per_s if measured else 0.0),
         *(
             ("goodput" if name == "total" else f"  {name}", ".3f", value, real.get(name, math.nan))
-            for name, value in found.goodput.table().items()
+            for name, value in found.goodput.items()
         ),
         ("generators idle", ".1%", found.generator_idle, measured.generator_idle if measured else 0.0),
         *(
@@ -151,7 +151,7 @@ def show_plan(console: Console, run: Path, *, devices: int, max_staleness: int) 
         p = candidate.prediction
         cells: tuple[Any, ...] = (
             p.setup.generators, p.setup.learners, p.setup.max_staleness, f"{p.signal_tokens_per_s:,.0f}",
-            f"{p.goodput.total:.0%}", f"{p.generator_idle:.0%}", f"{p.learner_idle:.0%}", f"{p.staleness_mean:.2f}",
+            f"{p.goodput['total']:.0%}", f"{p.generator_idle:.0%}", f"{p.learner_idle:.0%}", f"{p.staleness_mean:.2f}",
             candidate.bottleneck,
         )  # fmt: skip
         table.add_row(*map(str, cells))
