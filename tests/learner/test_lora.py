@@ -166,7 +166,6 @@ def test_the_memory_is_that_of_adapters(one_rank: Ranks, tiny_model: Path) -> No
 @pytest.mark.parametrize(
     ("sections", "error"),
     [
-        ({"learner": {"lora": LORA, "optimizer": "muon"}}, "lora.rank = 4 with learner.optimizer = 'muon'"),
         ({"learner": {"lora": LORA}, "weights": {"staging": "buckets"}}, "adapters are small"),
         ({"learner": {"lora": {"targets": ["q_proj"]}}}, "there are no adapters; set rank"),
         (
