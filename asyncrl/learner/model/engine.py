@@ -52,7 +52,6 @@ class TrainedModel:
         self.adapters = adapters
         """The only trained parameters; None if all are trained."""
         self.network = network.to(ranks.device)
-        gather_experts_together(model)
         self.optimizer = make_optimizer(config.learner, model, self.network, lr=lr)
         self.engine, *_ = deepspeed.initialize(
             model=self.network, optimizer=self.optimizer, config=deepspeed_config(config, self.network)
@@ -222,16 +221,6 @@ class TrainedModel:
         if self.sharded:
             return [gradient for group in optimizer.averaged_gradients.values() for gradient in group]
         return [p.grad for p in self.network.parameters() if p.grad is not None]
-
-
-def gather_experts_together(model: nn.Module) -> None:
-    """Makes DeepSpeed gather the weights of a layer's experts at once. Otherwise it gathers those of an expert when a
-    token visits it, on all ranks, and a rank without such a token would be waited for. The experts of transformers are
-    one module with stacked weights, and need nothing."""
-    blocks = {type(one) for one in model.modules() if any(isinstance(m, nn.ModuleList) and name == "experts"
-                                                         for name, m in one.named_children())}  # fmt: skip
-    if blocks:
-        deepspeed.utils.set_z3_leaf_modules(model, sorted(blocks, key=lambda one: one.__name__))
 
 
 def make_optimizer(settings: LearnerConfig, model: PreTrainedModel, network: nn.Module, *, lr: float) -> Optimizer:

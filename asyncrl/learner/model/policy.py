@@ -17,7 +17,7 @@ from asyncrl.learner.batch import MicroBatch, Routing
 from asyncrl.learner.distributed import Ranks, deepspeed
 from asyncrl.learner.model.attention import SequenceParallel, checked
 from asyncrl.learner.model.checks import check_packing
-from asyncrl.learner.model.engine import TrainedModel, gather_experts_together
+from asyncrl.learner.model.engine import TrainedModel
 from asyncrl.learner.model.loading import deepspeed_config, hidden_states, load_policy_model
 from asyncrl.learner.model.logprob_head import LogprobHead
 from asyncrl.learner.model.lora import Adapters
@@ -69,7 +69,6 @@ class Reference:
         network = PolicyNetwork(config, model).to(ranks.device).eval().requires_grad_(False)
         self.network: nn.Module = network
         if config.learner.zero_stage == 3:
-            gather_experts_together(model)
             self.network, *_ = deepspeed.initialize(model=network, config=deepspeed_config(config, network))
             self.network.eval()
         check_packing(model, self.logprobs, ranks.device, name := f"algorithm.reference = {path!r}")
