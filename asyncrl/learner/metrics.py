@@ -97,7 +97,7 @@ PEAKS: tuple[tuple[str, float], ...] = (
 """Words of a device's name, and its peak in FLOP/s for dense matrices in bfloat16, from the vendor's data sheets. The
 first row whose words are all in the name counts."""
 OTHER_DEVICES = frozenset({"MIG", "Laptop"})
-"""Words of names of devices with another peak than the rest of the name says."""
+"""Words of names of devices with another peak than the rest of the name suggests."""
 
 
 def peak_flops(device_name: str) -> float | None:
@@ -118,7 +118,7 @@ class ModelFlops:
     """The sizes of a model that determine its operations."""
 
     layers: int
-    """Weights by which a token is multiplied in the layers; of a mixture of experts, those of the token's experts."""
+    """Weights by which a token is multiplied in the layers; of a mixture of experts, its experts' weights."""
     head: int
     """Weights of the output layer."""
     attention: int
@@ -160,8 +160,8 @@ class ModelFlops:
 
 
 def utilization(metrics: Mapping[str, float], *, ranks: int, peak: float | None) -> dict[str, float]:
-    """Returns `learner/mfu`: the operations of the step, as a fraction of what the ranks' devices could do at their
-    peak in its seconds. Empty without a peak."""
+    """Returns `learner/mfu`: the operations of the step, as a fraction of the ranks' peak in its seconds. Empty
+    without a peak."""
     possible = (peak or 0.0) * ranks * metrics["learner/step_s"]
     return {"learner/mfu": metrics["learner/flops"] / possible} if possible else {}
 
@@ -255,7 +255,7 @@ class StepMetrics:
     def __init__(
         self, version: int, level: Level, cap: float | None, device: torch.device, *, with_kl: bool = False
     ) -> None:
-        """`level` and `cap` are those of the run's importance weights. `with_kl` is true if the loss has a divergence
+        """`level` and `cap` belong to the run's importance weights. `with_kl` is true if the loss has a divergence
         from a reference policy."""
         self.version, self.cap, self.with_kl = version, cap, with_kl
         self.level: Level = level

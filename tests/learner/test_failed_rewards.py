@@ -16,7 +16,7 @@ from asyncrl.generator.engine import Completion
 from asyncrl.generator.groups import GroupInProgress, make_group
 from asyncrl.learner.algorithm import make_algorithm
 from asyncrl.learner.batch import Batch, collate
-from asyncrl.learner.step import Scores, estimate
+from asyncrl.learner.step import ModelScores, estimate
 from asyncrl.learner.update import sync_microbatches
 from asyncrl.observe.metrics import LATEST_GROUPS, FailedRewards
 from asyncrl.observe.trace import TraceWriter
@@ -77,7 +77,7 @@ def trained(queue: ReplayQueue) -> tuple[Config, Batch]:
 
 def advantages(config: Config, batch: Batch, values: torch.Tensor | None = None) -> dict[tuple[int, int], float]:
     """The advantage of each packed member's first token."""
-    estimates = estimate(make_algorithm(config), batch, Scores(values=values), FakeRanks(), kl_coef=0.0)
+    estimates = estimate(make_algorithm(config), batch, ModelScores(values=values), FakeRanks(), kl_coef=0.0)
     found: dict[tuple[int, int], float] = {}
     for micro in batch.micro_batches:
         own = estimates.advantages[micro.span]

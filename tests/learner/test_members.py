@@ -22,7 +22,7 @@ from asyncrl.learner.algorithm import check_algorithm, make_algorithm
 from asyncrl.learner.batch import Batch, MicroBatch, make_batch, pack_groups
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.model.attention import find_firsts, make_layout
-from asyncrl.learner.step import Estimates, Scores, estimate, token_losses
+from asyncrl.learner.step import Estimates, ModelScores, estimate, token_losses
 from asyncrl.learner.update import sync_microbatches
 from asyncrl.types import NO_VERSION, EpisodeOutcome, Group, Trajectory
 from tests.helpers.examples import examples
@@ -132,17 +132,17 @@ class FakeRanks(Ranks):
         return values
 
 
-def estimates(batch: Batch, scores: Scores | None = None, *, kl_coef: float = 0.0, **algorithm: Any) -> Estimates:
+def estimates(batch: Batch, scores: ModelScores | None = None, *, kl_coef: float = 0.0, **algorithm: Any) -> Estimates:
     config = make_config(Path("model"), algorithm=algorithm, environment=ENVIRONMENT)
-    return estimate(make_algorithm(config), batch, scores or Scores(), FakeRanks(), kl_coef=kl_coef)
+    return estimate(make_algorithm(config), batch, scores or ModelScores(), FakeRanks(), kl_coef=kl_coef)
 
 
-def scores_of(batch: Batch) -> Scores:
+def scores_of(batch: Batch) -> ModelScores:
     rng = torch.Generator().manual_seed(1)
     columns = (0.3 * torch.randn(batch.num_tokens, generator=rng) for _ in range(3))
     proximal, reference, values = columns
     behavior = batch.behavior_logprobs
-    return Scores(behavior + proximal, behavior + reference, values, torch.full((len(batch.ended),), 0.5))
+    return ModelScores(behavior + proximal, behavior + reference, values, torch.full((len(batch.ended),), 0.5))
 
 
 def test_members_are_compared_and_all_their_rows_get_the_advantage() -> None:
@@ -211,7 +211,7 @@ def test_gae_by_turn_runs_over_the_rows_of_a_member(kl_coef: float) -> None:
 def test_advantages_by_turn_are_on_the_tokens_of_the_turn(tokens: int, kl_coef: float) -> None:
     groups = make_groups()
     batch = pack(groups, tokens)
-    scores = scores_of(batch) if kl_coef else Scores()
+    scores = scores_of(batch) if kl_coef else ModelScores()
     got = estimates(batch, scores, kl_coef=kl_coef, advantage="turn_grpo", kl_reward_coef=kl_coef)
     found = by_member(batch, groups, got.advantages)
     penalties = [[0.0] * len(own) for own in found]
@@ -244,7 +244,7 @@ def test_rows_of_a_member_weigh_as_one_sequence_wherever_they_lie(aggregation: s
     found: list[dict[tuple[int, int], list[float]]] = []
     for tokens in (14, 1000):
         batch = pack(groups, tokens)
-        made = estimate(algorithm, batch, Scores(), FakeRanks(), kl_coef=0.0)
+        made = estimate(algorithm, batch, ModelScores(), FakeRanks(), kl_coef=0.0)
         (minibatch,) = sync_microbatches(batch.minibatches, batch.num_members, FakeRanks(), 1)
         gradient = torch.empty(batch.num_tokens)
         for micro in batch.micro_batches:

@@ -22,14 +22,14 @@ from asyncrl.learner.batch import Batch, make_batch
 from asyncrl.learner.critic import Critic, CriticModel
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.model.saving import collect_state
-from asyncrl.learner.step import Estimates, Scores, Trainer, estimate, token_losses
+from asyncrl.learner.step import Estimates, ModelScores, Trainer, estimate, token_losses
 from asyncrl.learner.update import sync_microbatches
 from asyncrl.types import Group, Trajectory
 
 GAE: dict[str, Any] = {"advantage": "gae", "advantage_options": {"gamma": 0.9, "lam": 0.8}, "loss": "ppo_clip"}
 
 
-def estimates_of(trainer: Trainer, batch: Batch, scores: Scores, kl_coef: float = 0.0) -> Estimates:
+def estimates_of(trainer: Trainer, batch: Batch, scores: ModelScores, kl_coef: float = 0.0) -> Estimates:
     return estimate(trainer.algorithm, batch, scores, trainer.ranks, kl_coef=kl_coef)
 
 
@@ -62,7 +62,7 @@ def test_gae_of_packed_rows_with_divergence_in_the_reward(one_rank: Ranks, tiny_
     batch = pack_groups(config, groups)
     generator = torch.Generator().manual_seed(0)
     values, proximal, reference = (torch.randn(batch.num_tokens, generator=generator) for _ in range(3))
-    scores = Scores(proximal_logprobs=proximal, ref_logprobs=reference, values=values)
+    scores = ModelScores(proximal_logprobs=proximal, ref_logprobs=reference, values=values)
     got = estimates_of(trainer, batch, scores, kl_coef=0.3)
     penalty = by_name(batch, 0.3 * (proximal - reference))
     rewards = {(g.ticket, n): t.reward for g in groups for n, t in enumerate(g.trajectories)}
@@ -104,7 +104,7 @@ def test_truncated_trajectories_that_are_masked_still_count_in_their_group(one_r
     groups[0].trajectories[1].status = "truncated"
     whole = pack_groups(config, groups)
     masked = make_batch(groups, tokens_per_microbatch=40, skip_truncated=True)
-    before, after = (by_name(b, estimates_of(trainer, b, Scores()).advantages) for b in (whole, masked))
+    before, after = (by_name(b, estimates_of(trainer, b, ModelScores()).advantages) for b in (whole, masked))
     assert set(before) - set(after) == {(10, 1)}
     assert after == {name: values for name, values in before.items() if name != (10, 1)}
     assert masked.num_sequences == 7 and len(masked.rewards) == 8
@@ -115,11 +115,11 @@ def test_the_greedy_answer_is_the_baseline_of_remax(one_rank: Ranks, tiny_model:
     trainer = make_trainer(config, one_rank)
     groups = make_groups(3)
     with pytest.raises(InvariantError, match="without the reward of its greedy completion"):
-        estimates_of(trainer, pack_groups(config, groups), Scores())
+        estimates_of(trainer, pack_groups(config, groups), ModelScores())
     for number, group in enumerate(groups):
         group.greedy_reward = number / 2
     batch = pack_groups(config, groups)
-    got = by_name(batch, estimates_of(trainer, batch, Scores()).advantages)
+    got = by_name(batch, estimates_of(trainer, batch, ModelScores()).advantages)
     for number, group in enumerate(groups):
         for index, trajectory in enumerate(group.trajectories):
             expected = [trajectory.reward - number / 2] * trajectory.num_action_tokens

@@ -147,10 +147,10 @@ class TrainedModel:
             count, shape = (sizes.ds_numel, sizes.ds_shape) if self.partitioned else (sizes.numel(), sizes.shape)
             first, last = slice_of(count, rank, ranks)
             if self.partitioned:
-                own: Tensor = sizes.ds_tensor
-                if own.numel() != slice_of(count, 0, ranks)[1]:
-                    raise InvariantError(f"{name}: DeepSpeed has {own.numel()} of {count} elements on rank {rank}")
-                flat = own.detach()[: last - first]
+                shard: Tensor = sizes.ds_tensor
+                if shard.numel() != slice_of(count, 0, ranks)[1]:
+                    raise InvariantError(f"{name}: DeepSpeed has {shard.numel()} of {count} elements on rank {rank}")
+                flat = shard.detach()[: last - first]
             else:
                 flat = parameter.detach().reshape(-1)[first:last]
             yield name, flat if ranks > 1 else flat.view(shape)
@@ -274,7 +274,7 @@ class MuonWithAdamW(Optimizer):
 
 
 def _described(named: Iterator[tuple[str, nn.Parameter]]) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-    return [(name, one.dtype, tuple(getattr(one, "ds_shape", one.shape))) for name, one in named]
+    return [(name, weight.dtype, tuple(getattr(weight, "ds_shape", weight.shape))) for name, weight in named]
 
 
 def _with_adapter(factors: Factors | None, weight: Tensor) -> Tensor:

@@ -111,11 +111,11 @@ class PolicyNetwork(nn.Module):
         if self.replay is not None:
             self.replay.use(micro.routing)
         excludes = None if self.excluded is None else self.excluded.is_early(micro.logit_index)
-        states, own = hidden_states(self.model, micro, self.parallel)
-        if self.parallel is None or own is None:
+        states, local = hidden_states(self.model, micro, self.parallel)
+        if self.parallel is None or local is None:
             return self.head(states, micro.targets, excludes)
-        scores = self.head(states, micro.targets[own], None if excludes is None else excludes[own])
-        logprobs, entropies = self.parallel.collect(torch.stack(scores), own, len(micro.targets))
+        scores = self.head(states, micro.targets[local], None if excludes is None else excludes[local])
+        logprobs, entropies = self.parallel.collect(torch.stack(scores), local, len(micro.targets))
         return logprobs, entropies
 
 
@@ -123,8 +123,8 @@ class PolicyNetwork(nn.Module):
 class Excluded:
     """Tokens that end a completion, which the engine does not sample in its first `places` tokens.
 
-    The engine's log-probs are those of the distribution without these tokens. Policy and reference policy exclude the
-    same tokens, so that importance ratios, divergence and entropy are those of the distribution that was sampled.
+    The engine's log-probs are of the distribution without these tokens. Policy and reference policy exclude the
+    same tokens, so that importance ratios, divergence and entropy belong to the distribution that was sampled.
     """
 
     places: int
