@@ -100,7 +100,6 @@ class Trainer:
         Raises RunError on all ranks after more than MAX_SKIPPED_UPDATES skipped updates in a row.
         """
         settings, device, phase = self.config.learner, self.ranks.device, self.phases.phase
-        kl_coef = self.config.algorithm.kl_reward_coef
         minibatches = sync_microbatches(
             batch.minibatches, batch.num_members, self.data_ranks, step, may_be_empty=may_be_empty(self.config)
         )
@@ -108,7 +107,7 @@ class Trainer:
             return {"learner/tokens": 0.0, "learner/skipped_updates": 0.0}
         scores = self._score(batch, minibatches, step)
         with phase("advantage"):
-            estimates = estimate(self.algorithm, batch, scores, self.data_ranks, kl_coef=kl_coef)
+            estimates = estimate(self.algorithm, batch, scores, self.data_ranks)
         if self.critic is not None:
             assert estimates.returns is not None
             with phase("critic"):
@@ -125,9 +124,7 @@ class Trainer:
                 with phase("forward"):
                     logprobs, entropies = self.policy.score(micro) if warmup else self.policy.forward(micro)
                     current, spread, counts = logprobs.detach(), entropies.detach(), minibatch.counts
-                    losses = token_losses(
-                        self.algorithm, self.config, micro, part, current, spread, counts=counts, version=step - 1
-                    )
+                    losses = token_losses(self.algorithm, micro, part, current, spread, counts=counts, version=step - 1)
                 metrics.add(micro, losses, current, spread, part.advantages)
                 if number == 0:  # later updates start from other weights
                     self.divergence_bound.add(micro, current, version=step - 1)
@@ -229,11 +226,7 @@ class Trainer:
         return torch.cat([score(micro.to(self.ranks.device)) for micro in micro_batches]).cpu()
 
     def _new_metrics(self, step: int) -> StepMetrics:
-        algorithm = self.algorithm
-        with_kl = self.config.algorithm.kl_loss_coef > 0
-        return StepMetrics(
-            step - 1, algorithm.correction_level, algorithm.correction_cap, self.ranks.device, with_kl=with_kl
-        )
+        return StepMetrics(step - 1, self.config.algorithm, self.ranks.device)
 
     def _count_flops(self, batch: Batch, scores: ModelScores, *, warmup: bool) -> float:
         """Returns the floating-point operations of the policy in the step, of all ranks."""
@@ -280,22 +273,22 @@ class Estimates:
         return replace(self, advantages=self.advantages[micro.span].to(device), returns=None, **parts)
 
 
-def estimate(algorithm: Algorithm, batch: Batch, scores: ModelScores, ranks: Ranks, *, kl_coef: float) -> Estimates:
+def estimate(algorithm: Algorithm, batch: Batch, scores: ModelScores, ranks: Ranks) -> Estimates:
     """Returns advantages, and returns if there is a critic, from the rewards and the scores of the batch.
 
-    `kl_coef` times the divergence of the proximal from the reference policy is subtracted from the rewards per token.
-    A collective: all ranks call it.
+    `kl_reward_coef` times the divergence of the proximal from the reference policy is subtracted from the rewards per
+    token. A collective: all ranks call it.
     """
-    kl = None
+    settings, kl = algorithm.settings, None
     if scores.proximal_logprobs is not None and scores.ref_logprobs is not None:
-        estimator = algorithm.kl_estimator or "k1"
+        estimator = settings.kl_estimator or "k1"
         kl = kl_estimate(scores.proximal_logprobs.double(), scores.ref_logprobs.double(), estimator=estimator)
-    penalty = None if kl is None or not kl_coef else kl_coef * kl
+    penalty = None if kl is None or not settings.kl_reward_coef else settings.kl_reward_coef * kl
     terms = _terms(algorithm, batch, scores, penalty)
-    result = algorithm.advantage(reduce=ranks.sum, **terms)
+    result = algorithm.advantage(terms, reduce=ranks.sum, bootstrap=terms.get("bootstrap"))
     advantages, returns = result if isinstance(result, tuple) else (result, None)
     advantages = _in_batch(batch, advantages) if algorithm.per_token else advantages[batch.member_of_token]
-    if algorithm.whiten:
+    if settings.whiten:
         advantages = whiten(advantages, reduce=ranks.sum)
     advantages = advantages.float()
     bound = mean_kl = None
@@ -375,7 +368,6 @@ def _in_batch(batch: Batch, column: Tensor) -> Tensor:
 
 def token_losses(
     algorithm: Algorithm,
-    config: Config,
     micro: MicroBatch,
     estimates: Estimates,
     logprobs: Tensor,
@@ -388,7 +380,7 @@ def token_losses(
 
     `counts` contains the denominators of the update; `version` is the version of the weights before the step.
     """
-    settings = config.algorithm
+    settings = algorithm.settings
     if not len(logprobs):
         # With ZeRO stage 3 all ranks must differentiate with respect to the same outputs.
         of_entropies = entropies if settings.entropy_coef else None
@@ -414,7 +406,7 @@ def token_losses(
     (policy_gradient,) = torch.autograd.grad(token_loss.sum(), leaf, retain_graph=True)
     if settings.kl_loss_coef:
         assert estimates.ref_logprobs is not None
-        kl = kl_estimate(leaf, estimates.ref_logprobs, estimator=algorithm.kl_estimator or "k3+")
+        kl = kl_estimate(leaf, estimates.ref_logprobs, estimator=settings.kl_estimator or "k3+")
         # The gradient of the estimate is correct only for tokens of the current policy; stale tokens are reweighted.
         weights = algorithm.weights(logprobs - micro.behavior_logprobs, micro.seq)
         kl_loss = aggregate(weights * kl)

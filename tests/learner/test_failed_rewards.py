@@ -77,7 +77,7 @@ def trained(queue: ReplayQueue) -> tuple[Config, Batch]:
 
 def advantages(config: Config, batch: Batch, values: torch.Tensor | None = None) -> dict[tuple[int, int], float]:
     """The advantage of each packed member's first token."""
-    estimates = estimate(make_algorithm(config), batch, ModelScores(values=values), FakeRanks(), kl_coef=0.0)
+    estimates = estimate(make_algorithm(config), batch, ModelScores(values=values), FakeRanks())
     found: dict[tuple[int, int], float] = {}
     for micro in batch.micro_batches:
         own = estimates.advantages[micro.span]

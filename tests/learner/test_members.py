@@ -132,9 +132,9 @@ class FakeRanks(Ranks):
         return values
 
 
-def estimates(batch: Batch, scores: ModelScores | None = None, *, kl_coef: float = 0.0, **algorithm: Any) -> Estimates:
+def estimates(batch: Batch, scores: ModelScores | None = None, **algorithm: Any) -> Estimates:
     config = make_config(Path("model"), algorithm=algorithm, environment=ENVIRONMENT)
-    return estimate(make_algorithm(config), batch, scores or ModelScores(), FakeRanks(), kl_coef=kl_coef)
+    return estimate(make_algorithm(config), batch, scores or ModelScores(), FakeRanks())
 
 
 def scores_of(batch: Batch) -> ModelScores:
@@ -191,7 +191,7 @@ def test_gae_by_turn_runs_over_the_rows_of_a_member(kl_coef: float) -> None:
     assert len(batch.ended) == 2, "only the last row of a member ends it"
     scores = scores_of(batch)
     options = {"gamma": 0.9, "lam": 0.8}
-    got = estimates(batch, scores, kl_coef=kl_coef, advantage="gae", advantage_options=options, loss="ppo_clip",
+    got = estimates(batch, scores, advantage="gae", advantage_options=options, loss="ppo_clip",
                     truncated="bootstrap", kl_reward_coef=kl_coef)  # fmt: skip
     assert got.returns is not None and scores.values is not None
     assert scores.proximal_logprobs is not None and scores.ref_logprobs is not None
@@ -212,7 +212,7 @@ def test_advantages_by_turn_are_on_the_tokens_of_the_turn(tokens: int, kl_coef: 
     groups = make_groups()
     batch = pack(groups, tokens)
     scores = scores_of(batch) if kl_coef else ModelScores()
-    got = estimates(batch, scores, kl_coef=kl_coef, advantage="turn_grpo", kl_reward_coef=kl_coef)
+    got = estimates(batch, scores, advantage="turn_grpo", kl_reward_coef=kl_coef)
     found = by_member(batch, groups, got.advantages)
     penalties = [[0.0] * len(own) for own in found]
     if scores.proximal_logprobs is not None and scores.ref_logprobs is not None:
@@ -244,12 +244,12 @@ def test_rows_of_a_member_weigh_as_one_sequence_wherever_they_lie(aggregation: s
     found: list[dict[tuple[int, int], list[float]]] = []
     for tokens in (14, 1000):
         batch = pack(groups, tokens)
-        made = estimate(algorithm, batch, ModelScores(), FakeRanks(), kl_coef=0.0)
+        made = estimate(algorithm, batch, ModelScores(), FakeRanks())
         (minibatch,) = sync_microbatches(batch.minibatches, batch.num_members, FakeRanks(), 1)
         gradient = torch.empty(batch.num_tokens)
         for micro in batch.micro_batches:
             own, logprobs = made.of(micro, torch.device("cpu")), micro.behavior_logprobs
-            losses = token_losses(algorithm, config, micro, own, logprobs, logprobs, counts=minibatch.counts, version=0)
+            losses = token_losses(algorithm, micro, own, logprobs, logprobs, counts=minibatch.counts, version=0)
             gradient[micro.span] = losses.gradient
         found.append(by_row(batch, gradient))
         weights = {"seq-mean-token-mean": 1 / (8 * batch.lengths), "seq-mean-token-sum": torch.full((8,), 1 / 8)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ GAE: dict[str, Any] = {"advantage": "gae", "advantage_options": {"gamma": 0.9, "
 
 
 def estimates_of(trainer: Trainer, batch: Batch, scores: ModelScores, kl_coef: float = 0.0) -> Estimates:
-    return estimate(trainer.algorithm, batch, scores, trainer.ranks, kl_coef=kl_coef)
+    settings = trainer.algorithm.settings.model_copy(update={"kl_reward_coef": kl_coef})
+    return estimate(replace(trainer.algorithm, settings=settings), batch, scores, trainer.ranks)
 
 
 def by_name(batch: Batch, column: Tensor) -> dict[tuple[int, int], list[float]]:
@@ -277,7 +279,7 @@ def test_the_divergence_in_the_loss_is_weighed_as_stale_tokens_are(
     estimates = Estimates(torch.randn(count), None, None, reference)
     counts = {"num_tokens": count, "num_sequences": len(micro.names)}
     gradients = [
-        token_losses(make_algorithm(c), c, micro, estimates, logprobs, logprobs, counts=counts, version=0).gradient
+        token_losses(make_algorithm(c), micro, estimates, logprobs, logprobs, counts=counts, version=0).gradient
         for c in (config, without)
     ]
     ratios = (logprobs - micro.behavior_logprobs).double()
