@@ -31,30 +31,16 @@ def simulate(
     ] = None,
     max_episodes: Annotated[int | None, typer.Option(help="Episodes that a generator plays at once.")] = None,
     turns: Annotated[
-        float | None, typer.Option(min=1, help="Time of an engine step then, beyond their number; 1.1.")
-    ] = None,
-    mean_tokens: Annotated[float | None, typer.Option(help="Without --from: mean length of a completion.")] = None,
-    sigma: Annotated[float | None, typer.Option(help="Spread of the logarithm of the lengths; 1.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Longest completion; 8 times the mean.")] = None,
-    episode_turns: Annotated[int | None, typer.Option(help="Turns among which they are divided; 1.")] = None,
-    turn_wait_s: Annotated[float | None, typer.Option(help="Wait of an episode after a turn; 0.")] = None,
-    turn_wait_share: Annotated[
-        float | None, typer.Option(help="Part of the turns that another follows, after which it waits; 1.")
-    ] = None,
-    prompt_tokens: Annotated[int | None, typer.Option(help="Length of a prompt; 0.")] = None,
-    refunded_fraction: Annotated[float | None, typer.Option(help="Groups without signal; 0.")] = None,
-    engine_base_ms: Annotated[float | None, typer.Option(help="Of an engine step, whatever runs.")] = None,
-    engine_sequence_us: Annotated[float | None, typer.Option(help="Of each sequence in it; 0.")] = None,
-    engine_request_ms: Annotated[float | None, typer.Option(help="Of each sequence once, its prompt; 0.")] = None,
-    learner_base_s: Annotated[float | None, typer.Option(help="Of an optimizer step, whatever its batch; 0.")] = None,
-    learner_token_us: Annotated[float | None, typer.Option(help="Of each token in it, on one learner.")] = None,
-    broadcast_s: Annotated[float | None, typer.Option(help="Until generators have new weights; 0.")] = None,
-    swap_ms: Annotated[float | None, typer.Option(help="How long a swap of weights holds an engine; 0.")] = None,
-    reward_s: Annotated[float | None, typer.Option(help="Until a group has its rewards; 0.")] = None,
-    routing_bytes: Annotated[
-        int | None, typer.Option(min=0, help="Of a token, with algorithm.routing_replay: layers x experts of it; 0.")
-    ] = None,
+        float,
+        typer.Option(min=1, help="Slowdown of engine steps on a shared device, beyond their number."),
+    ] = 1.1,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the lengths that are drawn.")] = 0,
+    numbers: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Without --from: the job as KEY=VALUE, with mean_tokens, engine_base_ms and learner_token_us at least."
+        ),
+    ] = None,
 ) -> None:
     """Predict throughput, idle time and staleness of a run with other settings. Exit code 2: it cannot be predicted."""
     from asyncrl.plan.show import show_simulation
@@ -65,17 +51,8 @@ def simulate(
         "max_new_tokens": max_new_tokens, "steps": steps, "generators_per_device": generators_per_device,
         "zero_variance": zero_variance, "max_episodes": max_episodes,
     }  # fmt: skip
-    numbers = {
-        "mean_tokens": mean_tokens, "sigma": sigma, "max_tokens": max_tokens, "prompt_tokens": prompt_tokens,
-        "refunded_fraction": refunded_fraction, "engine_base_ms": engine_base_ms,
-        "engine_sequence_us": engine_sequence_us, "engine_request_ms": engine_request_ms,
-        "learner_base_s": learner_base_s, "learner_token_us": learner_token_us, "broadcast_s": broadcast_s,
-        "swap_ms": swap_ms, "reward_s": reward_s, "episode_turns": episode_turns, "turn_wait_s": turn_wait_s,
-        "turn_wait_share": turn_wait_share, "routing_bytes": routing_bytes,
-    }  # fmt: skip
-    given: dict[str, float] = {name: float(value) for name, value in numbers.items() if value is not None}
     changed = {name: value for name, value in changes.items() if value is not None}
-    show_simulation(Console(), run, given, changed, turns=turns, seed=seed)
+    show_simulation(Console(), run, numbers or [], changed, turns=turns, seed=seed)
 
 
 @app.command()
@@ -96,8 +73,8 @@ def plan(
         typer.Option(min=64, help="With --model: longest trajectory; that of --config, or 8192."),
     ] = None,
 ) -> None:
-    """Find the split of the devices, and the staleness limit, that would train the most tokens with signal per second,
-    and what to do with groups without signal. With --model: a layout that fits the memory of the cards. Exit code 2:
+    """Find the split of the devices, and the staleness limit, that would train the most tokens with signal per second.
+    With --model: a layout that fits the memory of the cards. Exit code 2:
     there is none."""
     if model is not None and run is None:
         from asyncrl.launch.layout import show_layout

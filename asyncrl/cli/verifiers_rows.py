@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from asyncrl.data.files import check_rows_file, ground_truth_text, write_rows
+from asyncrl.data.files import check_rows_file, write_rows
+from asyncrl.data.rows import ground_truth_text
 from asyncrl.environments.programs.agent_client import read_rows, verifiers_python
 from asyncrl.errors import ConfigError
 

@@ -136,10 +136,11 @@ def _natural(file: Path) -> list[tuple[int, str]]:
 def _read_records(file: Path) -> Iterator[tuple[str, Record]]:
     """(location for messages, record) of each row of a Parquet file, each line of JSON lines, or the object in a
     .json."""
-    from asyncrl.data.files import json_object
+    from asyncrl.data.files import json_object, open_rows
 
     if file.suffix == ".parquet":
-        yield from _parquet_records(file)
+        rows = open_rows(str(file))
+        yield from ((f"{file}, row {number}", rows.row(number)) for number in range(rows.num_rows))
     elif file.suffix == ".json":
         yield str(file), json_object(_read_text(file), str(file), DataError)
     else:
@@ -147,21 +148,6 @@ def _read_records(file: Path) -> Iterator[tuple[str, Record]]:
             if line.strip():
                 where = f"{file}, line {number}"
                 yield where, json_object(line, where, DataError)
-
-
-def _parquet_records(file: Path) -> Iterator[tuple[str, Record]]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        with pq.ParquetFile(file) as parquet:
-            number = 0
-            for batch in parquet.iter_batches():
-                for record in batch.to_pylist():
-                    yield f"{file}, row {number}", record
-                    number += 1
-    except (pa.ArrowInvalid, OSError) as error:
-        raise DataError(f"{file} is not a Parquet file: {error}") from None
 
 
 def _read_text(file: Path) -> str:

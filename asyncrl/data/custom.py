@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -107,23 +108,31 @@ SEAMS: dict[str, Any] = {"dataset": Dataset, "sampler": Sampler, "filter": Filte
 """The interface of each part of `data.custom`, by its name."""
 
 
-class RawRows(Protocol):
-    """Rows as files or a dataset have them, by number over all files."""
+class RawRows(ABC):
+    """Rows as files or a dataset have them, by number over all files: a sequence, as which a sampler sees them."""
 
     sizes: list[int]
     """Rows of each file."""
 
+    @abstractmethod
     def values(self, row: int) -> dict[str, Any]:
-        """The row."""
-        ...
+        """The row. Raises DataError if it cannot be read."""
 
+    @abstractmethod
     def where(self, row: int) -> str:
         """The place of the row, for messages."""
-        ...
 
+    @abstractmethod
     def source(self, row: int) -> str:
         """The data source of rows that name none."""
-        ...
+
+    def __len__(self) -> int:
+        return sum(self.sizes)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)}")
+        return self.values(row)
 
 
 def part_name(config: Config, part: Literal["dataset", "sampler", "filter"]) -> str:
@@ -131,7 +140,7 @@ def part_name(config: Config, part: Literal["dataset", "sampler", "filter"]) -> 
     return f"data.custom.{part} = {getattr(config.data.custom, part)!r}"
 
 
-class OwnRows:
+class OwnRows(RawRows):
     """The rows of `data.custom.dataset` for these files. Raises ConfigError if it cannot be made, or has no rows by
     number."""
 
@@ -147,7 +156,6 @@ class OwnRows:
         self.sizes = [called(self._what, ConfigError, len, self._rows)]
 
     def values(self, row: int) -> dict[str, Any]:
-        """The row. Raises DataError if the dataset raises, or returns something else than a dict."""
         where = self.where(row)
         values = called(where, DataError, self._rows.__getitem__, row)
         if not isinstance(values, Mapping):
@@ -157,27 +165,11 @@ class OwnRows:
         return dict(values)
 
     def where(self, row: int) -> str:
-        """The dataset's name and the row's number."""
         return f"{self._name}, row {row}"
 
     def source(self, row: int) -> str:
         """The name of the dataset's class or function."""
         return self._name.rpartition(":")[2]
-
-
-class RowView:
-    """The rows as a sampler sees them."""
-
-    def __init__(self, rows: RawRows) -> None:
-        self._rows = rows
-
-    def __len__(self) -> int:
-        return sum(self._rows.sizes)
-
-    def __getitem__(self, row: int) -> dict[str, Any]:
-        if not 0 <= row < len(self):
-            raise IndexError(f"row {row} of {len(self)}")
-        return self._rows.values(row)
 
 
 def load_filter(config: Config) -> Callable[[dict[str, Any], str], bool]:

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from asyncrl.config.config import Config
-from asyncrl.data.custom import RawRows, RowView, Sampler, called, make_part, part_name
+from asyncrl.data.custom import RawRows, Sampler, called, make_part, part_name
 from asyncrl.errors import ConfigError
 from asyncrl.types import PoolPosition, PromptPosition
 
@@ -134,8 +134,8 @@ class OwnOrder:
 
     def __init__(self, config: Config, rows: RawRows) -> None:
         self._what = part_name(config, "sampler")
-        self._size = sum(rows.sizes)
-        self._sampler: Sampler = make_part(config, "sampler", RowView(rows), seed=config.seed)
+        self._size = len(rows)
+        self._sampler: Sampler = make_part(config, "sampler", rows, seed=config.seed)
         needed = ("__iter__", "state_dict", "load_state_dict")
         if missing := [name for name in needed if not callable(getattr(self._sampler, name, None))]:
             raise ConfigError(f"{self._what}: has no {', '.join(missing)}; without them a run cannot be resumed")

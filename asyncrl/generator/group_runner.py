@@ -165,7 +165,7 @@ class GroupRunner:
 def submit(rewards: RewardPool, group: GroupInProgress) -> None:
     """Submits the completions of a complete lease to the reward workers, or of its episodes the policy's turns. The
     rewards come back under its key."""
-    from asyncrl.rewards.reward_worker import PackedEpisode
+    from asyncrl.rewards.calling import PlayedEpisode
 
     lease, statuses = group.lease, [completion.status for completion in group.firsts]
     tokens, episodes = [completion.tokens for completion in group.firsts], []
@@ -173,7 +173,7 @@ def submit(rewards: RewardPool, group: GroupInProgress) -> None:
         members = [(group.ends[index], group.turns[index]) for index in range(group.size)]
         tokens = [[token for turn in turns for token in turn] for _, turns in members]
         episodes = [
-            PackedEpisode([len(turn) for turn in turns], end.messages, end.reward, end.parts, end.error)
+            PlayedEpisode([len(turn) for turn in turns], end.messages, end.reward, end.parts, end.error)
             for end, turns in members
         ]
     rewards.submit(group.key, tokens, lease.prompt, statuses, evaluation=lease.evaluation, episodes=episodes)

@@ -16,6 +16,7 @@ from asyncrl.observe.collapse import read_rollbacks
 from asyncrl.plan.measured import RecentRun
 from asyncrl.plan.verdict import (
     MOST_OF_RATE,
+    Idle,
     after_collapse,
     divergence_sentence,
     goodput_sentence,
@@ -81,51 +82,31 @@ class BottleneckMonitor:
             self._next_s = time.monotonic() + EVERY_S
             return verdict["bottleneck"]
         if status["step"] and time.monotonic() >= self._next_s:
-            idle = status["generator_idle"], status["learner_idle"], status["generator_environments"]
-            more = goodput_of(status["metrics"]), status["collapse"]
-            self._background.start(partial(self._judge, *idle, *more))
+            idle = Idle(status["generator_idle"], status["learner_idle"], status["generator_environments"])
+            goodput = goodput_of(status["metrics"])
+            self._background.start(partial(self._judge, idle, goodput, status["collapse"]))
         return ""
 
     def summary(self, summary: dict[str, Any]) -> dict[str, Any]:
         """The verdict's fields of the summary of an ended run; empty when no step was trained."""
-        idle = summary.get("idle")
-        if idle is None:
+        if "idle" not in summary:
             return {}
-        fractions = idle["generator"], idle["learner"], idle["environments"]
         self._background.join(LAST_S)
         self._background.poll()
-        more = (summary.get(name, {}) for name in ("goodput", "collapse"))
-        self._background.start(partial(self._judge, *fractions, *more))
+        goodput, collapse = (summary.get(name, {}) for name in ("goodput", "collapse"))
+        self._background.start(partial(self._judge, Idle(**summary["idle"]), goodput, collapse))
         self._background.join(LAST_S)
         return self._background.poll() or {"bottleneck": "not known; see logs/launcher.jsonl"}
 
-    def _judge(
-        self,
-        generator_idle: float,
-        learner_idle: float,
-        environments: float,
-        goodput: dict[str, float],
-        collapse: dict[str, Any],
-    ) -> dict[str, Any]:
-        verdict = verdict_of(
-            self._run,
-            generator_idle=generator_idle,
-            learner_idle=learner_idle,
-            max_staleness=self._config.replay.max_staleness,
-            environments=environments,
-        )
+    def _judge(self, idle: Idle, goodput: dict[str, float], collapse: dict[str, Any]) -> dict[str, Any]:
+        verdict = verdict_of(self._run, idle, max_staleness=self._config.replay.max_staleness)
         engine_cpu = self._run.recent("generator/engine_cpu_fraction", 0.0) if self._has_gpus else 0.0
         rate = self._run.recent("learner/lr_fraction", 1.0)
         may_be_older = not read_rollbacks(self._config.run_dir) and rate > MOST_OF_RATE
         verdict = after_collapse(verdict, collapse, may_be_older=may_be_older)
         sentences = [
             goodput_sentence(
-                goodput,
-                self._config,
-                learner_idle=learner_idle,
-                solved=self._run.solved_fraction(),
-                environments=environments,
-                may_be_older=may_be_older,
+                goodput, self._config, idle, solved=self._run.solved_fraction(), may_be_older=may_be_older
             ),
             divergence_sentence(rate),
             timeout_sentence(self._config, self._run.timed_out_fraction()),

@@ -27,7 +27,7 @@ from asyncrl.environments.environment import Schema
 from asyncrl.environments.table import environment_for
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.observe.console import say
-from asyncrl.rewards.dry_call import dry_call, own_functions
+from asyncrl.rewards.dry_call import custom_functions, dry_call
 from asyncrl.rewards.table import evaluation_config, reward_names, truth_reader
 from asyncrl.types import Prompt
 from asyncrl.util.model_files import end_tokens, load_tokenizer, num_embeddings
@@ -91,9 +91,9 @@ def _first_prompts(config: Config, rows: TrainingRows) -> list[Prompt]:
         outcome = rows[number]
         if isinstance(outcome, Exception) and not prompts:
             raise outcome
-        if isinstance(outcome, Prompt) and (not prompts or missing & own_functions(config, outcome.data_source)):
+        if isinstance(outcome, Prompt) and (not prompts or missing & custom_functions(config, outcome.data_source)):
             prompts.append(outcome)
-            missing -= own_functions(config, outcome.data_source)
+            missing -= custom_functions(config, outcome.data_source)
         if prompts and not missing:
             break
     return prompts

@@ -7,9 +7,10 @@ these are computed once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,9 +35,6 @@ class Routing:
     source: Tensor
     """int64 [D], position in the row of the routing of each computed token, or -1: it is routed live, since it is the
     last token of its sequences. A token shared by several sequences has the routing of the first that has one."""
-
-    def to(self, device: torch.device) -> Routing:
-        return Routing(self.experts.to(device, non_blocking=True), self.source.to(device, non_blocking=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +78,18 @@ class MicroBatch:
         return slice(self.start, self.start + len(self.targets))
 
     def to(self, device: torch.device) -> MicroBatch:
-        tensors = {
-            own.name: value.to(device, non_blocking=True)
-            for own in fields(self)
-            if isinstance(value := getattr(self, own.name), Tensor)
-        }
-        routing = None if self.routing is None else self.routing.to(device)
-        return replace(self, layout=self.layout.to(device), routing=routing, **tensors)
+        return moved_to(self, device)
+
+
+def moved_to(value: Any, device: torch.device) -> Any:
+    """Returns a structure of tensors on the device."""
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, list):
+        return [moved_to(item, device) for item in value]
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: moved_to(getattr(value, f.name), device) for f in fields(value)})
+    return value
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ Files = dict[str, Callable[[Path], object]]
 
 
 def tensors_file(tensors: dict[str, Tensor]) -> Callable[[Path], object]:
-    return partial(save_file, tensors)
+    return partial(save_file, tensors, metadata={"format": "pt"})
 
 
 def bytes_file(data: bytes) -> Callable[[Path], object]:

@@ -11,7 +11,7 @@ sent it, since the learner ranks act together. What a lost connection takes with
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -292,9 +292,8 @@ def run_critic(
 
 
 class CriticServer:
-    """One critic rank. It answers its learner ranks in rounds of one request from each. A learner rank is bound to the
-    first connection that sends a request in its name. A request that is sent again after its round gets the same answer
-    again.
+    """One critic rank. It answers its learner ranks in rounds of one request from each. A request that is sent again
+    after its round gets the same answer again.
 
     waits for                        woken by                    deadline
     a request of each learner rank   a message (ZeroMQ)          none here: learner ranks are watched by the launcher
@@ -317,8 +316,6 @@ class CriticServer:
         self.learners = learners
         self.should_stop = should_stop
         self._writer = PartWriter(critic_part(critic.ranks.rank))
-        self._peers: dict[int, bytes] = {}
-        """The connection of each learner rank."""
         self._received: dict[int, Message] = {}
         """Requests of the current round, by learner rank."""
         self._rows: dict[int, list[list[MicroBatch]]] = {}
@@ -371,11 +368,9 @@ class CriticServer:
     def _collect(self, message: Message) -> Reply | None:
         """Adds a request to the round; returns the answer of one that has been answered. Raises ProtocolError unless it
         is valid for this critic rank."""
-        kind, body, peer = message.kind, message.body, message.peer
+        body = message.body
         if body.rank not in self.learners:
-            raise ProtocolError(f"{kind!r} of learner rank {body.rank}, this critic serves {self.learners}")
-        if self._peers.get(body.rank, peer) != peer:
-            raise ProtocolError(f"{kind!r} of learner rank {body.rank} came from another connection than its own")
+            raise ProtocolError(f"{message.kind!r} of learner rank {body.rank}, this critic serves {self.learners}")
         answered, reply = self._answered.get(body.rank, (0, None))
         if 0 < message.seq <= answered:
             return reply if message.seq == answered else None
@@ -384,11 +379,12 @@ class CriticServer:
             minibatches = self.critic.config.learner.minibatches
             self._rows[body.rank] = _unpack_rows(message, minibatches=minibatches, vocabulary=vocabulary)
         elif isinstance(body, Train):
-            if not self._spans:
-                raise ProtocolError("train: no values were requested before these returns")
-            tokens = sum(span.stop - span.start for span in self._spans[body.rank])
-            _check_returns(message, step=self._step, tokens=tokens)
-        self._peers[body.rank] = peer
+            tokens = sum(span.stop - span.start for span in self._spans.get(body.rank, ()))
+            arrays = [f"{NAMES[array.dtype]}{list(array.shape)}" for array in message.arrays]
+            if body.step != self._step or arrays != [f"f4[{tokens}]"]:
+                raise ProtocolError(
+                    f"train: step {body.step} with frames {arrays[:3]}, expected f4[{tokens}] of step {self._step}"
+                )
         self._received[body.rank] = message
         return None
 
@@ -400,25 +396,29 @@ class CriticServer:
     def _value(self, messages: dict[int, Message]) -> dict[int, Reply]:
         (self._step,) = _agreed(messages, "step")
         minibatches: list[list[MicroBatch]] = []
-        self._spans = {rank: [] for rank in messages}
-        ends: dict[int, list[slice]] = {rank: [] for rank in messages}
-        start = num_ends = 0
+        owners: list[int] = []
+        start = 0
         for number in range(self.critic.config.learner.minibatches):
             minibatches.append([])
             for rank in messages:
                 for micro in self._rows[rank][number]:
                     minibatches[-1].append(replace(micro, start=start))
-                    self._spans[rank].append(slice(start, start := start + len(micro.targets)))
-                    ends[rank].append(slice(num_ends, num_ends := num_ends + len(micro.ends)))
+                    owners.append(rank)
+                    start += len(micro.targets)
         self._rows = {}
         none = torch.empty(0)
         batch = Batch(minibatches, none, none, none, none)
-        values, after = self.critic.values(batch, self._step).split([start, num_ends])
-        parts = {
-            rank: [none, *(values[span] for span in self._spans[rank]), *(after[span] for span in ends[rank])]
-            for rank in messages
-        }
-        return {rank: Reply(Values(self._step), [torch.cat(own).numpy()]) for rank, own in parts.items()}
+        micro_batches = batch.micro_batches
+        values = self.critic.values(batch, self._step)
+        parts = [values[micro.span] for micro in micro_batches]
+        after = values[start:].split([len(micro.ends) for micro in micro_batches])
+        self._spans, replies = {}, dict[int, Reply]()
+        for rank in messages:
+            chosen = [number for number, owner in enumerate(owners) if owner == rank]
+            self._spans[rank] = [micro_batches[number].span for number in chosen]
+            answer = torch.cat([none, *(parts[number] for number in chosen), *(after[number] for number in chosen)])
+            replies[rank] = Reply(Values(self._step), [answer.numpy()])
+        return replies
 
     def _train(self, messages: dict[int, Message]) -> dict[int, Reply]:
         returns = torch.empty(sum(len(message.arrays[0]) for message in messages.values()))
@@ -478,44 +478,32 @@ def _unpack_rows(message: Message, *, minibatches: int, vocabulary: int) -> list
         )
     if len(arrays) != 3 * rows or any(NAMES[a.dtype] != "i4" or a.ndim != 1 for a in arrays):
         raise ProtocolError(f"value: {rows} rows need 3 frames each, i4 in one dimension")
-    unpacked: list[MicroBatch] = []
-    start = 0
-    for number, names in enumerate(body.names):
-        row = arrays[3 * number : 3 * number + 3]
-        _check_row(row, len(names), vocabulary, f"value: row {number}")
-        unpacked.append(_unpack_row(row, names, start))
-        start += len(names)
-    micro_batches = iter(unpacked)
+    micro_batches = iter(
+        [_unpack_row(number, arrays[3 * number :][:3], names, vocabulary) for number, names in enumerate(body.names)]
+    )
     return [[next(micro_batches) for _ in range(count)] for count in body.minibatches]
 
 
-def _check_row(row: list[Array], sequences: int, vocabulary: int, where: str) -> None:
-    input_ids, lengths, valued = row
+def _unpack_row(number: int, row: Sequence[Array], names: list[Name], vocabulary: int) -> MicroBatch:
+    """Returns the micro-batch; fields that a critic does not need are zero."""
+    input_ids, lengths, valued = (array.astype(np.int64) for array in row)
     size = len(input_ids)
-    if not sequences or len(lengths) != sequences:
-        raise ProtocolError(f"{where}: {sequences} names for {len(lengths)} sequences, expected at least one of each")
-    if lengths.min() < 1 or lengths.sum(dtype=np.int64) != size:
-        raise ProtocolError(f"{where}: lengths of at least 1 must add up to its {size} tokens")
+    if not len(names) == len(lengths) > 0 or lengths.min() < 1 or lengths.sum() != size:
+        raise ProtocolError(f"value: row {number}: {len(lengths)} lengths for {len(names)} names and {size} tokens")
+    if len(valued) and (valued[0] < 0 or valued[-1] >= size or np.any(valued[:-1] >= valued[1:])):
+        raise ProtocolError(f"value: row {number}: valued positions must ascend from 0 to less than {size} tokens")
     if input_ids.min() < 0 or input_ids.max() >= vocabulary:
         raise ProtocolError(
-            f"{where}: tokens from {input_ids.min()} to {input_ids.max()}, the critic's vocabulary has {vocabulary}; "
+            f"value: tokens from {input_ids.min()} to {input_ids.max()}, the critic's vocabulary has {vocabulary}; "
             "set critic.path to a model with the tokens of model.path"
         )
-    if len(valued) and (valued[0] < 0 or valued[-1] >= size or np.any(valued[:-1] >= valued[1:])):
-        raise ProtocolError(f"{where}: valued positions must ascend from 0 and be less than its {size} tokens")
-
-
-def _unpack_row(row: list[Array], names: list[Name], start: int) -> MicroBatch:
-    """Returns the micro-batch; fields that a critic does not need are zero. Every sequence counts as a member, from
-    `start` on: the critic's losses are means over tokens."""
-    input_ids, lengths, valued = (array.astype(np.int64) for array in row)
     ends = np.cumsum(lengths)
     is_last = np.isin(valued, ends - 1)
     logit_index = valued[~is_last]
     nothing = torch.zeros(len(logit_index))
     return MicroBatch(
         input_ids=torch.from_numpy(input_ids),
-        position_ids=torch.from_numpy(np.arange(len(input_ids)) - np.repeat(ends - lengths, lengths)),
+        position_ids=torch.from_numpy(np.arange(size) - np.repeat(ends - lengths, lengths)),
         layout=make_layout(lengths, find_firsts(input_ids, lengths, np.array([ticket for ticket, _ in names]))),
         logit_index=torch.from_numpy(logit_index),
         targets=torch.from_numpy(input_ids[logit_index + 1]),
@@ -524,14 +512,4 @@ def _unpack_row(row: list[Array], names: list[Name], start: int) -> MicroBatch:
         seq=torch.from_numpy(np.searchsorted(ends, logit_index, side="right")),
         names=names,
         ends=torch.from_numpy(valued[is_last]),
-        members=np.arange(start, start + len(names)),
     )
-
-
-def _check_returns(message: Message, *, step: int, tokens: int) -> None:
-    """Raises ProtocolError unless the "train" request has the returns of `tokens` tokens, valued at step `step`."""
-    if message.body.step != step:
-        raise ProtocolError(f"train: step {message.body.step}, the most recent values are of step {step}")
-    given = [f"{NAMES[array.dtype]}{list(array.shape)}" for array in message.arrays]
-    if given != [f"f4[{tokens}]"]:
-        raise ProtocolError(f"train: frames of {', '.join(given[:3]) or 'nothing'}, expected one of f4[{tokens}]")

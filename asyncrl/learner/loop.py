@@ -265,8 +265,6 @@ class Learner:
         """The packed batch. Raises InvariantError if the shard cannot be trained in this step."""
         if shard.step != step:
             raise InvariantError(f"step {step}: took the shard of step {shard.step}")
-        if (excluded := self.trainer.policy.excluded) is not None:
-            excluded.check(shard.groups)
         if (replay := self.trainer.policy.replay) is not None:
             replay.check(shard.groups)
         return collate(shard.groups, self.config, version=step - 1)

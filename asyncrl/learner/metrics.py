@@ -1,4 +1,4 @@
-"""Metrics of what a step trains: rewards, lengths and advantages over the batches of all ranks."""
+"""Metrics of a step, over the batches of all ranks: rewards and lengths, losses and ratios, operations and times."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.update import TokenLosses
 from asyncrl.types import STALENESS_BOUNDS, STALENESS_BUCKETS
 from asyncrl.util.processes import LEARNER_PHASES, peak_memory_bytes
+
+log = structlog.get_logger()
 
 
 def batch_metrics(batch: Batch, advantages: Tensor, ranks: Ranks) -> dict[str, float]:
@@ -203,12 +206,6 @@ class PhaseTimer:
         return seconds | {"learner/peak_memory_bytes": float(peak)}
 
 
-log = structlog.get_logger()
-
-MAX_TRACE_BYTES = 256 << 20
-"""Maximum size of a compressed trace. A larger one is deleted: no viewer opens it."""
-
-
 class StepProfiler:
     """Writes `step-NNNNNN.rank-R.json.gz` in a folder for each step that is profiled. Shapes, stacks and memory are not
     recorded, so that a trace stays small."""
@@ -233,115 +230,41 @@ class StepProfiler:
         finally:
             with observing("profile"):
                 profiled.stop()
-                self._write(profiled, step)
-
-    def _write(self, profiled: profile, step: int) -> None:
-        self._folder.mkdir(exist_ok=True)
-        path = self._folder / f"step-{step:06d}.rank-{self._rank}.json.gz"
-        profiled.export_chrome_trace(str(path))
-        num_bytes = path.stat().st_size
-        if num_bytes <= MAX_TRACE_BYTES:
-            log.info("trace written", path=str(path), bytes=num_bytes)
-            return
-        path.unlink()
-        log.warning(
-            f"the trace of step {step} is deleted: it is larger than {MAX_TRACE_BYTES} bytes; profile a step with a "
-            "smaller batch (replay.groups_per_step)",
-            bytes=num_bytes,
-        )
+                self._folder.mkdir(exist_ok=True)
+                path = self._folder / f"step-{step:06d}.rank-{self._rank}.json.gz"
+                profiled.export_chrome_trace(str(path))
+                log.info("trace written", path=str(path), bytes=path.stat().st_size)
 
 
 SUMS = (
+    "loss", "policy_loss", "kl_loss", "entropy", "tokens", "kl", "fresh", "fresh_kl", "signal", "weight", "cut",
+    "capped", "ess_total", "ess_squares", "ess_count", "ess_capped_total", "ess_capped_squares",
+)  # fmt: skip
+BUCKET_SUMS = (
     "tokens", "ratio", "squares", "kl", "positive", "negative", "clip_positive", "clip_negative", "mask_positive",
     "mask_negative",
 )  # fmt: skip
-
-
-def empty_sums() -> Tensor:
-    return torch.zeros(len(SUMS), len(STALENESS_BUCKETS), dtype=torch.float64)
-
-
-@dataclass(slots=True)
-class StalenessMetrics:
-    """Sums over the action tokens of each bucket of `STALENESS_BUCKETS`, on the device of the tokens: reading them back
-    would wait for a GPU in each micro-batch."""
-
-    sums: Tensor = field(default_factory=empty_sums)
-    """[len(SUMS), len(STALENESS_BUCKETS)] float64."""
-    largest: Tensor = field(default_factory=lambda: torch.zeros(len(STALENESS_BUCKETS), dtype=torch.float64))
-    """[len(STALENESS_BUCKETS)]: the largest ratio."""
-
-    @torch.no_grad()
-    def add(
-        self, staleness: Tensor, log_ratios: Tensor, advantages: Tensor, *, clipped: Tensor, masked: Tensor
-    ) -> None:
-        """Counts tokens [N]: log ratios of current and behavior policy in nats, and which of those with an advantage
-        got no gradient, by clipping or by a mask of the correction."""
-        if not len(staleness):
-            return
-        ratios = safe_exp(log_ratios.double())
-        positive, negative = advantages > 0, advantages < 0
-        bucket = torch.bucketize(staleness, torch.tensor(STALENESS_BOUNDS, device=staleness.device))
-        columns = (
-            torch.ones_like(ratios), ratios, ratios.square(), mismatch_kl(log_ratios), positive, negative,
-            clipped & positive, clipped & negative, masked & positive, masked & negative,
-        )  # fmt: skip
-        table = torch.stack([column.double() for column in columns])
-        self.sums = self.sums.to(table.device).index_add(1, bucket, table)
-        largest = torch.zeros(len(STALENESS_BUCKETS), dtype=torch.float64, device=ratios.device)
-        largest.scatter_reduce_(0, bucket, ratios, reduce="amax")
-        self.largest = torch.maximum(self.largest.to(ratios.device), largest)
-
-    def join(self, other: StalenessMetrics) -> None:
-        """Adds what another one has counted."""
-        device = other.sums.device
-        self.sums = self.sums.to(device) + other.sums
-        self.largest = torch.maximum(self.largest.to(device), other.largest)
-
-
-def staleness_metrics(sums: Tensor, largest: Tensor) -> dict[str, float]:
-    """Metrics `staleness/BUCKET/NAME` of the buckets that have tokens, from the sums and largest ratios of
-    `StalenessMetrics`; a mean over nothing is left out."""
-    rows = dict(zip(SUMS, sums, strict=True))
-    total = rows["tokens"].sum()
-    sizes = ess_from_moments(torch.stack([rows["ratio"], rows["squares"], rows["tokens"]]))
-    metrics: dict[str, float] = {}
-    for index, bucket in enumerate(STALENESS_BUCKETS):
-        s = {name: float(row[index]) for name, row in rows.items()}
-        if not s["tokens"]:
-            continue
-        found = {
-            "tokens_fraction": s["tokens"] / float(total),
-            "ratio_mean": s["ratio"] / s["tokens"],
-            "ratio_max": float(largest[index]),
-            "kl": s["kl"] / s["tokens"],
-            "ess": float(sizes[index]),
-        }
-        for sign in ("positive", "negative"):
-            if s[sign]:
-                found |= {f"{what}_{sign}": s[f"{what}_{sign}"] / s[sign] for what in ("clip", "mask")}
-        metrics |= {f"staleness/{bucket}/{name}": value for name, value in found.items()}
-    return metrics
-
-
 CAPPED = 1e-4
 """Weights this much (relative) below the unbounded importance weight count as capped."""
 
 
-@dataclass(slots=True)
 class StepMetrics:
-    """Sums over the action tokens seen so far. Ratios are of the current against the behavior policy."""
+    """Sums over the action tokens of a step or an update, in total and by staleness. Ratios are of the current against
+    the behavior policy. The sums stay on the device: reading them back would wait for a GPU in each micro-batch."""
 
-    version: int
-    level: Level
-    cap: float | None
-    """Upper bound of the importance weights."""
-    device: torch.device
-    with_kl: bool = False
-    """True if the loss has a divergence from a reference policy."""
-    sums: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    staleness: StalenessMetrics = field(default_factory=StalenessMetrics)
+    def __init__(
+        self, version: int, level: Level, cap: float | None, device: torch.device, *, with_kl: bool = False
+    ) -> None:
+        """`level` and `cap` are those of the run's importance weights. `with_kl` is true if the loss has a divergence
+        from a reference policy."""
+        self.version, self.cap, self.with_kl = version, cap, with_kl
+        self.level: Level = level
+        zeros = partial(torch.zeros, dtype=torch.float64, device=device)
+        self.sums = zeros(len(SUMS))
+        self.bucket_sums = zeros(len(BUCKET_SUMS), len(STALENESS_BUCKETS))
+        self.largest_ratios = zeros(len(STALENESS_BUCKETS))
 
+    @torch.no_grad()
     def add(
         self, micro: MicroBatch, losses: TokenLosses, logprobs: Tensor, entropies: Tensor, advantages: Tensor
     ) -> None:
@@ -353,41 +276,35 @@ class StepMetrics:
         log_ratios = logprobs - micro.behavior_logprobs
         uncapped = importance_weights(log_ratios, micro.seq, level=self.level, high=None)
         staleness = self.version - micro.versions
-        fresh = staleness == 0
-        kl = mismatch_kl(log_ratios)
-        signal = advantages != 0
+        fresh, kl, signal = staleness == 0, mismatch_kl(log_ratios), advantages != 0
         weights = torch.where(signal, -losses.policy_gradient / advantages, 0.0)
         cut = signal & (weights == 0)
-        total, squares, count = weight_moments(log_ratios, micro.seq, level=self.level)
+        moments = weight_moments(log_ratios, micro.seq, level=self.level)
         capped_total, capped_squares, _ = weight_moments(log_ratios, micro.seq, level=self.level, high=self.cap)
-        for name, value in {
-            "loss": losses.loss,
-            "policy_loss": losses.policy_loss,
-            "kl_loss": losses.kl_loss,
-            "entropy": entropies.sum(),
-            "tokens": torch.tensor(len(logprobs)),
-            "kl": kl.sum(),
-            "fresh": fresh.sum(),
-            "fresh_kl": torch.where(fresh, kl, 0.0).sum(),
-            "signal": signal.sum(),
-            "weight": weights.sum(),
-            "cut": cut.sum(),
-            "capped": (signal & (weights < uncapped * (1 - CAPPED))).sum(),
-            "ess_total": total,
-            "ess_squares": squares,
-            "ess_count": count,
-            "ess_capped_total": capped_total,
-            "ess_capped_squares": capped_squares,
-        }.items():
-            value = value.double().to(self.device)
-            self.sums[name] = self.sums[name] + value if name in self.sums else value
-        self.staleness.add(staleness, log_ratios, advantages, clipped=cut & ~losses.masked, masked=cut & losses.masked)
+        capped = signal & (weights < uncapped * (1 - CAPPED))
+        count = torch.full_like(capped_total, len(logprobs))
+        columns = (
+            losses.loss, losses.policy_loss, losses.kl_loss, entropies.sum(), count, kl.sum(), fresh.sum(),
+            torch.where(fresh, kl, 0.0).sum(), signal.sum(), weights.sum(), cut.sum(), capped.sum(), *moments,
+            capped_total, capped_squares,
+        )  # fmt: skip
+        self.sums += torch.stack([column.double() for column in columns])
+        ratios = safe_exp(log_ratios.double())
+        positive, negative = advantages > 0, advantages < 0
+        clipped, masked = cut & ~losses.masked, cut & losses.masked
+        columns = (
+            torch.ones_like(ratios), ratios, ratios.square(), kl, positive, negative, clipped & positive,
+            clipped & negative, masked & positive, masked & negative,
+        )  # fmt: skip
+        bucket = torch.bucketize(staleness, torch.tensor(STALENESS_BOUNDS, device=staleness.device))
+        self.bucket_sums.index_add_(1, bucket, torch.stack([column.double() for column in columns]))
+        self.largest_ratios.scatter_reduce_(0, bucket, ratios, reduce="amax")
 
     def join(self, other: StepMetrics) -> None:
-        """Adds what another one has counted."""
-        for name, value in other.sums.items():
-            self.sums[name] = self.sums[name] + value if name in self.sums else value
-        self.staleness.join(other.staleness)
+        """Adds the sums of an update."""
+        self.sums += other.sums
+        self.bucket_sums += other.bucket_sums
+        self.largest_ratios = torch.maximum(self.largest_ratios, other.largest_ratios)
 
     def reduce(self, ranks: Ranks, *, updates: int) -> dict[str, float]:
         """Metrics of the step over all ranks, which all call this; a mean over nothing is left out.
@@ -397,10 +314,9 @@ class StepMetrics:
         Of the tokens with an advantage, clip_fraction is the share that clipping or a mask left without
         gradient, capped_fraction the share that got less than its unbounded importance weight.
         """
-        if not self.sums:
+        if not updates:
             return {}
-        table = ranks.gather(torch.stack(list(self.sums.values())))
-        s = dict(zip(self.sums, table.sum(dim=0).tolist(), strict=True))
+        s: dict[str, float] = dict(zip(SUMS, ranks.gather(self.sums).sum(dim=0).tolist(), strict=True))
         parts = ("loss", "policy_loss", *(["kl_loss"] if self.with_kl else []))
         metrics = {f"learner/{name}": s[name] / updates for name in parts}
         for name, total, count in (
@@ -415,6 +331,30 @@ class StepMetrics:
         ):
             if count:
                 metrics[name] = total / count
-        return metrics | staleness_metrics(
-            ranks.gather(self.staleness.sums).sum(dim=0), ranks.gather(self.staleness.largest).max(dim=0).values
+        return metrics | _by_staleness(
+            ranks.gather(self.bucket_sums).sum(dim=0), ranks.gather(self.largest_ratios).max(dim=0).values
         )
+
+
+def _by_staleness(sums: Tensor, largest_ratios: Tensor) -> dict[str, float]:
+    """Metrics `staleness/BUCKET/NAME` of the buckets that have tokens; a mean over nothing is left out."""
+    rows: dict[str, Tensor] = dict(zip(BUCKET_SUMS, sums, strict=True))
+    total = float(rows["tokens"].sum())
+    sizes = ess_from_moments(torch.stack([rows["ratio"], rows["squares"], rows["tokens"]]))
+    metrics: dict[str, float] = {}
+    for index, bucket in enumerate(STALENESS_BUCKETS):
+        s = {name: float(row[index]) for name, row in rows.items()}
+        if not s["tokens"]:
+            continue
+        values = {
+            "tokens_fraction": s["tokens"] / total,
+            "ratio_mean": s["ratio"] / s["tokens"],
+            "ratio_max": float(largest_ratios[index]),
+            "kl": s["kl"] / s["tokens"],
+            "ess": float(sizes[index]),
+        }
+        for sign in ("positive", "negative"):
+            if s[sign]:
+                values |= {f"{cause}_{sign}": s[f"{cause}_{sign}"] / s[sign] for cause in ("clip", "mask")}
+        metrics |= {f"staleness/{bucket}/{name}": value for name, value in values.items()}
+    return metrics

@@ -55,9 +55,7 @@ from asyncrl.learner.model.saving import (
 from asyncrl.learner.update import (
     Minibatch,
     TokenLosses,
-    broken_names,
     may_be_empty,
-    name_together,
     plan_updates,
     skip_if_not_finite,
     sync_microbatches,
@@ -115,7 +113,6 @@ class Trainer:
             assert estimates.returns is not None
             with phase("critic"):
                 self.critic.train(estimates.returns)
-        culprits = self._find_culprits(batch, scores)
         warmup = self.critic is not None and step <= self.config.critic.warmup_steps
         scheduled = learning_rate(step, settings, steps=self.config.steps)
         planned = plan_updates(minibatches, epochs=settings.epochs)
@@ -143,7 +140,7 @@ class Trainer:
             if not warmup:
                 with phase("optimizer"):
                     norm = self.policy.gradient_norm()
-                if skip_if_not_finite(self.policy, minibatch, finite, norm, step, "learner.lr", culprits):
+                if skip_if_not_finite(self.policy, minibatch, finite, norm, step, "learner.lr"):
                     skipped += 1
                     continue
                 norms.append(norm)
@@ -244,14 +241,6 @@ class Trainer:
         passes += sum(column is not None for column in (scores.proximal_logprobs, scores.ref_logprobs))
         own = self._flops.step(batch, passes=passes)
         return float(self.data_ranks.sum(torch.tensor([own], dtype=torch.float64)))
-
-    def _find_culprits(self, batch: Batch, scores: Scores) -> str:
-        """Returns a text naming the trajectories of all ranks whose own log-probs or values are not finite. Through the
-        advantages they also make the losses of other trajectories non-finite."""
-        given = (batch.behavior_logprobs, scores.proximal_logprobs, scores.ref_logprobs, scores.values)
-        finite = torch.stack([column.isfinite() for column in given if column is not None]).all(dim=0)
-        names = [name for micro in batch.micro_batches for name in broken_names(micro, finite[micro.span])]
-        return name_together(names, self.data_ranks)
 
 
 @dataclass(frozen=True, slots=True)

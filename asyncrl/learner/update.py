@@ -102,23 +102,27 @@ def sync_microbatches(
 
 
 def skip_if_not_finite(
-    model: TrainedModel,
-    minibatch: Minibatch,
-    finite: Sequence[Tensor],
-    grad_norm: float,
-    step: int,
-    lr_key: str,
-    culprits: str = "",
+    model: TrainedModel, minibatch: Minibatch, finite: Sequence[Tensor], grad_norm: float, step: int, lr_key: str
 ) -> bool:
-    """Drops the gradient if a loss or the gradient itself is not finite. Returns True if it did.
+    """Drops the update of `model` if its loss or gradient is not finite on any rank. Returns True, on all ranks, if it
+    was dropped. All ranks call it, after the last backward.
 
-    All ranks call it after the last backward, and either all or none of them skip the update. `finite` has one mask per
-    micro-batch, true for the action tokens [N] with finite outputs and gradients. `culprits` names trajectories already
-    known to have non-finite scores, and `lr_key` is the config key of the learning rate, for the error. Raises RunError
-    on all ranks if more than MAX_SKIPPED_UPDATES updates in a row were skipped.
+    `finite` contains, for each micro-batch, a mask of the action tokens [N] with finite outputs and gradients. `lr_key`
+    is the config key of the learning rate, for the error. Raises RunError on all ranks if more than MAX_SKIPPED_UPDATES
+    updates in a row were skipped.
     """
-    reason = _find_reason(minibatch, finite, grad_norm, model.ranks.of_data, culprits)
-    if not reason:
+    ranks = model.ranks.of_data
+    names = [
+        name
+        for micro, mask in zip(minibatch.micro_batches, finite, strict=True)
+        for name in (micro.names[number] for number in micro.seq[~mask.to(micro.seq.device)].unique().tolist())
+    ]
+    if broken := _join_names(names, ranks):
+        reason = f"the loss of {broken} is not finite"
+    elif ranks.any(not math.isfinite(grad_norm)):
+        names = [name for micro in minibatch.micro_batches for name in micro.names]
+        reason = f"the gradient is not finite (norm {grad_norm}), of one of {_join_names(names, ranks)}"
+    else:
         return False
     model.skip()
     if model.ranks.rank == 0:
@@ -133,25 +137,8 @@ def skip_if_not_finite(
     return True
 
 
-def broken_names(micro: MicroBatch, finite: Tensor) -> list[Name]:
-    """Returns the trajectories of the micro-batch that have an action token [N] for which `finite` is false."""
-    return [micro.names[number] for number in micro.seq[~finite.to(micro.seq.device)].unique().tolist()]
-
-
-def name_together(names: Sequence[Name], ranks: Ranks) -> str:
+def _join_names(names: Sequence[Name], ranks: Ranks) -> str:
     """Returns a text with the trajectories named by any rank; empty if no rank names one. All ranks call it."""
     texts = [f"ticket {ticket}, trajectory {number}" for ticket, number in names[:MAX_NAMED]]
     texts += [f"{len(names) - MAX_NAMED} more"] * (len(names) > MAX_NAMED)
     return "; ".join(text for text in ranks.gather_texts("; ".join(texts)) if text)
-
-
-def _find_reason(minibatch: Minibatch, finite: Sequence[Tensor], grad_norm: float, ranks: Ranks, culprits: str) -> str:
-    """Returns the reason to skip the update, the same on all ranks; empty if the update is finite."""
-    pairs = zip(minibatch.micro_batches, finite, strict=True)
-    losses = name_together([name for micro, own in pairs for name in broken_names(micro, own)], ranks)
-    if losses:
-        return f"the loss of {culprits or losses} is not finite"
-    if not ranks.any(not math.isfinite(grad_norm)):
-        return ""
-    names = [name for micro in minibatch.micro_batches for name in micro.names]
-    return f"the gradient is not finite (norm {grad_norm}), of one of {name_together(names, ranks)}"

@@ -9,13 +9,12 @@ import socket
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -35,16 +34,15 @@ from asyncrl.config.load import load_config
 from asyncrl.data.rows import Split
 from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.launch.run_dir import is_running
-from asyncrl.observe.curves import Row, decode_row
+from asyncrl.observe.curves import Row, decode_row, spread
 from asyncrl.observe.document import RUNNING, SAMPLE_FIELDS, UNFINISHED, PageSamples, curves_of, run_document
 from asyncrl.observe.page import SCRIPTS, STYLES, render_page, web_file
-from asyncrl.observe.report import RunSummary, trace_of
+from asyncrl.observe.report import RunSummary, read_summary, trace_of
 from asyncrl.observe.sample_search import conversations, page_samples, run_decoder, stored_group, with_texts
 from asyncrl.observe.samples import FOLDER as SAMPLES
 from asyncrl.observe.samples import Samples, evaluated_versions, read_evaluated
 from asyncrl.observe.trackers import METRICS_FILE
 from asyncrl.types import goodput_of
-from asyncrl.util.files import read_json
 from asyncrl.util.text import redact
 
 MAX_WATCHED = 16
@@ -311,29 +309,8 @@ LEAST_PAUSE_S = 2.0
 PAUSE_FACTOR = 10.0
 """Trace and samples are read again after this many times the time that it took to read them."""
 
-Value = TypeVar("Value")
 _revisions = count(1)
 """Shared by all runs, so that a run that was forgotten and is read again has higher ones than before."""
-
-
-class Paced(Generic[Value]):
-    """A value that is read again when its signature has changed, but not all the time."""
-
-    def __init__(self, read: Callable[[], Value]) -> None:
-        self._read = read
-        self._signature: list[Any] = []
-        self._next_s = 0.0
-        self.value: Value | None = None
-
-    def update(self, signature: list[Any]) -> bool:
-        """Reads the value if it is due; returns True if it was read. An empty signature is that of nothing: None."""
-        begun_s = time.monotonic()
-        if signature == self._signature or begun_s < self._next_s:
-            return False
-        self.value, self._signature = self._read() if signature else None, signature
-        ended_s = time.monotonic()
-        self._next_s = ended_s + LEAST_PAUSE_S + PAUSE_FACTOR * (ended_s - begun_s)
-        return True
 
 
 class WatchedRun:
@@ -345,8 +322,12 @@ class WatchedRun:
         self._looked_s = 0.0
         self._summary = RunSummary(run_dir)
         self._curves = curves_of(run_dir)
-        self._trace = Paced[pa.Table | None](lambda: trace_of(run_dir))
-        self._samples = Paced[PageSamples | None](lambda: page_samples(run_dir))
+        self._trace: pa.Table | None = None
+        self._samples: PageSamples | None = None
+        self._stamps: list[Stamp] = []
+        """Those of the files with trace and samples when they were read."""
+        self._next_s = 0.0
+        """Earliest time to read them again."""
         self._shown_summary: dict[str, Any] | None = None
         self._sections: dict[str, tuple[int, Any]] = {}
         """Parts of the document, with the revision in which each changed last."""
@@ -378,67 +359,116 @@ class WatchedRun:
         changed = self._curves.read(READ_BUDGET_S)
         self._is_complete = bool(self._revision) and self._curves.fraction_read == 1.0
         if self._is_complete:
-            changed |= self._trace.update(_stamps(self._run_dir, "trace.*"))
-            changed |= self._samples.update(_stamps(self._run_dir, f"{SAMPLES}/*"))
+            changed |= self._read_trace_and_samples()
         if not changed and summary == self._shown_summary:
             return
         self._shown_summary = summary
-        document = run_document(self._run_dir, summary, self._trace.value, self._samples.value, curves=self._curves) | {
-            "progress": self._progress(summary)
-        }
+        document = run_document(self._run_dir, summary, self._trace, self._samples, curves=self._curves)
+        is_moving = summary["status"] == RUNNING and self._curves.num_steps
+        document["progress"] = f"step {self._curves.last_step:,}" if is_moving else ""
         revision = next(_revisions)
         for name, value in document.items():
             if name not in self._sections or self._sections[name][1] != value:
                 self._sections[name] = revision, value
                 self._revision = revision
 
-    def _progress(self, summary: dict[str, Any]) -> str:
-        return f"step {self._curves.last_step:,}" if summary["status"] == RUNNING and self._curves.num_steps else ""
+    def _read_trace_and_samples(self) -> bool:
+        traces = sorted(self._run_dir.glob("trace.*"))
+        stamps, begun_s = stamps_of([*traces, *sorted((self._run_dir / SAMPLES).glob("*"))]), time.monotonic()
+        if stamps == self._stamps or begun_s < self._next_s:
+            return False
+        self._stamps = stamps
+        self._trace = trace_of(self._run_dir) if traces else None
+        self._samples = page_samples(self._run_dir) if len(stamps) > len(traces) else None
+        ended_s = time.monotonic()
+        self._next_s = ended_s + LEAST_PAUSE_S + PAUSE_FACTOR * (ended_s - begun_s)
+        return True
 
 
-def _stamps(folder: Path, *patterns: str) -> list[tuple[str, int, int]]:
-    """Names, sizes and times of the files that match."""
-    found: list[tuple[str, int, int]] = []
-    for pattern in patterns:
-        for file in sorted(folder.glob(pattern)):
-            try:
-                status = file.stat()
-            except FileNotFoundError:
-                continue  # it was replaced just now
-            found.append((file.name, status.st_size, status.st_mtime_ns))
-    return found
+Stamp = tuple[str, int, int]
+"""Name, size and time of a file."""
 
 
-CURVE_POINTS = 60
+def stamps_of(files: list[Path]) -> list[Stamp]:
+    """The stamps of those files that exist."""
+    stamps: list[Stamp] = []
+    for file in files:
+        with suppress(FileNotFoundError):
+            status = file.stat()
+            stamps.append((file.name, status.st_size, status.st_mtime_ns))
+    return stamps
+
+
+CARD_POINTS = 60
 BLOCK_BYTES = 16 << 10
-"""Bytes that are read for a point of a card's curve."""
-BLOCK_ROWS = 4
+"""Bytes of metrics.jsonl that are read for a point of a card's curve."""
 MAX_VERDICT_CHARACTERS = 300
 REWARD = "reward/mean"
 _STEPS = re.compile(r"^steps: (\d+)$", re.MULTILINE)
 """The number of steps in a resolved config: to parse the YAML of a hundred runs takes seconds."""
 
 
-@dataclass(frozen=True, slots=True)
-class Card:
-    """A run in the list."""
+class Point(msgspec.Struct):
+    """What a card's curve needs of a row; other fields are not decoded."""
 
-    name: str
-    status: str
-    verdict: str = ""
-    step: int | None = None
-    steps: int | None = None
-    """Steps that the run is configured for."""
-    reward: tuple[float, float] | None = None
-    """Mean of the first and of the last steps."""
-    tokens_per_s: float | None = None
-    goodput: float | None = None
-    alarms: int = 0
-    """Active alarms of a collapse."""
-    updated_s: float = 0.0
-    """Unix time of the last change."""
-    curve: list[float] = field(default_factory=list[float])
-    """Rewards of steps that are evenly spread over `metrics.jsonl`."""
+    step: int
+    reward: float | None = msgspec.field(name=REWARD, default=None)
+
+
+def point_of(line: bytes) -> Point:
+    """The point of a row. Raises ValueError."""
+    try:
+        return msgspec.json.decode(line, type=Point)
+    except msgspec.DecodeError:
+        row = decode_row(line)  # it may have NaN, which msgspec refuses
+        return Point(int(row["step"]), row.get(REWARD))
+
+
+def card_of(run_dir: Path, *, running: bool) -> dict[str, Any]:
+    """A run in the list: its state, its last step and its rewards. The time that it takes does not depend on the run's
+    length."""
+    metrics, config = run_dir / METRICS_FILE, run_dir / "config.yaml"
+    summary = read_summary(run_dir) or {"status": RUNNING if running else UNFINISHED}
+    rewards, last = list[float](), dict[str, float]()
+    try:
+        rewards, last = sampled_rewards(metrics)
+    except ValueError as error:
+        summary.setdefault("error", f"{metrics}: a line is not JSON: {error}")
+    tenth = max(1, len(rewards) // 10)
+    first_reward, last_reward = summary.get("reward_first"), summary.get("reward_last")
+    if rewards and (first_reward is None or last_reward is None):
+        first_reward, last_reward = fmean(rewards[:tenth]), fmean(rewards[-tenth:])
+    steps = _STEPS.search(config.read_text(encoding="utf-8", errors="replace"))
+    verdict = summary.get("error") or summary.get("bottleneck") or ""
+    return {
+        "name": run_dir.name,
+        "status": summary.get("status", UNFINISHED),
+        "verdict": redact(verdict)[:MAX_VERDICT_CHARACTERS],
+        "step": summary.get("steps", int(last["step"]) if last else None),
+        "steps": int(steps[1]) if steps else None,
+        "reward": None if first_reward is None else (first_reward, last_reward),
+        "tokens_per_s": summary.get("tokens_per_s", last.get("throughput/trained_tokens_per_s")),
+        "goodput": summary.get("goodput", goodput_of(last)).get("total"),
+        "alarms": int(last.get("collapse/alarms", 0)),
+        "updated_s": max(time_ns for _, _, time_ns in stamps_of([metrics, config])) / 1e9,
+        "curve": rewards,
+    }
+
+
+def sampled_rewards(file: Path) -> tuple[list[float], Row]:
+    """At most CARD_POINTS rewards from blocks that are evenly spread over the file, and the last row with one. Raises
+    ValueError if a line is not JSON."""
+    rewards, last_line = dict[int, float](), b""
+    if file.is_file():
+        with file.open("rb") as content:
+            span = os.fstat(content.fileno()).st_size - BLOCK_BYTES
+            for number in range(CARD_POINTS if span > 0 else 1):
+                content.seek(begin := number * max(span, 0) // (CARD_POINTS - 1))
+                for line in content.read(BLOCK_BYTES).splitlines(keepends=True)[1 if begin else 0 :]:
+                    if line.endswith(b"\n") and (point := point_of(line)).reward is not None:
+                        rewards[point.step], last_line = point.reward, line
+    ordered = [rewards[step] for step in sorted(rewards)]
+    return spread(ordered, CARD_POINTS), decode_row(last_line) if last_line else {}
 
 
 class RunList:
@@ -447,8 +477,8 @@ class RunList:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._lock = threading.Lock()
-        self._known: dict[str, tuple[Any, Card]] = {}
-        """Signature of the files, and the card made of them, by name."""
+        self._known: dict[str, tuple[Any, dict[str, Any]]] = {}
+        """Stamps of the files, and the card made of them, by name."""
 
     def paths(self) -> dict[str, Path]:
         """The folders of runs by name. Raises ConfigError if the folder cannot be read."""
@@ -464,92 +494,10 @@ class RunList:
         with self._lock:
             paths = self.paths()
             self._known = {name: self._card(name, path) for name, path in paths.items()}
-            return [asdict(card) for _, card in self._known.values()]
+            return [card for _, card in self._known.values()]
 
-    def _card(self, name: str, path: Path) -> tuple[Any, Card]:
+    def _card(self, name: str, path: Path) -> tuple[Any, dict[str, Any]]:
         running = is_running(path)
-        signature = (running, *(_stamp(path / file) for file in ("config.yaml", "summary.json", METRICS_FILE)))
+        state = running, stamps_of([path / file for file in ("config.yaml", "summary.json", METRICS_FILE)])
         known = self._known.get(name)
-        return known if known is not None and known[0] == signature else (signature, make_card(path, running=running))
-
-
-def make_card(path: Path, *, running: bool) -> Card:
-    """The card of the run in this folder; the time that it takes does not depend on the run's length."""
-    metrics, summary = path / METRICS_FILE, _summary(path)
-    updated_s = max((file.stat().st_mtime for file in (metrics, path / "config.yaml") if file.is_file()), default=0.0)
-    try:
-        rows = list(_spread_rows(metrics))
-    except ValueError as error:
-        rows = []
-        summary.setdefault("error", f"{metrics}: a line is not JSON: {error}")
-    rewards = [row[REWARD] for row in rows if REWARD in row]
-    last = rows[-1] if rows else {}
-    tenth = max(1, len(rewards) // 10)
-    measured = (fmean(rewards[:tenth]), fmean(rewards[-tenth:])) if rewards else None
-    first, latest = summary.get("reward_first"), summary.get("reward_last")
-    verdict = summary.get("error") or summary.get("bottleneck") or ""
-    return Card(
-        path.name,
-        summary.get("status", RUNNING if running else UNFINISHED),
-        redact(verdict)[:MAX_VERDICT_CHARACTERS],
-        step=summary.get("steps", int(last["step"]) if last else None),
-        steps=_steps(path / "config.yaml"),
-        reward=measured if first is None or latest is None else (first, latest),
-        tokens_per_s=summary.get("tokens_per_s", last.get("throughput/trained_tokens_per_s")),
-        goodput=summary.get("goodput", goodput_of(last)).get("total"),
-        alarms=int(last.get("collapse/alarms", 0)),
-        updated_s=updated_s,
-        curve=[float(f"{reward:.4g}") for reward in rewards],
-    )
-
-
-def _summary(path: Path) -> dict[str, Any]:
-    file = path / "summary.json"
-    if not file.is_file():
-        return {}
-    try:
-        return read_json(file)
-    except ConfigError as error:
-        return {"status": UNFINISHED, "error": str(error)}
-
-
-def _steps(config: Path) -> int | None:
-    found = _STEPS.search(config.read_text(encoding="utf-8", errors="replace"))
-    return int(found[1]) if found else None
-
-
-def _stamp(file: Path) -> tuple[int, int] | None:
-    try:
-        status = file.stat()
-    except FileNotFoundError:
-        return None
-    return status.st_size, status.st_mtime_ns
-
-
-def _spread_rows(file: Path) -> Iterator[Row]:
-    """At most CURVE_POINTS rows: each has the mean reward of a few adjacent steps, and is otherwise the last of them.
-    Raises ValueError if a line is not JSON."""
-    if not file.is_file():
-        return
-    with file.open("rb") as content:
-        size = os.fstat(content.fileno()).st_size
-        if size <= CURVE_POINTS * BLOCK_BYTES:
-            rows = _steps_of(content.read().splitlines(keepends=True))
-            part = max(1, -(-len(rows) // CURVE_POINTS))
-            yield from (_mean_row(rows[begin : begin + part]) for begin in range(0, len(rows), part))
-            return
-        for number in range(CURVE_POINTS):
-            content.seek(number * (size - BLOCK_BYTES) // (CURVE_POINTS - 1))
-            lines = content.read(BLOCK_BYTES).splitlines(keepends=True)
-            if rows := _steps_of(lines[1:][-BLOCK_ROWS:]):
-                yield _mean_row(rows)
-
-
-def _steps_of(lines: list[bytes]) -> list[Row]:
-    """The rows of steps in the complete lines."""
-    rows = [decode_row(line) for line in lines if line.endswith(b"\n")]
-    return [row for row in rows if REWARD in row]
-
-
-def _mean_row(rows: list[Row]) -> Row:
-    return rows[-1] | {REWARD: fmean(row[REWARD] for row in rows)}
+        return known if known is not None and known[0] == state else (state, card_of(path, running=running))

@@ -187,6 +187,13 @@ def rounded(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.round(values * scale) / scale
 
 
+def spread(values: Sequence[float], number: int) -> list[float]:
+    """The values as at most `number` means of adjacent ones."""
+    size = max(1, -(-len(values) // number))
+    parts = [values[begin : begin + size] for begin in range(0, len(values), size)]
+    return [sum(part) / len(part) for part in parts]
+
+
 def decode_row(line: bytes) -> Row:
     """The row of a line. Raises ValueError."""
     try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from pathlib import Path
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from asyncrl.observe.collapse import rollback_line
 from asyncrl.observe.curves import LATEST_STEPS, OF_STEP, Curves
 from asyncrl.observe.samples import CHOSEN, Samples
+from asyncrl.observe.trace import list_sums
 from asyncrl.observe.trackers import METRICS_FILE
 from asyncrl.types import EPISODE_ENDS, GOODPUT_FACTORS, STALENESS_BUCKETS, STALENESS_METRICS, goodput_of
 from asyncrl.util.text import redact
@@ -61,7 +62,7 @@ class PageSamples:
 
 def curves_of(run_dir: Path) -> Curves:
     """The curves of a run, of which nothing is read yet: all that CHARTS names, and the parts of its reward."""
-    names = {name for charts in CHARTS.values() for lines in charts.values() for name in lines} | {OF_STEP}
+    names = {name for charts in CHARTS.values() for lines in charts.values() for name in lines.split()} | {OF_STEP}
     return Curves(run_dir / METRICS_FILE, wanted=lambda name: name in names or name.startswith(REWARD_PART))
 
 
@@ -93,7 +94,10 @@ def run_document(
         "time": _time(summary.get("time", {})),
         "group_times": [] if trace is None else group_times(trace),
         "timeline": None if trace is None else timeline(trace, latest=summary.get("status") == RUNNING),
-        "samples": _samples(samples),
+        "samples": {
+            "trained": _plain(samples.trained) if samples else [],
+            "evaluated": _plain(samples.evaluated) if samples else [],
+        },
         "staleness": _staleness(curves.latest),
         "ledger": _ledger(summary["ledger"]) if "ledger" in summary else [],
         "bias": summary.get("bias", []),
@@ -145,7 +149,25 @@ def _tiles(curves: Curves, summary: Mapping[str, Any]) -> list[dict[str, Any]]:
         staleness = summary["staleness"]
         note = f"steps of staleness, mean of tokens; the oldest {staleness['max']}, limit {staleness['limit']}"
         tiles.append(_tile("How off-policy?", f"{staleness['mean']:.2f}", note, "staleness/mean"))
-    return [*tiles, *(_tile(*one) for one in environment_tiles(curves.latest[-1] if curves.latest else {}))]
+    return [*tiles, *_environment_tiles(curves.latest[-1] if curves.latest else {})]
+
+
+def _environment_tiles(metrics: Mapping[str, float]) -> list[dict[str, Any]]:
+    """The tiles of the last step's episodes; none without an environment."""
+    if "environment/turns" not in metrics:
+        return []
+    p50, p95 = (metrics[f"environment/wait_s/{name}"] for name in ("p50", "p95"))
+    ends = {end: metrics[f"environment/ended_{end}"] for end in EPISODE_ENDS}
+    failed = sum(value for name, value in metrics.items() if name.startswith("environment/failed/"))
+    ended = ", ".join(f"{end} {fraction:.0%}" for end, fraction in ends.items()) + f"; {failed:.0%} of all failed"
+    observed = metrics["environment/observation_tokens"]
+    turns = f"turns of an episode, mean of the last step; {observed:.1f} tokens observed"
+    waits = f"wait of an episode for its environment, median; 95 % wait at most {p95:.2g} s"
+    return [
+        _tile("How long are episodes?", f"{metrics['environment/turns']:.2f}", turns, "environment/turns"),
+        _tile("How slow is the environment?", f"{p50:.2g} s", waits, "environment/wait_s/p50"),
+        _tile("How do episodes end?", f"done {ends['done']:.0%}", ended, "environment/ended_done"),
+    ]
 
 
 def _parts(goodput: Mapping[str, float]) -> list[list[Any]]:
@@ -170,20 +192,17 @@ def duration(seconds: float) -> str:
 
 def _charts(curves: Curves, evaluations: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Sections of charts: each line is [name, xs, ys], over steps or, in evaluations, over versions."""
-    parts = sorted(name for name in curves.names if name.startswith(REWARD_PART))
     sections: list[dict[str, Any]] = []
     for section, charts in CHARTS.items():
-        if section == "Learning" and parts:
-            charts = charts | {"Parts of the reward": parts}
-        drawn: list[dict[str, Any]] = []
-        for title, names in charts.items():
-            lines = [line for name in names if len((line := [name, *curves.line(name)])[1])]
-            if lines:
-                drawn.append(_chart(title, "step", lines))
+        named = [(title, names.split()) for title, names in charts.items()]
         if section == "Learning":
-            drawn[1:1] = _evaluations(evaluations)
-        if drawn:
-            sections.append({"title": section, "charts": drawn})
+            named.append(("Parts of the reward", sorted(name for name in curves.names if name.startswith(REWARD_PART))))
+        drawn = [(title, [[name, *line] for name in names if (line := curves.line(name))[0]]) for title, names in named]
+        shown = [{"title": title, "x": "step", "lines": lines} for title, lines in drawn if lines]
+        if section == "Learning":
+            shown[1:1] = _evaluations(evaluations)
+        if shown:
+            sections.append({"title": section, "charts": shown})
     return sections
 
 
@@ -194,16 +213,18 @@ def _evaluations(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     results = _finite(results)
     versions = [result["version"] for result in results]
     sources = [name for name in results[-1] if name.endswith("/reward")]
-    rewards = ["reward", *(sources if len(sources) > 1 else [])]
-    passes = [name for name in results[-1] if name.startswith("pass@")]
+    charts = {
+        "Evaluation: mean reward": ["reward", *(sources if len(sources) > 1 else [])],
+        "Evaluation: pass@k": [name for name in results[-1] if name.startswith("pass@")],
+    }
     return [
-        _chart(title, "version", [[name, versions, [row.get(name) for row in results]] for name in lines])
-        for title, lines in (("Evaluation: mean reward", rewards), ("Evaluation: pass@k", passes))
+        {
+            "title": title,
+            "x": "version",
+            "lines": [[name, versions, [row.get(name) for row in results]] for name in names],
+        }
+        for title, names in charts.items()
     ]
-
-
-def _chart(title: str, x: str, lines: list[list[Any]]) -> dict[str, Any]:
-    return {"title": title, "x": x, "lines": lines}
 
 
 def _time(times: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -216,12 +237,6 @@ def _time(times: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
         }
         for role, activities in times.items()
     ]
-
-
-def _samples(samples: PageSamples | None) -> dict[str, Any]:
-    if samples is None:
-        return {"trained": [], "evaluated": []}
-    return {"trained": _plain(samples.trained), "evaluated": _plain(samples.evaluated)}
 
 
 def _plain(samples: Samples) -> list[dict[str, Any]]:
@@ -301,111 +316,60 @@ def _finite(value: Any) -> Any:
             return value
 
 
-CHARTS: dict[str, dict[str, list[str]]] = {
+CHARTS: dict[str, dict[str, str]] = {
     "Learning": {
-        "Reward": ["reward/mean"],
-        "Rows of the dataset": ["prompts/learning", "prompts/solved", "prompts/hopeless", "prompts/unseen"],
-        "Entropy (nats)": ["learner/entropy"],
-        "Policy loss": ["learner/policy_loss"],
-        "Gradient norm": ["learner/grad_norm"],
-        "Advantages of trained tokens": ["batch/advantage_mean", "batch/advantage_std"],
-        "Learning rate": ["learner/lr"],
-        "Tokens of a completion": ["completion/tokens", "batch/completion_tokens_max"],
-        "Fraction of completions truncated": ["completion/truncated_fraction"],
-        "Fraction of groups with a training signal": ["reward/signal_fraction"],
-        "Critic: explained variance of the returns": ["critic/explained_variance"],
-        "Divergence from the reference policy (nats)": ["kl/reference"],
+        "Reward": "reward/mean",
+        "Rows of the dataset": "prompts/learning prompts/solved prompts/hopeless prompts/unseen",
+        "Entropy (nats)": "learner/entropy",
+        "Policy loss": "learner/policy_loss",
+        "Gradient norm": "learner/grad_norm",
+        "Advantages of trained tokens": "batch/advantage_mean batch/advantage_std",
+        "Learning rate": "learner/lr",
+        "Tokens of a completion": "completion/tokens batch/completion_tokens_max",
+        "Fraction of completions truncated": "completion/truncated_fraction",
+        "Fraction of groups with a training signal": "reward/signal_fraction",
+        "Critic: explained variance of the returns": "critic/explained_variance",
+        "Divergence from the reference policy (nats)": "kl/reference",
     },
     "Speed": {
-        "Trained tokens per second": ["tokens_per_s"],
-        "Goodput and its factors (since the start)": [
-            "goodput/total",
-            "goodput/engine",
-            "goodput/admitted",
-            "goodput/signal",
-            "goodput/trained",
-        ],
-        "Seconds of a step": ["learner/step_s", "learner/wait_s", "learner/sync_s", "learner/write_s"],
-        "Phases of a step (seconds)": [
-            "learner/forward_s",
-            "learner/backward_s",
-            "learner/optimizer_s",
-            "learner/advantage_s",
-            "learner/proximal_s",
-            "learner/reference_s",
-            "learner/values_s",
-            "learner/critic_s",
-        ],
-        "Phases of the generators (fraction of their time since the start)": [
-            "generator/engine_fraction",
-            "generator/requests_fraction",
-            "generator/rewards_fraction",
-            "generator/messages_fraction",
-            "generator/idle_fraction",
-            "generator/environments_fraction",
-        ],
-        "Fraction of the learner devices' peak (MFU)": ["learner/mfu"],
-        "Tokens per second and device": [
-            "throughput/trained_tokens_per_s_per_device",
-            "throughput/generated_tokens_per_s_per_device",
-        ],
-        "Peak memory of a process (bytes)": [
-            "learner/peak_memory_bytes",
-            "generator/peak_memory_bytes",
-            "critic/peak_memory_bytes",
-            "reward_model/peak_memory_bytes",
-            "replay/peak_memory_bytes",
-        ],
-        "Seconds of a group in each state": ["group/generate_s", "group/queue_s", "group/train_s"],
+        "Trained tokens per second": "tokens_per_s",
+        "Goodput and its factors (since the start)":
+            "goodput/total goodput/engine goodput/admitted goodput/signal goodput/trained",
+        "Seconds of a step": "learner/step_s learner/wait_s learner/sync_s learner/write_s",
+        "Phases of a step (seconds)":
+            "learner/forward_s learner/backward_s learner/optimizer_s learner/advantage_s learner/proximal_s "
+            "learner/reference_s learner/values_s learner/critic_s",
+        "Phases of the generators (fraction of their time since the start)":
+            "generator/engine_fraction generator/requests_fraction generator/rewards_fraction "
+            "generator/messages_fraction generator/idle_fraction generator/environments_fraction",
+        "Fraction of the learner devices' peak (MFU)": "learner/mfu",
+        "Tokens per second and device":
+            "throughput/trained_tokens_per_s_per_device throughput/generated_tokens_per_s_per_device",
+        "Peak memory of a process (bytes)":
+            "learner/peak_memory_bytes generator/peak_memory_bytes critic/peak_memory_bytes "
+            "reward_model/peak_memory_bytes replay/peak_memory_bytes",
+        "Seconds of a group in each state": "group/generate_s group/queue_s group/train_s",
     },
     "Environment": {
-        "Turns of an episode": ["environment/turns"],
-        "Tokens that the environment says in an episode": ["environment/observation_tokens"],
-        "Seconds for which an episode waits": [
-            "environment/wait_s/p50",
-            "environment/wait_s/p95",
-            "environment/reset_s",
-        ],
-        "Ends of episodes (fraction)": [
-            "environment/ended_done",
-            "environment/ended_max_turns",
-            "environment/ended_window",
-        ],
-        "Failed episodes (fraction)": [
-            "environment/failed/environment",
-            "environment/failed/timeout",
-            "environment/failed/overlong",
+        "Turns of an episode": "environment/turns",
+        "Tokens that the environment says in an episode": "environment/observation_tokens",
+        "Seconds for which an episode waits": "environment/wait_s/p50 environment/wait_s/p95 environment/reset_s",
+        "Ends of episodes (fraction)": "environment/ended_done environment/ended_max_turns environment/ended_window",
+        "Failed episodes (fraction)":
+            "environment/failed/environment environment/failed/timeout environment/failed/overlong "
             "environment/failed/host",
-        ],
-        "Episodes in progress": ["environment/live_episodes", "environment/waiting_episodes"],
+        "Episodes in progress": "environment/live_episodes environment/waiting_episodes",
     },
     "Off-policy": {
-        "Staleness of trained tokens (learner steps)": ["staleness/mean", "staleness/max", "replay/staleness_limit"],
-        "Staleness gained in flight and in the queue": ["staleness/in_flight", "staleness/in_queue"],
-        "Effective sample size of the importance weights": ["correction/ess", "correction/ess_capped"],
-        "Distance of current and behavior policy (nats)": ["correction/behavior_kl", "correction/mismatch_kl"],
-        "Fraction of tokens clipped, capped": ["learner/clip_fraction", "correction/capped_fraction"],
-        "Active alarms of a collapse": ["collapse/alarms"],
+        "Staleness of trained tokens (learner steps)": "staleness/mean staleness/max replay/staleness_limit",
+        "Staleness gained in flight and in the queue": "staleness/in_flight staleness/in_queue",
+        "Effective sample size of the importance weights": "correction/ess correction/ess_capped",
+        "Distance of current and behavior policy (nats)": "correction/behavior_kl correction/mismatch_kl",
+        "Fraction of tokens clipped, capped": "learner/clip_fraction correction/capped_fraction",
+        "Active alarms of a collapse": "collapse/alarms",
     },
-}
+}  # fmt: skip
 """Section -> chart title -> metrics drawn in it. A chart is left out when the run has none of its metrics."""
-
-
-def environment_tiles(metrics: Mapping[str, float]) -> Iterator[tuple[str, str, str, str]]:
-    """The title, value, note and metric of each tile, by the metrics of the last step; none without an environment."""
-    if "environment/turns" not in metrics:
-        return
-    note = (
-        f"turns of an episode, mean of the last step; {metrics['environment/observation_tokens']:.1f} tokens observed"
-    )
-    yield "How long are episodes?", f"{metrics['environment/turns']:.2f}", note, "environment/turns"
-    p50, p95 = (metrics[f"environment/wait_s/{name}"] for name in ("p50", "p95"))
-    note = f"wait of an episode for its environment, median; 95 % wait at most {p95:.2g} s"
-    yield "How slow is the environment?", f"{p50:.2g} s", note, "environment/wait_s/p50"
-    ends = {end: metrics[f"environment/ended_{end}"] for end in EPISODE_ENDS}
-    failed = sum(value for name, value in metrics.items() if name.startswith("environment/failed/"))
-    note = ", ".join(f"{end} {fraction:.0%}" for end, fraction in ends.items()) + f"; {failed:.0%} of all failed"
-    yield "How do episodes end?", f"done {ends['done']:.0%}", note, "environment/ended_done"
 
 
 SLOWEST = 0.95
@@ -428,7 +392,8 @@ def group_times(trace: pa.Table) -> list[dict[str, Any]]:
         trained.column(name).to_numpy() for name in ("started_s", "finished_s", "taken_s", "trained_s", "reward_s")
     )
     waited_s = list_sums(trained, "reset_s") + list_sums(trained, "wait_s")
-    environment_s = waited_s / np.maximum(num_members(trained), 1)
+    num_members = [members[-1] + 1 if members else 1 for members in trained.column("members").to_pylist()]
+    environment_s = waited_s / np.array(num_members)
     parts_s = {
         "engine": np.maximum(finished_s - started_s - reward_s - environment_s, 0.0),
         "environment": environment_s,
@@ -450,19 +415,6 @@ def _row(name: str, parts_s: dict[str, NDArray[np.float64]], of: NDArray[np.bool
     total_s = sum(means.values())
     shares = [[part, seconds / total_s if total_s else 0.0] for part, seconds in means.items()]
     return {"role": name, "seconds": total_s, "activities": shares}
-
-
-def list_sums(table: pa.Table, column: str) -> NDArray[np.float64]:
-    """Sum of the list in each row."""
-    lists = table.column(column).combine_chunks()
-    ends = np.concatenate([[0.0], np.cumsum(lists.values.to_numpy().astype(np.float64))])
-    offsets = lists.offsets.to_numpy()
-    return ends[offsets[1:]] - ends[offsets[:-1]]
-
-
-def num_members(table: pa.Table) -> NDArray[np.int64]:
-    """Number of the members of the group in each row."""
-    return np.array([members[-1] + 1 if members else 0 for members in table.column("members").to_pylist()])
 
 
 STEPS = 4

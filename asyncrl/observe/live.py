@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from asyncrl.observe.curves import spread
 from asyncrl.observe.document import duration
 from asyncrl.types import GOODPUT_FACTORS, STALENESS_BUCKETS, STALENESS_METRICS, goodput_of
 from asyncrl.util.text import shortened
@@ -228,13 +229,6 @@ class History:
             return None
         (first, began_s), (last, ended_s) = self._times[0], self._times[-1]
         return (ended_s - began_s) / (last - first)
-
-
-def spread(values: Sequence[float], number: int) -> list[float]:
-    """The values as at most `number` means of adjacent ones."""
-    size = max(1, -(-len(values) // number))
-    parts = [values[begin : begin + size] for begin in range(0, len(values), size)]
-    return [sum(part) / len(part) for part in parts]
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

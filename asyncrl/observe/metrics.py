@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol, Self
 
 import numpy as np
 import structlog
@@ -14,13 +14,12 @@ from asyncrl.config.config import Config
 from asyncrl.observe.collapse import CollapseWatch
 from asyncrl.observe.stats import (
     DownsampledSeries,
-    ExactMean,
     GeneratorState,
     GoodputSums,
     OutcomeStats,
-    Quantiles,
     ReportedStats,
-    StalenessBreakdown,
+    exact_mean,
+    quantiles,
 )
 from asyncrl.types import EPISODE_ENDS, EpisodeEnd
 from asyncrl.util.durable import Durable
@@ -41,6 +40,7 @@ LEARNER_TIMES = {
     "waiting": "learner/wait_s", "working": "learner/step_s", "syncing": "learner/sync_s", "writing": "learner/write_s",
 }  # fmt: skip
 """The learner's metric of each activity."""
+WAIT = "environment/wait_s"
 SKIPPED_UPDATES = ("learner/skipped_updates", "critic/skipped_updates")
 COSTS = ("generator/step_base_s", "generator/step_sequence_s", "generator/request_s", "generator/reward_s")
 """Metrics of the generators' engine costs, in the order of `GeneratorStats.costs`."""
@@ -65,18 +65,65 @@ class TrainedGroup(Protocol):
     def finished(self) -> GroupHeader: ...
 
 
-class RewardsSinceStep(Durable):
-    """Means over the members that have a reward, of groups since the last step: rewards, their parts, lengths. They do
-    not depend on the order in which groups arrive."""
+class StalenessBreakdown(Durable):
+    """Sums over trained groups: where their staleness arose, and the time in each phase."""
 
-    means: dict[str, ExactMean] = field(default_factory=dict[str, ExactMean])
-    wait_s: Quantiles = field(default_factory=Quantiles)
-    """The episodes' `wait_s`."""
+    groups: int = 0
+    tokens: int = 0
+    in_flight: int = 0
+    """Learner steps from the version that sampled a token to the newest of its group, summed over action tokens."""
+    in_queue: int = 0
+    """Learner steps from the newest version of the group to the one it was trained at, summed likewise."""
+    seconds: dict[str, float] = field(default_factory=lambda: {"generate": 0.0, "queue": 0.0, "train": 0.0})
+    """Seconds of being generated, in the queue, and with the learner."""
+
+    @classmethod
+    def of(cls, groups: Sequence[TrainedGroup], version: int, trained_s: float) -> Self:
+        """The sums over groups that are trained together at `version`."""
+        sums = cls()
+        for group in groups:
+            header, tokens = group.finished, sum(group.by_version.values())
+            newest = header.end_version
+            sums.groups += 1
+            sums.tokens += tokens
+            sums.in_flight += sum((newest - sampled) * count for sampled, count in group.by_version.items())
+            sums.in_queue += (version - newest) * tokens
+            sums.seconds["generate"] += header.finished_s - header.started_s
+            sums.seconds["queue"] += group.taken_s - header.finished_s
+            sums.seconds["train"] += trained_s - group.taken_s
+        return sums
+
+    def join(self, other: StalenessBreakdown) -> None:
+        """Adds the sums of other groups."""
+        self.groups += other.groups
+        self.tokens += other.tokens
+        self.in_flight += other.in_flight
+        self.in_queue += other.in_queue
+        self.seconds = {name: seconds + other.seconds[name] for name, seconds in self.seconds.items()}
+
+    @property
+    def staleness(self) -> dict[str, float]:
+        """Means over action tokens, in learner steps; their sum is the mean staleness."""
+        tokens = max(self.tokens, 1)
+        return {"in_flight": self.in_flight / tokens, "in_queue": self.in_queue / tokens}
+
+    @property
+    def phases_s(self) -> dict[str, float]:
+        """Mean seconds of a group in each phase."""
+        return {name: seconds / max(self.groups, 1) for name, seconds in self.seconds.items()}
+
+
+class RewardsSinceStep(Durable):
+    """Values of the members that have a reward, of groups since the last step: rewards, their parts, lengths. Their
+    means do not depend on the order in which groups arrive."""
+
+    values: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    """By the metric that is their mean; for WAIT their quantiles."""
 
     @property
     def reward(self) -> float | None:
         """The mean reward; None before the first."""
-        return self.means["reward/mean"].mean if "reward/mean" in self.means else None
+        return exact_mean(self.values["reward/mean"]) if "reward/mean" in self.values else None
 
     def add(self, header: GroupHeader, completion: Sequence[int]) -> None:
         """Counts the members of a group that have a reward, and the lengths of all; `completion` has the action tokens
@@ -92,7 +139,7 @@ class RewardsSinceStep(Durable):
         if header.episodes:
             for name, values in _episode_values(header).items():
                 self._count(name, header.of_scored(values))
-            self.wait_s.values += [one.wait_s for one in header.of_scored(header.episodes)]
+            self._count(WAIT, [episode.wait_s for episode in header.of_scored(header.episodes)])
         truncated = [float(status == "truncated") for status in header.of_scored(header.status)]
         self._count("completion/truncated_fraction", truncated)
 
@@ -106,12 +153,13 @@ class RewardsSinceStep(Durable):
                 self._count(f"environment/failed/{end}", [float(one.ended == end) for one in episodes])
 
     def table(self) -> dict[str, float]:
-        """The means, by name."""
-        means = {name: self.means[name].mean for name in sorted(self.means)}
-        return means | self.wait_s.table("environment/wait_s")
+        """The means and quantiles, by name."""
+        means = {name: exact_mean(self.values[name]) for name in sorted(self.values) if name != WAIT}
+        return means | quantiles(WAIT, self.values.get(WAIT, []))
 
     def _count(self, name: str, values: Sequence[float]) -> None:
-        self.means.setdefault(name, ExactMean()).add(values)
+        if values:
+            self.values.setdefault(name, []).extend(values)
 
 
 def _episode_values(header: GroupHeader) -> dict[str, list[float]]:
@@ -156,23 +204,6 @@ class FailedRewards:
             log.warning("many rewards fail", failed=len(failed), rewards=rewards, examples=examples)
 
 
-class LearnerUse(Durable):
-    """Sums over the steps: what learner rank 0 reports of itself and of the critic with its metrics."""
-
-    phases_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LEARNER_PHASES, 0.0))
-    """Seconds of each phase."""
-    peaks_bytes: dict[str, int] = field(default_factory=dict[str, int])
-    """Highest peak of the memory by role, over all starts."""
-
-    def add(self, metrics: Mapping[str, float]) -> None:
-        """Counts the metrics of a step, which may have any values, including NaN."""
-        for name in LEARNER_PHASES:
-            self.phases_s[name] += _bounded(metrics.get(f"learner/{name}_s", 0.0))
-        for role in ("learner", "critic"):
-            if peak := _bounded(metrics.get(f"{role}/peak_memory_bytes", 0.0)):
-                self.peaks_bytes[role] = max(self.peaks_bytes.get(role, 0), int(peak))
-
-
 class RunSums(Durable):
     """Sums over the run. Rewards count every scored group, trained or refunded; staleness is in learner steps and
     counts action tokens when they are trained. Times are the run's (`RunClock`)."""
@@ -191,7 +222,10 @@ class RunSums(Durable):
     learner_wait_s: float = 0.0
     learner_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(ACTIVITIES, 0.0))
     """Seconds of learner rank 0, by activity."""
-    learner_use: LearnerUse = field(default_factory=LearnerUse)
+    learner_phases_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LEARNER_PHASES, 0.0))
+    """Seconds of each phase of its steps."""
+    learner_peaks_bytes: dict[str, int] = field(default_factory=dict[str, int])
+    """Highest peak of the memory of learner and critic, over all starts."""
     syncs: int = 0
     """Versions that the current learner process has sent."""
     syncs_before: int = 0
@@ -248,7 +282,7 @@ class RunMetrics(RunSums, kw_only=True):
     ) -> dict[str, float]:
         """The metrics of a step that trains these groups and is committed at `now_s`; `tokens` and `samples` are what
         the steps before have trained, and `generators` the wanted number. Changes nothing."""
-        counts, breakdown = staleness_counts(groups, step - 1), breakdown_of(groups, step - 1, now_s)
+        counts, breakdown = staleness_counts(groups, step - 1), StalenessBreakdown.of(groups, step - 1, now_s)
         staleness = np.arange(len(counts))
         tokens += int(counts.sum())
         samples += sum(group.finished.num_members for group in groups)
@@ -284,14 +318,18 @@ class RunMetrics(RunSums, kw_only=True):
         self.histogram.extend([0] * (len(counts) - len(self.histogram)))
         for staleness, count in enumerate(counts.tolist()):
             self.histogram[staleness] += count
-        self.breakdown.join(breakdown_of(groups, step - 1, now_s))
+        self.breakdown.join(StalenessBreakdown.of(groups, step - 1, now_s))
         waited_s = metrics.get("learner/wait_s", 0.0) + metrics.get("learner/sync_s", 0.0)
         if not waited_s >= 0.0:  # a learner's metric may have any value, including NaN
             waited_s = 0.0
         self.learner_wait_s += min(waited_s, now_s - (self.last_step_s or self.first_lease_s or 0.0))
         for name, metric in LEARNER_TIMES.items():
             self.learner_s[name] += _bounded(metrics.get(metric, 0.0))
-        self.learner_use.add(metrics)
+        for name in LEARNER_PHASES:
+            self.learner_phases_s[name] += _bounded(metrics.get(f"learner/{name}_s", 0.0))
+        for role in ("learner", "critic"):
+            if peak := _bounded(metrics.get(f"{role}/peak_memory_bytes", 0.0)):
+                self.learner_peaks_bytes[role] = max(self.learner_peaks_bytes.get(role, 0), int(peak))
         self.last_step_s = now_s
         self._count_syncs(metrics.get("weights/broadcasts", 0.0))
         for skipped in (metrics.get(name, 0.0) for name in SKIPPED_UPDATES):
@@ -399,14 +437,6 @@ def staleness_counts(groups: Sequence[TrainedGroup], version: int) -> np.ndarray
     return counts
 
 
-def breakdown_of(groups: Sequence[TrainedGroup], version: int, trained_s: float) -> StalenessBreakdown:
-    """The breakdown of groups that are trained together at `version`."""
-    made = StalenessBreakdown()
-    for group in groups:
-        made.add(group.finished, group.by_version, taken_s=group.taken_s, trained_s=trained_s, train_version=version)
-    return made
-
-
 def generator_metrics(generators: Collection[GeneratorState]) -> dict[str, float]:
     """`generator/PHASE_fraction`: the fraction of the generators' time since the start that each phase takes, and
     `generator/engine_cpu_fraction`: that of their decoding steps in which the thread that runs them computes. Empty
@@ -428,14 +458,14 @@ def peaks_bytes(reported: ReportedStats) -> dict[str, int]:
 
 
 def times(
-    generators: Collection[GeneratorState], learner_s: dict[str, float], learner: LearnerUse
+    generators: Collection[GeneratorState], learner_s: dict[str, float], learner_phases_s: dict[str, float]
 ) -> dict[str, dict[str, Any]]:
     """By role the fraction of its time in each activity and, as "phases", in each phase of its work; `learner_s` are
     the seconds of learner rank 0 by activity."""
     found: dict[str, dict[str, Any]] = {}
     for role, seconds, phases_s in (
         ("generator", _activities_s(generators), _phases_s(generators)),
-        ("learner", learner_s, learner.phases_s),
+        ("learner", learner_s, learner_phases_s),
     ):
         total_s = sum(seconds.values())
         phases = {name: part / total_s if total_s else 0.0 for name, part in phases_s.items()}

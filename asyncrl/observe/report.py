@@ -20,7 +20,7 @@ from asyncrl.observe.sample_search import page_samples
 from asyncrl.observe.trace import read_trace
 from asyncrl.observe.trackers import METRICS_FILE, tracker_summary
 from asyncrl.plan.measured import MAX_GROUPS, read_metrics_tail
-from asyncrl.plan.verdict import after_collapse, guess
+from asyncrl.plan.verdict import Idle, after_collapse, guess
 from asyncrl.replay.client import LauncherClient
 from asyncrl.util.files import check_writable, read_json
 from asyncrl.util.text import describe, redact
@@ -34,6 +34,15 @@ log = structlog.get_logger()
 REPORT = "report.html"
 ANSWER_S = 2.0
 """Time for the replay queue of a live run to answer."""
+
+
+def read_summary(run_dir: Path) -> dict[str, Any] | None:
+    """The summary of an ended run, or the error of a file that cannot be read; None without a file."""
+    file = run_dir / "summary.json"
+    try:
+        return read_json(file) if file.is_file() else None
+    except ConfigError as error:
+        return {"status": UNFINISHED, "error": str(error)}
 
 
 class RunSummary:
@@ -51,16 +60,10 @@ class RunSummary:
         return redact(self._read())
 
     def _read(self) -> dict[str, Any]:
-        file = self._run_dir / "summary.json"
-        if not file.is_file() and is_running(self._run_dir):
+        if (summary := read_summary(self._run_dir)) is None and is_running(self._run_dir):
             return {"status": RUNNING} | self._ask()
         self.close()
-        if not file.is_file():
-            return {"status": UNFINISHED}
-        try:
-            return read_json(file)
-        except ConfigError as error:
-            return {"status": UNFINISHED, "error": str(error)}
+        return summary or {"status": UNFINISHED}
 
     def _ask(self) -> dict[str, Any]:
         try:
@@ -71,13 +74,7 @@ class RunSummary:
             self.close()
             return self._told | {UNANSWERED: f"the replay queue does not tell its state: {error}"}
         if told["steps"]:
-            idle = told["idle"]
-            verdict = guess(
-                generator_idle=idle["generator"],
-                learner_idle=idle["learner"],
-                max_staleness=told["staleness"]["limit"],
-                environments=idle["environments"],
-            )
+            verdict = guess(Idle(**told["idle"]), max_staleness=told["staleness"]["limit"])
             told["bottleneck"] = after_collapse(verdict, told.get("collapse", {})).sentence
         self._told = told
         return told

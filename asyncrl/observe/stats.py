@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod
 
@@ -12,61 +11,11 @@ import numpy as np
 from msgspec import field
 from msgspec.structs import replace
 
-from asyncrl.types import GOODPUT_FACTORS, NO_VERSION
+from asyncrl.types import NO_VERSION
 from asyncrl.util.durable import Durable
 from asyncrl.util.processes import GENERATOR_ACTIVITIES, GENERATOR_PHASES, IDLE_ACTIVITIES, fractions
 from asyncrl.wire.frames import Array
 from asyncrl.wire.messages import MAX_NUMBER, GeneratorStats, GroupHeader
-
-PHASES = ("generate", "queue", "train")
-"""The phases of a group: being generated, in the queue, with the learner."""
-
-
-class StalenessBreakdown(Durable):
-    """Sums over trained groups: where their staleness arose, and the time in each phase."""
-
-    groups: int = 0
-    tokens: int = 0
-    in_flight: int = 0
-    """Learner steps from the version that sampled a token to the newest of its group, summed over action tokens."""
-    in_queue: int = 0
-    """Learner steps from the newest version of the group to the one it was trained at, summed likewise."""
-    seconds: list[float] = field(default_factory=lambda: [0.0] * len(PHASES))
-    """Seconds in each phase."""
-
-    def add(
-        self, header: GroupHeader, by_version: dict[int, int], *, taken_s: float, trained_s: float, train_version: int
-    ) -> None:
-        """Counts a group, with its action tokens by version."""
-        tokens, newest = sum(by_version.values()), header.end_version
-        self.groups += 1
-        self.tokens += tokens
-        if len(by_version) > 1 or newest not in by_version:
-            self.in_flight += sum((newest - version) * count for version, count in by_version.items())
-        self.in_queue += (train_version - newest) * tokens
-        ends_s, seconds = (header.started_s, header.finished_s, taken_s, trained_s), self.seconds
-        for index, _ in enumerate(PHASES):
-            seconds[index] += ends_s[index + 1] - ends_s[index]
-
-    def join(self, other: StalenessBreakdown) -> None:
-        """Adds the sums of other groups."""
-        self.groups += other.groups
-        self.tokens += other.tokens
-        self.in_flight += other.in_flight
-        self.in_queue += other.in_queue
-        self.seconds = [mine + its for mine, its in zip(self.seconds, other.seconds, strict=True)]
-
-    @property
-    def staleness(self) -> dict[str, float]:
-        """Means over action tokens, in learner steps; their sum is the mean staleness."""
-        tokens = max(self.tokens, 1)
-        return {"in_flight": self.in_flight / tokens, "in_queue": self.in_queue / tokens}
-
-    @property
-    def phases_s(self) -> dict[str, float]:
-        """Mean seconds of a group in each phase."""
-        return {name: seconds / max(self.groups, 1) for name, seconds in zip(PHASES, self.seconds, strict=True)}
-
 
 QUANTILES = {"p50": 0.5, "p95": 0.95}
 CURVE_POINTS = 4096
@@ -76,38 +25,24 @@ BIAS_ERRORS = 3.0
 """The same in standard errors."""
 
 
-class ExactMean(Durable):
-    """A mean that does not depend on the order of the values: they are kept, and summed without rounding."""
-
-    values: list[float] = field(default_factory=list[float])
-
-    def add(self, values: Iterable[float]) -> None:
-        """Adds values."""
-        self.values.extend(values)
-
-    @property
-    def mean(self) -> float:
-        """The mean of at least one value; not finite if a value is not."""
-        finite = list(filter(math.isfinite, self.values))
-        if len(finite) < len(self.values):
-            return sum(value for value in self.values if not math.isfinite(value))
-        return math.fsum(finite) / len(finite)
+def exact_mean(values: Sequence[float]) -> float:
+    """The mean of at least one value, which does not depend on their order: they are summed without rounding. Not
+    finite if a value is not."""
+    finite = list(filter(math.isfinite, values))
+    if len(finite) < len(values):
+        return sum(value for value in values if not math.isfinite(value))
+    return math.fsum(finite) / len(finite)
 
 
-class Quantiles(Durable):
-    """Quantiles of values, which do not depend on their order."""
-
-    values: list[float] = field(default_factory=list[float])
-
-    def table(self, name: str) -> dict[str, float]:
-        """`NAME/p50` and `NAME/p95`: the smallest value up to which at least this part of the values lies; empty
-        without values."""
-        ordered = sorted(self.values)
-        return {
-            f"{name}/{quantile}": ordered[math.ceil(part * len(ordered)) - 1]
-            for quantile, part in QUANTILES.items()
-            if ordered
-        }
+def quantiles(name: str, values: Sequence[float]) -> dict[str, float]:
+    """`NAME/p50` and `NAME/p95`: the smallest value up to which at least this part of the values lies; empty without
+    values."""
+    ordered = sorted(values)
+    return {
+        f"{name}/{quantile}": ordered[math.ceil(part * len(ordered)) - 1]
+        for quantile, part in QUANTILES.items()
+        if ordered
+    }
 
 
 class DownsampledSeries(Durable):
@@ -358,44 +293,22 @@ ENGINE_PHASES, LOOP_PHASES = ("engine", "requests"), ("rewards", "messages")
 """The phases of a generator's work that a bare engine has too, and those that it lacks."""
 
 
-@dataclass(frozen=True, slots=True)
-class Goodput:
-    """The factors of the goodput, which is their product."""
+def goodput_factors(
+    *, bare_tokens_per_s: float, offered_s: float, busy_s: float,
+    generated: float, finished: float, finished_signal: float, trained_signal: float,
+) -> dict[str, float]:  # fmt: skip
+    """The goodput `trained_signal / (bare_tokens_per_s * offered_s)` as "total", and its factors.
 
-    engine: float
-    """Tokens per second of engines that work, by those of bare engines."""
-    admitted: float
-    """Fraction of the time in which engines worked."""
-    signal: float
-    """Fraction of the tokens of finished groups that are of groups with signal."""
-    trained: float
-    """Tokens trained with signal, by those generated with signal."""
-
-    @classmethod
-    def of_sums(
-        cls, *, bare_tokens_per_s: float, offered_s: float, busy_s: float,
-        generated: float, finished: float, finished_signal: float, trained_signal: float,
-    ) -> Goodput:  # fmt: skip
-        """The goodput `trained_signal / (bare_tokens_per_s * offered_s)` in its factors.
-
-        Seconds are those of all generators together: `offered_s` in which they could work and `busy_s` in which they
-        did. The last four are action tokens: generated, of finished groups, and of groups with signal, which may be 0.
-        """
-        return cls(
-            engine=generated / (bare_tokens_per_s * busy_s),
-            admitted=busy_s / offered_s,
-            signal=finished_signal / finished,
-            trained=trained_signal * finished / (generated * finished_signal) if finished_signal else 0.0,
-        )
-
-    @property
-    def total(self) -> float:
-        """The goodput."""
-        return prod(getattr(self, name) for name in GOODPUT_FACTORS)
-
-    def table(self) -> dict[str, float]:
-        """The goodput as "total", and its factors by name."""
-        return {"total": self.total} | {name: getattr(self, name) for name in GOODPUT_FACTORS}
+    Seconds are those of all generators together: `offered_s` in which they could work and `busy_s` in which they did.
+    The last four are action tokens: generated, of finished groups, and of groups with signal, which may be 0.
+    """
+    factors = {
+        "engine": generated / (bare_tokens_per_s * busy_s),
+        "admitted": busy_s / offered_s,
+        "signal": finished_signal / finished,
+        "trained": trained_signal * finished / (generated * finished_signal) if finished_signal else 0.0,
+    }
+    return {"total": prod(factors.values())} | factors
 
 
 class GoodputSums(Durable):
@@ -431,8 +344,8 @@ class GoodputSums(Durable):
         }
         if not min(known.values()) > 0:
             return {}
-        goodput = Goodput.of_sums(**known, finished_signal=self.finished_signal, trained_signal=self.trained_signal)
-        table = goodput.table() | {"bare_tokens_per_s": known["bare_tokens_per_s"]}
+        signal = {"finished_signal": self.finished_signal, "trained_signal": self.trained_signal}
+        table = goodput_factors(**known, **signal) | {"bare_tokens_per_s": known["bare_tokens_per_s"]}
         return {f"goodput/{name}": value for name, value in table.items()}
 
 

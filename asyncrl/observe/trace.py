@@ -317,3 +317,11 @@ def last_of_each(tickets: NDArray[np.int64]) -> NDArray[np.bool_]:
     mask = np.zeros(len(tickets), dtype=np.bool_)
     mask[len(tickets) - 1 - np.unique(tickets[::-1], return_index=True)[1]] = True
     return mask
+
+
+def list_sums(table: pa.Table, column: str) -> NDArray[np.float64]:
+    """Sum of the list in each row."""
+    lists = table.column(column).combine_chunks()
+    ends = np.concatenate([[0.0], np.cumsum(lists.values.to_numpy().astype(np.float64))])
+    offsets = lists.offsets.to_numpy()
+    return ends[offsets[1:]] - ends[offsets[:-1]]

@@ -17,7 +17,7 @@ from asyncrl.observe.collapse import read_rollbacks, rollback_line
 from asyncrl.observe.curves import decode_row, read_metrics
 from asyncrl.observe.metrics import COSTS
 from asyncrl.observe.stats import bare_fraction
-from asyncrl.observe.trace import read_trace
+from asyncrl.observe.trace import list_sums, read_trace
 from asyncrl.plan.workload import TURNS, EngineCost, Episodes, LearnerCost, Lengths, Setup, SyncCost, Workload, slowdown
 from asyncrl.types import goodput_of
 from asyncrl.util.files import read_json, read_last_lines
@@ -161,7 +161,7 @@ def _steps(trace: pa.Table, config: Config) -> dict[int, _Step]:
     """Returns the steps of a trace by number."""
     trained = trace.filter(trace.column("train_version").to_numpy() >= 0)
     steps = trained.column("train_version").to_numpy() + 1
-    tokens = _sums(trained, "prompt_tokens") + _sums(trained, "completion_tokens")
+    tokens = list_sums(trained, "prompt_tokens") + list_sums(trained, "completion_tokens")
     if config.replay.drops:
         tokens *= has_signal(trained)
     spans_s = trained.column("trained_s").to_numpy() - trained.column("taken_s").to_numpy()
@@ -169,14 +169,6 @@ def _steps(trace: pa.Table, config: Config) -> dict[int, _Step]:
     totals = np.bincount(inverse, weights=tokens, minlength=len(numbers))
     columns = zip(numbers, groups, totals, first, strict=True)
     return {int(n): _Step(int(g), int(t), float(spans_s[i])) for n, g, t, i in columns}
-
-
-def _sums(table: pa.Table, column: str) -> NDArray[np.int64]:
-    """Returns the sum of the list in each row."""
-    lists = table.column(column).combine_chunks()
-    values, offsets = lists.values.to_numpy(), lists.offsets.to_numpy()
-    ends = np.concatenate([[0], np.cumsum(values, dtype=np.int64)])
-    return ends[offsets[1:]] - ends[offsets[:-1]]
 
 
 def _measure(

@@ -16,7 +16,7 @@ from math import inf
 
 import numpy as np
 
-from asyncrl.observe.stats import Goodput
+from asyncrl.observe.stats import goodput_factors
 from asyncrl.plan.workload import EngineCost, Setup, Turn, Workload, slowdown, turns_of
 from asyncrl.replay.ledger import Ledger, State, wanted_groups
 from asyncrl.types import mean_staleness
@@ -32,7 +32,8 @@ class Prediction:
     """Trained action tokens per second."""
     signal_tokens_per_s: float
     """Trained action tokens per second of groups with signal."""
-    goodput: Goodput
+    goodput: dict[str, float]
+    """As `asyncrl.types.goodput_of`."""
     generated_tokens_per_s: float
     generator_idle: float
     """Fraction of the generators' time without a running sequence and without an episode."""
@@ -318,7 +319,7 @@ class Simulation:
         slowed = slowdown(min(setup.generators_per_device, setup.generators), workload.turns)
         slots = setup.max_running_groups * setup.group_size
         finished = ledger.generated.tokens
-        goodput = Goodput.of_sums(
+        goodput = goodput_factors(
             bare_tokens_per_s=workload.engine.bare_tokens_per_s(slots, self._draws.mean_tokens) / slowed,
             offered_s=offered_s,
             busy_s=offered_s - (idle_s + environments_s),

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import structlog
 
@@ -170,6 +170,20 @@ CLEARLY = 0.3
 """A side whose idle fraction is lower than the other side's by more than this is the bottleneck."""
 
 
+class Idle(NamedTuple):
+    """Measured idle fractions of a run's time."""
+
+    generator: float
+    """Fraction of the generators' time without a sequence and without an episode."""
+    learner: float
+    environments: float = 0.0
+    """Fraction of the generators' time in which all episodes waited for their environments."""
+
+    def __str__(self) -> str:
+        waits = f", in environments {self.environments:.0%}" if self.environments >= 0.005 else ""
+        return f"generators idle {self.generator:.0%} of the time{waits}, the learner {self.learner:.0%}"
+
+
 @dataclass(frozen=True, slots=True)
 class Change:
     """Another setup, and its simulated gain."""
@@ -191,23 +205,31 @@ class Verdict:
     """Sorted by gain, the largest first; empty if the run could not be simulated."""
 
 
-def judge(
-    workload: Workload, setup: Setup, *, generator_idle: float, learner_idle: float, environments: float = 0.0
-) -> Verdict:
-    """Returns the verdict on a run, from its measured workload and setup, the idle fractions of its two sides, and that
-    of the generators' time in which all episodes waited for their environments."""
+def verdict_of(run: RecentRun, idle: Idle, *, max_staleness: int) -> Verdict:
+    """Returns the verdict on a run, live or ended; from the idle fractions alone while its files do not suffice for a
+    simulation, or no group of it has had a signal."""
+    try:
+        workload, setup = run.read()
+    except (DataError, ConfigError) as error:
+        log.info("no simulation for the verdict", error=str(error))
+        return guess(idle, max_staleness=max_staleness)
+    return judge(workload, setup, idle)
+
+
+def judge(workload: Workload, setup: Setup, idle: Idle) -> Verdict:
+    """Returns the verdict on a run from its measured workload and setup, by simulating other setups."""
     now = predict(workload, setup).tokens_per_s
-    waits, others = remedy_of(workload, setup, now), _alternatives(setup)
-    if waits is not None and all(other != waits.setup for _, _, other in others):
-        others.append(("environment", waits.change, waits.setup))
-    found = [
-        (Change(bound, text, predict(workload, other).tokens_per_s / now - 1), other) for bound, text, other in others
-    ]
-    changes = sorted((change for change, _ in found), key=lambda change: change.gain, reverse=True)
-    idle = _idle(generator_idle, learner_idle, environments)
-    if waits is not None and (gain := next(one.gain for one, other in found if other == waits.setup)) >= MIN_GAIN:
-        sentence = f"environment-bound: {idle}; {waits.sentence}, about {gain:+.0%} (simulated)"
-        return Verdict("environment", sentence, changes)
+    remedy, others = remedy_of(workload, setup, now), _alternatives(setup)
+    if remedy is not None and all(other != remedy.setup for _, _, other in others):
+        others.append(("environment", remedy.change, remedy.setup))
+    gains = [predict(workload, other).tokens_per_s / now - 1 for _, _, other in others]
+    changes = [Change(bound, text, gain) for (bound, text, _), gain in zip(others, gains, strict=True)]
+    changes.sort(key=lambda change: change.gain, reverse=True)
+    if remedy is not None:
+        gain = next(gain for (_, _, other), gain in zip(others, gains, strict=True) if other == remedy.setup)
+        if gain >= MIN_GAIN:
+            sentence = f"environment-bound: {idle}; {remedy.sentence}, about {gain:+.0%} (simulated)"
+            return Verdict("environment", sentence, changes)
     best = changes[0]
     free = next((change for change in changes if change.bound == "staleness"), best)
     if free.gain >= ABOUT_AS_MUCH * best.gain:
@@ -215,32 +237,43 @@ def judge(
     if best.gain < MIN_GAIN:
         return Verdict("balanced", f"balanced: {idle}; no single change would gain 3 % (simulated)", changes)
     waits = {
-        "generator": f"the learner waited {learner_idle:.0%} of the time",
-        "learner": f"generators were idle {generator_idle:.0%} of the time",
-        "staleness": f"generators were idle {generator_idle:.0%} of the time, the learner waited {learner_idle:.0%}",
-        "environment": idle,
-        "balanced": idle,
-    }[best.bound]
+        "generator": f"the learner waited {idle.learner:.0%} of the time",
+        "learner": f"generators were idle {idle.generator:.0%} of the time",
+        "staleness": f"generators were idle {idle.generator:.0%} of the time, the learner waited {idle.learner:.0%}",
+    }.get(best.bound, str(idle))
     sentence = f"{best.bound}-bound: {waits}; {best.text} would gain about {best.gain:+.0%} (simulated)"
     return Verdict(best.bound, sentence, changes)
 
 
-def verdict_of(
-    run: RecentRun, *, generator_idle: float, learner_idle: float, max_staleness: int, environments: float = 0.0
-) -> Verdict:
-    """Returns the verdict on a run, live or ended; from the idle fractions alone while its files do not suffice for a
-    simulation, or no group of it has had a signal."""
-    try:
-        workload, setup = run.read()
-    except (DataError, ConfigError) as error:
-        log.info("no simulation for the verdict", error=str(error))
-        return guess(
-            generator_idle=generator_idle,
-            learner_idle=learner_idle,
-            max_staleness=max_staleness,
-            environments=environments,
-        )
-    return judge(workload, setup, generator_idle=generator_idle, learner_idle=learner_idle, environments=environments)
+def _alternatives(setup: Setup) -> list[tuple[Bound, str, Setup]]:
+    limit = setup.max_staleness + 1
+    found: list[tuple[Bound, str, Setup]] = [
+        ("staleness", f"max_staleness {setup.max_staleness} -> {limit}", replace(setup, max_staleness=limit))
+    ]
+    if setup.generators_per_device > 1:
+        found.append(("generator", "a device for every generator", replace(setup, generators_per_device=1)))
+    else:
+        found.append(("generator", "another generator", replace(setup, generators=setup.generators + 1)))
+    more = (n for n in range(setup.learners + 1, setup.groups_per_step + 1) if not setup.groups_per_step % n)
+    if learners := next(more, 0):
+        text = "another learner" if learners == setup.learners + 1 else f"{learners} learners"
+        found.append(("learner", text, replace(setup, learners=learners)))
+    return found
+
+
+def guess(idle: Idle, *, max_staleness: int) -> Verdict:
+    """Returns the verdict from the idle fractions alone."""
+    if idle.environments > max(BUSY, idle.generator) and idle.learner > BUSY:
+        text = f"a higher max_staleness than {max_staleness}, and more environment.max_episodes, may help"
+        return Verdict("environment", f"environment-bound: {idle}; {text}", [])
+    ahead = max_staleness > 0 and abs(idle.generator - idle.learner) > CLEARLY
+    if idle.generator < BUSY and idle.learner < BUSY:
+        return Verdict("balanced", f"balanced: {idle}", [])
+    if idle.generator <= idle.learner and (idle.generator < BUSY or ahead):
+        return Verdict("generator", f"generator-bound: {idle}; more generators would help", [])
+    if idle.learner < idle.generator and (idle.learner < BUSY or ahead):
+        return Verdict("learner", f"learner-bound: {idle}; more learners would help", [])
+    return Verdict("staleness", f"staleness-bound: {idle}; a higher max_staleness than {max_staleness} may help", [])
 
 
 def after_collapse(verdict: Verdict, collapse: Mapping[str, Any], *, may_be_older: bool = True) -> Verdict:
@@ -254,57 +287,6 @@ def after_collapse(verdict: Verdict, collapse: Mapping[str, Any], *, may_be_olde
         return verdict
     sentence = f"{verdict.bound}-bound, but tokens cannot be older" if verdict.bound in OLDER else verdict.sentence
     return Verdict(verdict.bound, sentence, changes)
-
-
-def guess(*, generator_idle: float, learner_idle: float, max_staleness: int, environments: float = 0.0) -> Verdict:
-    """Returns the verdict from the idle fractions of both sides alone, and the fraction of the generators' time in
-    which all episodes waited for their environments."""
-    idle = _idle(generator_idle, learner_idle, environments)
-    if environments > max(BUSY, generator_idle) and learner_idle > BUSY:
-        text = f"a higher max_staleness than {max_staleness}, and more environment.max_episodes, may help"
-        return Verdict("environment", f"environment-bound: {idle}; {text}", [])
-    ahead = max_staleness > 0 and abs(generator_idle - learner_idle) > CLEARLY
-    if generator_idle < BUSY and learner_idle < BUSY:
-        return Verdict("balanced", f"balanced: {idle}", [])
-    if generator_idle <= learner_idle and (generator_idle < BUSY or ahead):
-        return Verdict("generator", f"generator-bound: {idle}; more generators would help", [])
-    if learner_idle < generator_idle and (learner_idle < BUSY or ahead):
-        return Verdict("learner", f"learner-bound: {idle}; more learners would help", [])
-    return Verdict("staleness", f"staleness-bound: {idle}; a higher max_staleness than {max_staleness} may help", [])
-
-
-def _idle(generator_idle: float, learner_idle: float, environments: float) -> str:
-    waits = f", in environments {environments:.0%}" if environments >= 0.005 else ""
-    return f"generators idle {generator_idle:.0%} of the time{waits}, the learner {learner_idle:.0%}"
-
-
-def _alternatives(setup: Setup) -> list[tuple[Bound, str, Setup]]:
-    limit, each = setup.max_staleness + 1, setup.generators_per_device
-    found: list[tuple[Bound, str, Setup]] = [
-        ("staleness", f"max_staleness {setup.max_staleness} -> {limit}", replace(setup, max_staleness=limit))
-    ]
-    if each > 1:
-        found.append(("generator", "a device for every generator", replace(setup, generators_per_device=1)))
-    else:
-        more = setup.generators + 1
-        found.append(("generator", f"a {ordinal(more)} generator", replace(setup, generators=more)))
-    learners = next(
-        (n for n in range(setup.learners + 1, setup.groups_per_step + 1) if not setup.groups_per_step % n), 0
-    )
-    if learners:
-        one_more = learners == setup.learners + 1
-        text = f"a {ordinal(learners)} learner" if one_more else f"{learners} learners"
-        found.append(("learner", text, replace(setup, learners=learners)))
-    return found
-
-
-def ordinal(number: int) -> str:
-    """Returns the ordinal number in English: "third", "21st"."""
-    words = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
-    if number <= len(words):
-        return words[number - 1]
-    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
-    return f"{number}{ending}"
 
 
 GOOD = 0.95
@@ -322,18 +304,15 @@ MOSTLY = 0.7
 def goodput_sentence(
     goodput: Mapping[str, float],
     config: Config,
+    idle: Idle,
     *,
-    learner_idle: float,
     solved: float | None = None,
-    environments: float = 0.0,
     may_be_older: bool = True,
 ) -> str:
     """Returns a sentence about the goodput of a run, as `asyncrl.types.goodput_of` has it; empty if it is unknown.
 
-    `learner_idle` is the fraction of the time in which the learner waits, and `solved` the fraction of the groups
-    without signal that are solved and not hopeless; None if it is unknown. `environments` is the fraction of the
-    generators' time in which all episodes wait for their environments. Unless tokens `may_be_older`, no higher limit
-    is advised.
+    `solved` is the fraction of the groups without signal that are solved; None if it is unknown. Unless tokens
+    `may_be_older`, no higher limit is advised.
     """
     if "total" not in goodput:
         return ""
@@ -343,7 +322,7 @@ def goodput_sentence(
     factor = min(GOODPUT_FACTORS, key=lambda name: goodput[name])
     lever = {
         "engine": _engine(config, may_be_older),
-        "admitted": _admitted(config, learner_idle, environments, may_be_older),
+        "admitted": _admitted(config, idle, may_be_older),
         "signal": _signal(solved),
         "trained": "the other tokens with signal are in flight or were returned; a longer run, or a lower "
         "replay.max_staleness, has fewer of them",
@@ -402,12 +381,12 @@ def _engine(config: Config, may_be_older: bool) -> str:
     )
 
 
-def _admitted(config: Config, learner_idle: float, environments: float, may_be_older: bool) -> str:
-    if environments > BUSY:
+def _admitted(config: Config, idle: Idle, may_be_older: bool) -> str:
+    if idle.environments > BUSY:
         older = "raise replay.max_staleness, and environment.max_episodes if it is set, or " if may_be_older else ""
-        waits = f"in {environments:.0%} of their time generators only wait for environments"
+        waits = f"in {idle.environments:.0%} of their time generators only wait for environments"
         return f"{waits}; {older}make environments faster"
-    if learner_idle < BUSY:
+    if idle.learner < BUSY:
         return "generators wait for the learner, which is busy; add learners, or take fewer generators"
     if not may_be_older:
         return "generators lack leases while the learner waits too, and tokens cannot be older"

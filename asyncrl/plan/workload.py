@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, Self
+from typing import Annotated, Literal, NamedTuple, Self
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -14,6 +15,10 @@ from asyncrl.observe.stats import bare_tokens_per_s
 
 SYNTHETIC_GROUPS = 4096
 """Number of groups in a synthetic workload. The simulator draws from them."""
+
+MAX_TOKENS = 2.0**27
+"""Maximum length of a completion or prompt, since the lengths of a group and their sums are 32-bit numbers."""
+Time = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 ZeroVariance = Literal["refund", "train", "drop"]
 """The treatment of groups without signal by `replay.zero_variance`."""
@@ -184,6 +189,79 @@ class Setup:
                 f"simulate: groups_per_step = {self.groups_per_step} cannot be divided among {self.learners} learners; "
                 "make it a multiple"
             )
+
+
+class SyntheticJob(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A job that is described by numbers."""
+
+    mean_tokens: Annotated[float, msgspec.Meta(ge=1, le=MAX_TOKENS)]
+    """Mean length of a completion; the lengths are log-normal."""
+    engine_base_ms: Time
+    """Engine step: fixed time, and (`engine_sequence_us`) time of each sequence in it."""
+    learner_token_us: Time
+    """Optimizer step: time of each token on one learner, and (`learner_base_s`) fixed time."""
+    sigma: Annotated[float, msgspec.Meta(ge=0, le=10)] = 1.0
+    """Standard deviation of the logarithm of the lengths."""
+    max_tokens: Annotated[float, msgspec.Meta(ge=1, le=MAX_TOKENS)] | None = None
+    """Longest completion; 8 times the mean by default."""
+    prompt_tokens: Annotated[float, msgspec.Meta(ge=0, le=MAX_TOKENS)] = 0.0
+    refunded_fraction: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    """Fraction of the groups without signal."""
+    episode_turns: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 1
+    """Turns of an episode, with a wait of `turn_wait_s` after a `turn_wait_share` of those that another follows."""
+    turn_wait_s: Time = 0.0
+    turn_wait_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
+    engine_sequence_us: Time = 0.0
+    engine_request_ms: Time = 0.0
+    """Time of a sequence once: its prompt."""
+    learner_base_s: Time = 0.0
+    broadcast_s: Time = 0.0
+    """Time until generators have new weights."""
+    swap_ms: Time = 0.0
+    """Stall of an engine by a swap of weights."""
+    reward_s: Time = 0.0
+    """Time until a group has its rewards."""
+    routing_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Bytes of a token's routing with `algorithm.routing_replay`."""
+
+    @classmethod
+    def parse(cls, numbers: Sequence[str]) -> Self:
+        """The job of `KEY=VALUE` texts. Raises ConfigError."""
+        try:
+            job = msgspec.convert(
+                {key: value for key, _, value in (text.partition("=") for text in numbers)}, cls, strict=False
+            )
+        except (ValueError, msgspec.ValidationError) as error:
+            names = ", ".join(cls.__struct_fields__)
+            raise ConfigError(
+                f"simulate: {error}; use --from runs/NAME, or KEY=VALUE with mean_tokens, engine_base_ms and "
+                f"learner_token_us at least; the keys are {names}"
+            ) from None
+        if job.episode_turns == 1 and job.turn_wait_s:
+            raise ConfigError("episode_turns: is missing or 1: an episode waits after the turns that another follows")
+        return job
+
+    def workload(self, group_size: int) -> Workload:
+        """Returns the workload of groups of this size."""
+        lengths = Lengths.log_normal(
+            mean_tokens=self.mean_tokens,
+            sigma=self.sigma,
+            max_tokens=round(self.max_tokens or min(8 * self.mean_tokens, MAX_TOKENS)),
+            group_size=group_size,
+            prompt_tokens=round(self.prompt_tokens),
+            refunded_fraction=self.refunded_fraction,
+        )
+        if self.episode_turns > 1:
+            shape, wait_s, share = lengths.completions.shape, self.turn_wait_s, self.turn_wait_share
+            episodes = Episodes.of_shape(shape, turns=self.episode_turns, wait_s=wait_s, wait_share=share, seed=0)
+            lengths = replace(lengths, episodes=episodes)
+        return Workload(
+            lengths,
+            EngineCost(self.engine_base_ms / 1e3, self.engine_sequence_us / 1e6, self.engine_request_ms / 1e3),
+            LearnerCost(self.learner_base_s, self.learner_token_us / 1e6),
+            SyncCost(self.broadcast_s, 0.0, self.swap_ms / 1e3),
+            self.reward_s,
+        )
 
 
 class Turn(NamedTuple):

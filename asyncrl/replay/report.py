@@ -88,8 +88,8 @@ def run_summary(run: RunMetrics, ledger: Ledger, *, stop_reason: str) -> dict[st
         },
         **({"goodput": goodput} if (goodput := goodput_of(run.last_metrics)) else {}),
         "rates": run.rates(ledger.trained.tokens, ledger.trained.trajectories, run.training_s),
-        "peak_memory_bytes": peaks_bytes(run.reported) | run.learner_use.peaks_bytes,
-        "time": times(run.generators.values(), run.learner_s, run.learner_use),
+        "peak_memory_bytes": peaks_bytes(run.reported) | run.learner_peaks_bytes,
+        "time": times(run.generators.values(), run.learner_s, run.learner_phases_s),
         "phases_s": run.breakdown.phases_s,
         "weight_sync": {
             "count": run.syncs + run.syncs_before,

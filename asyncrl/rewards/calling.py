@@ -37,11 +37,12 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import json
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from asyncrl.errors import ConfigError
 from asyncrl.util.text import THINK, describe, redact
@@ -60,13 +61,29 @@ Score = tuple[float | None, dict[str, float], str]
 """Reward (None: does not apply), its named parts, and the error text ("" if there is none)."""
 
 
+class PlayedEpisode(NamedTuple):
+    """The episode of a completion, as its environment has ended it."""
+
+    turn_tokens: list[int]
+    """Number of tokens of each turn of the policy."""
+    messages: bytes
+    """The messages after the prompt, as JSON; empty for an episode of plain text."""
+    reward: float
+    """The environment's, as `parts`."""
+    parts: dict[str, float]
+    error: str
+    """Why the environment gave no reward; empty if it did."""
+
+
 @dataclass(frozen=True, slots=True)
 class CompletedGroup:
-    """The input of a reward function: the completions of one prompt."""
+    """The completions of one prompt: the input of a reward function. A reward worker receives tokens and fills in the
+    texts."""
 
     prompt: str
     completions: list[str]
     completion_ids: list[list[int]]
+    """Action tokens of each completion."""
     ground_truth: str
     data_source: str
     extra_info: dict[str, Any] = field(default_factory=dict)
@@ -79,12 +96,28 @@ class CompletedGroup:
     statuses: list[str] = field(default_factory=list)
     """ "completed" or "truncated", of each completion."""
     max_new_tokens: int = 0
-    messages: list[list[Message]] = field(default_factory=list[list[Message]])
-    """The messages of each episode after the prompt; none without an environment."""
-    environment_rewards: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
-    """The score and the parts that the environment of each episode gave; none without an environment."""
+    episodes: list[PlayedEpisode] = field(default_factory=list[PlayedEpisode])
+    """The episode of each completion; none without an environment."""
     deadline_s: float = math.inf
     """Deadline for the scores, on the monotonic clock."""
+    prompt_tokens: bytes = b""
+    """As int32."""
+    is_evaluation: bool = False
+    """True if the rewards of evaluations score it."""
+
+    def select(self, members: Sequence[int]) -> CompletedGroup:
+        """The group with these completions only."""
+
+        def chosen(items: list[Any]) -> list[Any]:
+            return [items[index] for index in members] if items else []
+
+        return replace(
+            self,
+            completions=chosen(self.completions),
+            completion_ids=chosen(self.completion_ids),
+            statuses=chosen(self.statuses),
+            episodes=chosen(self.episodes),
+        )
 
     def with_opened_reasoning(self) -> CompletedGroup:
         """The group with `<think>` at the start of the completions if the prompt ends with it, as the chat templates of
@@ -99,10 +132,12 @@ class CompletedGroup:
         prompt = self.prompt if self.chat is None else self.chat
         completions: list[Any] = self.completions
         if self.chat is not None:
-            completions = self.messages or [[{"role": "assistant", "content": text}] for text in self.completions]
+            completions = [json.loads(episode.messages) for episode in self.episodes if episode.messages] or [
+                [{"role": "assistant", "content": text}] for text in self.completions
+            ]
         columns: dict[str, Any] = {key: [value] * size for key, value in (self.extra_info | self.columns).items()}
-        if self.environment_rewards:
-            columns["environment_rewards"] = self.environment_rewards
+        if self.episodes:
+            columns["environment_rewards"] = [{**episode.parts, "score": episode.reward} for episode in self.episodes]
         return columns | {
             "prompts": [prompt] * size,
             "completions": completions,

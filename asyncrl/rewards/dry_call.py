@@ -12,25 +12,17 @@ the run starts, and the others have parsed the ground truths.
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
-from tempfile import TemporaryFile
 from typing import Any
 
-import msgspec
-import numpy as np
-
 from asyncrl.config.config import Config
-from asyncrl.errors import ConfigError, RunError
-from asyncrl.rewards.pool import MAX_POOL_LOSSES, START_S, RewardPool
-from asyncrl.rewards.reward_worker import PackedEpisode
+from asyncrl.errors import ConfigError
+from asyncrl.rewards.calling import PlayedEpisode
+from asyncrl.rewards.pool import RewardPool
 from asyncrl.rewards.table import names_in, reward_for
 from asyncrl.types import Prompt
-from asyncrl.util.processes import PYTHON, end_with_parent
 from asyncrl.util.text import shortened
 
 BUG = re.compile(r": raised (?:AttributeError|ImportError|KeyError|ModuleNotFoundError|NameError|TypeError): ([^;]*)")
@@ -41,24 +33,19 @@ MAX_CHARACTERS = 200
 MEMBERS = 2
 """Size of the group of the completion, so that a function that returns one number for all is found."""
 POLL_S = 0.005
-IMPORT_S = 60.0
-"""For the imports of the process that calls the functions, on a busy machine."""
 
 
-def own_functions(config: Config, data_source: str) -> set[str]:
+def custom_functions(config: Config, data_source: str) -> set[str]:
     """The functions in the reward of a data source that are not built in."""
     return {name for name in names_in(reward_for(config.rewards, data_source)) if ":" in name}
 
 
 def dry_call(config: Config, prompts: Sequence[Prompt], tokenizer: Any) -> tuple[list[str], list[str]]:
     """Scores a completion of each prompt, of different data sources, by the functions in its reward that are not built
-    in, in a reward worker with the time limit of the run. Returns their results, and the warnings. Raises
-    ConfigError for certain faults.
-
-    A separate process starts the worker: workers import the main module of the process that starts them, which
-    here may be the user's script."""
-    functions = {prompt.data_source: own_functions(config, prompt.data_source) for prompt in prompts}
-    rewards = {source: dict.fromkeys(sorted(own), 1.0) for source, own in functions.items() if own}
+    in, in a reward worker with the deadlines of the run. Returns their results, and the warnings. Raises
+    ConfigError for certain faults."""
+    functions = {prompt.data_source: custom_functions(config, prompt.data_source) for prompt in prompts}
+    rewards = {source: dict.fromkeys(sorted(names), 1.0) for source, names in functions.items() if names}
     if not rewards:
         return [], []
     called = set().union(*functions.values())
@@ -68,65 +55,22 @@ def dry_call(config: Config, prompts: Sequence[Prompt], tokenizer: Any) -> tuple
         "eval": config.eval.model_copy(update={"rewards": None}),
         "generator": config.generator.model_copy(update={"reward_workers": 1}),
     }
-    called_for = [prompt for prompt in prompts if prompt.data_source in rewards]
-    tokens = [tokenizer.encode(made_up(prompt), add_special_tokens=False) for prompt in called_for]
-    call = (config.model_copy(update=update).model_dump_json(), called_for, tokens)
-    limit_s = IMPORT_S + len(rewards) * (MAX_POOL_LOSSES + 1) * (START_S + config.generator.reward_timeout_s)
-    with TemporaryFile() as results:
-        command = [*PYTHON, "-m", __name__, str(results.fileno()), str(os.getpid())]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[results.fileno()], process_group=0)
-        try:
-            process.communicate(msgspec.msgpack.encode(call, enc_hook=np.ndarray.tolist), timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            names = ", ".join(sorted(called))
-            raise ConfigError(f"rewards: calling {names} before the start took longer than {limit_s:g} s") from None
-        finally:
-            process.kill()
-            process.wait()
-        results.seek(0)
-        if process.returncode:
-            code = process.returncode
-            raise RunError(f"the process that calls the reward functions before the start ended with exit code {code}")
-        given, warnings, error = json.load(results)
-    if error:
-        raise ConfigError(error)
-    return given, warnings
-
-
-def main() -> None:
-    """Calls the functions of the config and the prompts on standard input, and writes the results to the open file
-    whose number is the first argument."""
-    end_with_parent(int(sys.argv[2]))
-    config, prompts, tokens = msgspec.msgpack.decode(
-        sys.stdin.buffer.read(),
-        type=tuple[str, list[Prompt], list[list[int]]],
-        dec_hook=lambda _, numbers: np.array(numbers, np.int32),
-    )
-    error, given, warnings = "", list[str](), list[str]()
+    pool = RewardPool(config.model_copy(update=update), tokenizer_path=config.model.path)
+    results, warnings = list[str](), list[str]()
     try:
-        given, warnings = _call(Config.model_validate_json(config), prompts, tokens)
-    except ConfigError as problem:
-        error = str(problem)
-    with open(int(sys.argv[1]), "w") as results:
-        json.dump([given, warnings, error], results)
-
-
-def _call(config: Config, prompts: Sequence[Prompt], completions: Sequence[list[int]]) -> tuple[list[str], list[str]]:
-    pool = RewardPool(config, tokenizer_path=config.model.path)
-    given, warnings = list[str](), list[str]()
-    try:
-        for prompt, tokens in zip(prompts, completions, strict=True):
+        for prompt in [prompt for prompt in prompts if prompt.data_source in rewards]:
             text = made_up(prompt)
+            tokens = tokenizer.encode(text, add_special_tokens=False)
             error, parts = _score(pool, prompt, text, tokens, is_episode=config.environment.name is not None)
             problem = f"a made-up completion, {text!r}, has no reward: {error}"
             if error and config.environment.name is None and is_bug(error, text):
                 raise ConfigError(f"rewards: {problem}")
             warnings += [problem] if error else []
-            names = sorted(own_functions(config, prompt.data_source) & parts.keys())
-            given += [f"{name} gives {parts[name]:g} for {text!r}" for name in names]
+            names = sorted(functions[prompt.data_source] & parts.keys())
+            results += [f"{name} gives {parts[name]:g} for {text!r}" for name in names]
     finally:
         pool.close()
-    return given, warnings
+    return results, warnings
 
 
 def made_up(prompt: Prompt) -> str:
@@ -147,13 +91,9 @@ def _score(
 ) -> tuple[str, dict[str, float]]:
     """The error text of the completion, and its parts. The pool enforces deadlines."""
     messages = b"" if prompt.chat is None else json.dumps([{"role": "assistant", "content": text}]).encode()
-    episodes = [PackedEpisode([len(tokens)], messages, 0.0, {}, "")] * MEMBERS if is_episode else []
+    episodes = [PlayedEpisode([len(tokens)], messages, 0.0, {}, "")] * MEMBERS if is_episode else []
     pool.submit(prompt.data_source, [tokens] * MEMBERS, prompt, ["completed"] * MEMBERS, episodes=episodes)
     while not (scored := pool.collect()):
         time.sleep(POLL_S)
     errors, parts = scored[0].errors, scored[0].parts
     return max(errors, key=bool), parts[errors.index("") if "" in errors else 0]
-
-
-if __name__ == "__main__":
-    main()

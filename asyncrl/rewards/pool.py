@@ -18,11 +18,12 @@ from pebble import ProcessExpired, ProcessPool
 
 from asyncrl.config.config import Config
 from asyncrl.errors import RunError
-from asyncrl.rewards.calling import Score, describe, failure
-from asyncrl.rewards.reward_worker import PackedEpisode, PackedGroup, score_groups, start_worker
+from asyncrl.rewards.calling import CompletedGroup, PlayedEpisode, Score, failure
+from asyncrl.rewards.reward_worker import score_groups, start_worker
 from asyncrl.rewards.table import environment_weight, evaluation_config, reward_for, show_spec
 from asyncrl.types import Prompt
 from asyncrl.util.processes import HelperContext
+from asyncrl.util.text import describe
 from asyncrl.wire.endpoints import Endpoints
 
 log = structlog.get_logger()
@@ -60,18 +61,18 @@ class Scored:
 
 
 @dataclass(slots=True)
-class _Waiting:
-    """A group that waits for its scores, or one completion of a group that failed."""
+class _Job:
+    """A group that waits for its scores, or a single completion of a group that failed."""
 
     key: Hashable
-    group: PackedGroup
+    group: CompletedGroup
+    scores: list[Score | None]
+    """The scores so far of all completions of the group; shared by its completions."""
+    first: int = 0
+    """Index in `scores` of the first completion to score."""
     alone: bool = False
     """True if it must be sent alone, because a task with it failed."""
     pool_losses: int = 0
-    split: _Split | None = None
-    """The scores of the completion's group; None for a group."""
-    place: int = 0
-    """Index of the completion in its group."""
     sent_s: float = math.inf
     """When it was first sent to a worker, as the next two on the monotonic clock."""
     failed_s: float = math.inf
@@ -79,24 +80,24 @@ class _Waiting:
     due_s: float = 0.0
     """When it is scored again."""
 
-    def completions(self) -> list[_Waiting]:
+    @property
+    def size(self) -> int:
+        return len(self.group.completion_ids)
+
+    @property
+    def is_complete_group(self) -> bool:
+        return self.size == len(self.scores)
+
+    def split(self) -> list[_Job]:
         """The completions of the group, each to be scored alone."""
-        split = _Split([None] * len(self.group.completion_ids))
-        groups = [self.group.select([place]) for place in range(len(split.scores))]
-        return [_Waiting(self.key, group, alone=True, split=split, place=place) for place, group in enumerate(groups)]
-
-
-@dataclass(slots=True)
-class _Split:
-    """The scores of a group whose completions are scored one by one; None for those still to come."""
-
-    scores: list[Score | None]
+        members = range(len(self.scores))
+        return [_Job(self.key, self.group.select([index]), self.scores, index, alone=True) for index in members]
 
 
 @dataclass(slots=True)
 class _Task:
     future: Future[tuple[float, list[list[Score]]]]
-    groups: list[_Waiting]
+    jobs: list[_Job]
     sent_s: float
     """On the monotonic clock."""
 
@@ -118,12 +119,13 @@ class RewardPool:
         evaluation = evaluation_config(config)
         self._rewards = {False: config.rewards, True: evaluation.rewards}
         """The rewards of training, and with True of evaluations."""
+        self._config = config
         self._workers = config.generator.reward_workers
         self._timeout_s = config.generator.reward_timeout_s
         self._worker_arguments = (os.getpid(), config, tokenizer_path, endpoints)
         self._retry_s = RETRY_PART * config.launch.progress_timeout_s if retries else 0.0
-        self._waiting: deque[_Waiting] = deque()
-        self._paused: list[_Waiting] = []
+        self._waiting: deque[_Job] = deque()
+        self._paused: list[_Job] = []
         """Groups that are to be scored again."""
         self._rewarded_s: dict[tuple[bool, str], float] = {}
         """When a group last had a reward, on the monotonic clock, by whether it was an evaluation and data source."""
@@ -136,7 +138,7 @@ class RewardPool:
     @property
     def pending(self) -> int:
         """Number of groups, or of completions of failed groups, that are not scored yet."""
-        return len(self._waiting) + len(self._paused) + sum(len(task.groups) for task in self._running)
+        return len(self._waiting) + len(self._paused) + sum(len(task.jobs) for task in self._running)
 
     def submit(
         self,
@@ -146,7 +148,7 @@ class RewardPool:
         statuses: Sequence[str],
         *,
         evaluation: bool = False,
-        episodes: Sequence[PackedEpisode] = (),
+        episodes: Sequence[PlayedEpisode] = (),
     ) -> None:
         """Queues one group: the action tokens of each completion, and its status, "completed" or "truncated"; with an
         environment also the episode of each.
@@ -154,20 +156,23 @@ class RewardPool:
         The rewards come back under `key`; with `evaluation` they are those of `eval.rewards`.
         """
         tokens = [list(completion) for completion in completions]
-        packed = PackedGroup(
-            tokens,
-            list(statuses),
-            prompt=prompt.tokens.tobytes(),
+        group = CompletedGroup(
+            prompt=prompt.text,
+            completions=[],
+            completion_ids=tokens,
             ground_truth=prompt.ground_truth,
             data_source=prompt.data_source,
             extra_info=prompt.extra_info,
+            ground_truth_name=self._config.data.columns.ground_truth_name,
             chat=prompt.chat,
             columns=prompt.columns,
-            text=prompt.text,
-            evaluation=evaluation,
+            statuses=list(statuses),
+            max_new_tokens=self._config.generator.max_new_tokens,
             episodes=list(episodes),
+            prompt_tokens=prompt.tokens.tobytes(),
+            is_evaluation=evaluation,
         )
-        self._waiting.append(_Waiting(key, packed))
+        self._waiting.append(_Job(key, group, [None] * len(tokens)))
 
     def collect(self) -> list[Scored]:
         """Returns the groups scored since the last call, and sends work to free workers. Call it often."""
@@ -180,8 +185,8 @@ class RewardPool:
                 self._running.remove(task)
                 self._give_up(task, scored)
         now_s = time.monotonic()
-        due = [waiting for waiting in self._paused if waiting.due_s <= now_s]
-        self._paused = [waiting for waiting in self._paused if waiting.due_s > now_s]
+        due = [job for job in self._paused if job.due_s <= now_s]
+        self._paused = [job for job in self._paused if job.due_s > now_s]
         self._waiting.extendleft(reversed(due))
         while self._waiting and len(self._running) < self._workers and self._due():
             self._send()
@@ -226,65 +231,64 @@ class RewardPool:
         """Sends the next task; there must be a free worker."""
         per_worker = -(-len(self._waiting) // (self._workers - len(self._running)))
         size = min(per_worker, self._groups_per_task)
-        groups = [self._waiting.popleft()]
-        while len(groups) < size and self._waiting and not (groups[0].alone or self._waiting[0].alone):
-            groups.append(self._waiting.popleft())
-        packed = [waiting.group for waiting in groups]
+        jobs = [self._waiting.popleft()]
+        while len(jobs) < size and self._waiting and not (jobs[0].alone or self._waiting[0].alone):
+            jobs.append(self._waiting.popleft())
         try:
-            future = self._pool.schedule(score_groups, args=(packed,), timeout=self._timeout_s)
+            groups = [job.group for job in jobs]
+            future = self._pool.schedule(score_groups, args=(groups,), timeout=self._timeout_s)
         except RuntimeError:  # the pool is broken: an idle worker was killed
-            self._waiting.extendleft(reversed(groups))
+            self._waiting.extendleft(reversed(jobs))
             self._restart()
         else:
             self._sent_s = time.monotonic()
-            for waiting in groups:
-                waiting.sent_s = min(waiting.sent_s, self._sent_s)
-            self._running.append(_Task(future, groups, self._sent_s))
+            for job in jobs:
+                job.sent_s = min(job.sent_s, self._sent_s)
+            self._running.append(_Task(future, jobs, self._sent_s))
 
     def _finish(self, task: _Task, scored: list[Scored]) -> None:
         error = task.future.exception()
         if error is None:
-            seconds, scores = task.future.result()
-            self._group_s = max(1e-6, (self._group_s + seconds / len(scores)) / 2)
-            for waiting, one in zip(task.groups, scores, strict=True):
-                if not self._pause(waiting, one):
-                    self._conclude(waiting, one, scored)
+            seconds, all_scores = task.future.result()
+            self._group_s = max(1e-6, (self._group_s + seconds / len(all_scores)) / 2)
+            for job, scores in zip(task.jobs, all_scores, strict=True):
+                if not self._pause(job, scores):
+                    self._conclude(job, scores, scored)
         elif isinstance(error, BrokenProcessPool):
-            for waiting in task.groups:
-                waiting.pool_losses += 1
-            lost = [waiting for waiting in task.groups if waiting.pool_losses >= MAX_POOL_LOSSES]
-            for waiting in lost:
-                self._fail(waiting, "all reward workers ended repeatedly", scored)
-            self._waiting.extendleft(w for w in reversed(task.groups) if w.pool_losses < MAX_POOL_LOSSES)
-        elif len(task.groups) > 1:
-            for waiting in task.groups:
-                waiting.alone = True
-            self._waiting.extendleft(reversed(task.groups))
-        elif len(task.groups[0].group.completion_ids) > 1:
-            self._waiting.extendleft(reversed(task.groups[0].completions()))
+            for job in task.jobs:
+                job.pool_losses += 1
+                if job.pool_losses >= MAX_POOL_LOSSES:
+                    self._fail(job, "all reward workers ended repeatedly", scored)
+            self._waiting.extendleft(job for job in reversed(task.jobs) if job.pool_losses < MAX_POOL_LOSSES)
+        elif len(task.jobs) > 1:
+            for job in task.jobs:
+                job.alone = True
+            self._waiting.extendleft(reversed(task.jobs))
+        elif task.jobs[0].size > 1:
+            self._waiting.extendleft(reversed(task.jobs[0].split()))
         else:
-            self._fail(task.groups[0], self._cause(error), scored)
+            self._fail(task.jobs[0], self._cause(error), scored)
 
-    def _pause(self, waiting: _Waiting, scores: list[Score]) -> bool:
+    def _pause(self, job: _Job, scores: list[Score]) -> bool:
         """Puts a group without any reward aside until it is scored again. Returns False if it has one, has been tried
         for long enough, or fails while others of its data source get rewards."""
-        group, now_s = waiting.group, time.monotonic()
-        source = group.evaluation, group.data_source
+        group, now_s = job.group, time.monotonic()
+        source = group.is_evaluation, group.data_source
         if not all(error for *_, error in scores):
             self._rewarded_s[source] = now_s
             return False
-        no_function_called = bool(group.episodes) and all(one.error for one in group.episodes)
-        waiting.failed_s = min(waiting.failed_s, now_s)
-        tried_s, is_late = now_s - waiting.failed_s, now_s - waiting.sent_s >= self._retry_s
+        no_function_called = bool(group.episodes) and all(episode.error for episode in group.episodes)
+        job.failed_s = min(job.failed_s, now_s)
+        tried_s, is_late = now_s - job.failed_s, now_s - job.sent_s >= self._retry_s
         # In the first half of that time, rewards from before an outage may still have come.
         others_pass = self._rewarded_s.get(source, -math.inf) > now_s - tried_s / 2
-        if is_late or others_pass or no_function_called or waiting.split is not None:
+        if is_late or others_pass or no_function_called or not job.is_complete_group:
             return False
         pause_s = max(MIN_PAUSE_S, tried_s)
         if not self._paused:
             log.warning("rewards failed, tried again", error=scores[0][2], pause_s=pause_s)
-        waiting.due_s = now_s + pause_s
-        self._paused.append(waiting)
+        job.due_s = now_s + pause_s
+        self._paused.append(job)
         return True
 
     def _cause(self, error: BaseException) -> str:
@@ -296,25 +300,21 @@ class RewardPool:
 
     def _give_up(self, task: _Task, scored: list[Scored]) -> None:
         cause = f"no reward worker took the group within {START_S:g} s: does a function hang while it is imported?"
-        for waiting in task.groups:
-            self._fail(waiting, cause, scored)
+        for job in task.jobs:
+            self._fail(job, cause, scored)
         self._restart()
 
-    def _fail(self, waiting: _Waiting, cause: str, scored: list[Scored]) -> None:
-        data_source = waiting.group.data_source
-        spec = reward_for(self._rewards[waiting.group.evaluation], data_source)
-        text = failure(show_spec(spec), data_source, cause)
-        self._conclude(waiting, [(0.0, {}, text)] * len(waiting.group.completion_ids), scored)
+    def _fail(self, job: _Job, cause: str, scored: list[Scored]) -> None:
+        spec = reward_for(self._rewards[job.group.is_evaluation], job.group.data_source)
+        text = failure(show_spec(spec), job.group.data_source, cause)
+        self._conclude(job, [(0.0, {}, text)] * job.size, scored)
 
-    def _conclude(self, waiting: _Waiting, scores: list[Score], scored: list[Scored]) -> None:
-        """Adds the group to `scored`; for a single completion, only once all of its group are scored."""
-        group, complete = waiting.group, scores
-        if waiting.split is not None:
-            waiting.split.scores[waiting.place] = scores[0]
-            complete = [score for score in waiting.split.scores if score is not None]
-            if len(complete) < len(waiting.split.scores):
-                return
-        rewards, parts, errors = zip(*complete, strict=True)
-        weight = environment_weight(self._rewards[group.evaluation], group.data_source)
-        rewards = [reward or 0.0 for reward in rewards]
-        scored.append(Scored(waiting.key, rewards, list(parts), list(errors), weight))
+    def _conclude(self, job: _Job, scores: list[Score], scored: list[Scored]) -> None:
+        """Keeps the scores, and adds the group to `scored` once all of its completions have one."""
+        job.scores[job.first : job.first + job.size] = scores
+        complete = [score for score in job.scores if score is not None]
+        if len(complete) == len(job.scores):
+            rewards, parts, errors = zip(*complete, strict=True)
+            weight = environment_weight(self._rewards[job.group.is_evaluation], job.group.data_source)
+            rewards = [reward or 0.0 for reward in rewards]
+            scored.append(Scored(job.key, rewards, list(parts), list(errors), weight))

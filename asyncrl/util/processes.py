@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from multiprocessing.context import SpawnContext, SpawnProcess
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
 PYTHON = (sys.executable, "-P")
@@ -113,20 +114,24 @@ def tune_gc() -> None:
 class _Helper(SpawnProcess):
     @staticmethod
     def _Popen(process_obj: BaseProcess) -> Any:
-        if sys.flags.safe_path:
-            return SpawnProcess._Popen(process_obj)
         name, value = SAFE_PATH
-        os.environ[name] = value
+        adds_flag, main = not sys.flags.safe_path, sys.modules["__main__"]
+        if adds_flag:
+            os.environ[name] = value
+        # A helper imports the main module of its parent, which may be a script of the user that would run again.
+        sys.modules["__main__"] = ModuleType("__main__")
         try:
             return SpawnProcess._Popen(process_obj)
         finally:
-            del os.environ[name]
+            sys.modules["__main__"] = main
+            if adds_flag:
+                del os.environ[name]
 
 
 class HelperContext(SpawnContext):
     """The context that starts helpers, which call `become_helper`. Their interpreters have -P, even if this process
-    does not, such as `asyncrl eval`. They are spawned: a fork of a process with an engine shares its locks and device
-    state."""
+    does not, such as `asyncrl eval`, and do not import its main module. They are spawned: a fork of a process with an
+    engine shares its locks and device state."""
 
     Process = _Helper
 

@@ -182,11 +182,15 @@ def test_row_without_a_prompt_is_named(dataset: Write, tmp_path: Path) -> None:
 
 
 def test_a_prompt_is_a_string_or_a_chat(dataset: Write) -> None:
-    for prompt in (7, ["a"], [{"from": "human", "value": "hello"}]):
-        with pytest.raises(
-            ConfigError, match=r"column 'prompt' \(data.columns.prompt\) is of type .* list of messages"
-        ):
-            check_dataset(dataset([row(0, prompt=prompt)]))
+    for prompt, error in (
+        (7, "is of type int; it must be a string or a list of messages"),
+        (["a"], "message 0: str; a message must be a struct with role and content"),
+        ([{"from": "human", "value": "hello"}], "message 0: role = None; it must be one of"),
+    ):
+        with pytest.raises(DataError, match=rf"part0.parquet, row 0: 'prompt'.*{error}"):
+            PromptTable(dataset([row(0, prompt=prompt)]))[0]
+    with pytest.raises(DataError, match=r"part0.parquet, row 0: 'prompt': is of type int"):
+        check_dataset(dataset([row(0, prompt=7)]))
 
 
 def test_extra_info_is_a_struct(dataset: Write) -> None:

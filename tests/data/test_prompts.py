@@ -60,7 +60,7 @@ def test_a_chat_needs_a_template(dataset: Write, tokenizer_folder: Path) -> None
     message = r"no chat template \(model.path = '.*model'\); .* give prompts as strings with data.string_prompts=text"
     chats = dataset([row(0, prompt=[{"role": "user", "content": "12"}])])
     with pytest.raises(
-        ConfigError, match=f"part0.parquet: the prompts are chats, but the model's tokenizer has {message}"
+        ConfigError, match=f"part0.parquet: the prompt is a chat, but the model's tokenizer has {message}"
     ):
         check_dataset(chats)
     with pytest.raises(DataError, match=f"part0.parquet, row 0: the prompt is a chat, but .* {message}"):

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from asyncrl.config.config import Config
-from asyncrl.data.files import JsonRows, first_missing, read_column, read_schema, read_table
+from asyncrl.data.files import open_rows
 from asyncrl.data.rows import PromptTable, check_dataset
 from asyncrl.errors import ConfigError, DataError
 from tests.data.conftest import row
@@ -36,40 +36,40 @@ def saved_dataset(folder: Path, tables: int = 2) -> Path:
 def test_csv_has_strings_and_empty_values_are_null(tmp_path: Path) -> None:
     file = tmp_path / "rows.csv"
     file.write_bytes(b'\xef\xbb\xbfprompt,answer\r\n"one, two",007\r\n"line\nbreak",\r\n')
-    table = read_table(str(file))
-    assert not isinstance(table, JsonRows)
-    assert table.to_pydict() == {"prompt": ["one, two", "line\nbreak"], "answer": ["007", None]}
-    assert first_missing(str(file), "answer") == 1
+    rows = open_rows(str(file))
+    assert list(rows.column("prompt")) == ["one, two", "line\nbreak"]
+    assert list(rows.column("answer")) == ["007", None]
+    assert rows.first_missing("answer") == 1
     for text, error in (
         ("prompt,answer\na,b,c\n", r"rows\.csv, line 2: not as many values as columns; quote commas"),
         ("prompt,answer,answer\na,b,c\n", r"rows\.csv: has two columns named 'answer'"),
     ):
         file.write_text(text)
         with pytest.raises(ConfigError, match=error):
-            read_table(str(file))
+            open_rows(str(file))
     file.write_text(f"prompt,answer\n{'7' * 200_000},1\n")
-    assert len(read_table(str(file)).column("prompt")[0].as_py()) == 200_000
+    assert len(open_rows(str(file)).row(0)["prompt"]) == 200_000
 
 
 def test_json_is_a_list_of_objects_or_json_lines(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     for text in ('[{"a": 1}, {"b": "x"}]', '{"a": 1}\n\n{"b": "x"}\n'):
         file.write_text(text)
-        rows = read_table(str(file))
+        rows = open_rows(str(file))
         assert [rows.row(number) for number in range(2)] == [{"a": 1, "b": None}, {"a": None, "b": "x"}]
     for text, error in (("[1]", "row 0: int; every row must be"), ("[{", "not JSON"), ('{"a"', "line 1: not JSON")):
         file.write_text(text)
         with pytest.raises(ConfigError, match=error):
-            read_schema(str(file))
+            open_rows(str(file))
 
 
 def test_a_saved_dataset_is_read_as_its_rows(tmp_path: Path) -> None:
     folder = str(saved_dataset(tmp_path / "saved"))
-    table = read_table(folder)
-    assert not isinstance(table, JsonRows)
-    assert [one["reward_model"] for one in table.to_pylist()] == [one["reward_model"] for one in ROWS]
-    assert read_schema(folder)[1] == 2
-    assert [value for part in read_column(folder, "data_source") for value in part] == ["numbers", "numbers"]
+    rows = open_rows(folder)
+    assert [rows.row(number)["reward_model"] for number in range(rows.num_rows)] == [
+        row["reward_model"] for row in ROWS
+    ]
+    assert list(rows.column("data_source")) == ["numbers", "numbers"]
 
 
 def test_folders_that_are_no_saved_dataset_are_refused(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_folders_that_are_no_saved_dataset_are_refused(tmp_path: Path) -> None:
         ("cut", "cannot be read"),
     ):
         with pytest.raises(ConfigError, match=error):
-            read_table(str(tmp_path / name))
+            open_rows(str(tmp_path / name))
 
 
 def test_all_formats_train(tmp_path: Path, dataset: Callable[..., Config]) -> None:

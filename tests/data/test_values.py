@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.data.files import chat_messages, ground_truth_text, plain
+from asyncrl.data.rows import chat_messages, ground_truth_text, plain
 from asyncrl.errors import DataError
 
 LEAVES = st.one_of(

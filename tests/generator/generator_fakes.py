@@ -13,8 +13,8 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from asyncrl.replay.client import LeaseReply
+from asyncrl.rewards.calling import PlayedEpisode
 from asyncrl.rewards.pool import Scored
-from asyncrl.rewards.reward_worker import PackedEpisode
 from asyncrl.types import Group, Lease, Prompt
 from asyncrl.weights.receiver import StagedWeights
 from asyncrl.wire.messages import Evaluated, GeneratorStats
@@ -140,7 +140,7 @@ class FakeRewards:
 
     evaluated: list[Any] = field(default_factory=list)
     """Keys of the groups that were submitted as evaluations."""
-    episodes: dict[Any, list[tuple[Sequence[int], PackedEpisode]]] = field(default_factory=dict)
+    episodes: dict[Any, list[tuple[Sequence[int], PlayedEpisode]]] = field(default_factory=dict)
     """The tokens and the episodes that were submitted."""
 
     def submit(
@@ -151,7 +151,7 @@ class FakeRewards:
         statuses: Sequence[str],
         *,
         evaluation: bool = False,
-        episodes: Sequence[PackedEpisode] = (),
+        episodes: Sequence[PlayedEpisode] = (),
     ) -> None:
         self.evaluated += [key] if evaluation else []
         self.episodes[key] = list(zip(completions, episodes, strict=False))

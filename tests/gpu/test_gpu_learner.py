@@ -22,6 +22,7 @@ from worlds import make_config, make_model, pack_groups
 from asyncrl.generator.transformers_backend.engine import TransformersEngine
 from asyncrl.launch.machine import find_port
 from asyncrl.launch.memory import PROCESS_BYTES, Shape, learner_parts
+from asyncrl.learner.batch import moved_to
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.model import attention, logprob_head
 from asyncrl.learner.model.attention import Layout, attend_in_buckets, find_firsts, make_layout
@@ -113,7 +114,7 @@ def test_attention_is_that_of_float64(
     results: list[list[torch.Tensor]] = []
     for device, precise in ((torch.device("cpu"), True), (gpu, False)):
         leaves = [(t.double() if precise else t).to(device).requires_grad_() for t in inputs[:3]]
-        moved, (query, key, value) = layout.to(device), leaves
+        moved, (query, key, value) = moved_to(layout, device), leaves
         if precise or kind == "buckets":
             output = attend_in_buckets(query, key, value, moved, scaling=None, window=window)
         elif attention.has_varlen_kernel(query):

@@ -89,14 +89,14 @@ def test_it_prefers_speed_among_what_needs_no_offload() -> None:
     models = Models(shape_of(QWEN2_15B))
     base = load_config(None, {"model.path": "m", "data.train": "d", "model.dtype": "bfloat16",
                               "generator.max_new_tokens": 4096})  # fmt: skip
-    eight = search(base, models, 8, CARDS["H100-80"]).layout
+    eight = search.search(base, models, 8, CARDS["H100-80"]).layout
     assert eight is not None
     launch, learner = eight.config.launch, eight.config.learner
     assert learner.offload == "none" and eight.config.generator.tensor_parallel == 1
     assert launch.learners + launch.generators == 8 and min(launch.learners, launch.generators) >= 2
     assert eight.sequences >= LEAST_SEQUENCES
     assert eight.config.replay.groups_per_step % launch.learners == 0
-    slow = search(base, models, 8, Gpu(memory_bytes=CARDS["H100-80"].memory_bytes, flops=1e14)).layout
+    slow = search.search(base, models, 8, Gpu(memory_bytes=CARDS["H100-80"].memory_bytes, flops=1e14)).layout
     assert slow is not None and slow.config.launch.learners > launch.learners, "cards that compute slowly need learners"
     assert slow.tokens_per_s < eight.tokens_per_s
 

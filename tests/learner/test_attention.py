@@ -78,7 +78,6 @@ def test_layout_round_trip(sizes: np.ndarray) -> None:
     layout = make_layout(sizes)
     source = torch.cat([bucket.source for bucket in layout.buckets])
     assert torch.equal(source[layout.restore], torch.arange(int(sizes.sum())))
-    assert layout.max_length == sizes.max()
     sequence = np.repeat(np.arange(len(sizes)), sizes)
     for bucket in layout.buckets:
         rows = sequence[bucket.source.numpy()].reshape(bucket.batch, bucket.length)
@@ -180,7 +179,7 @@ def test_every_action_token_keeps_what_belongs_to_it(budget: int) -> None:
     advantages = grpo(batch.rewards, batch.group).float()
     seen: dict[tuple[int, int], list[tuple[float, ...]]] = {}
     for micro in batch.micro_batches:
-        assert micro.layout.max_length <= budget or len(micro.names) == 1
+        assert len(micro.input_ids) <= budget or len(micro.names) == 1
         starts = torch.nonzero(micro.position_ids == 0).flatten()
         for n in range(len(micro.seq)):
             at = int(micro.logit_index[n]) + 1
@@ -287,19 +286,6 @@ def plain_kernel(
     return torch.cat(outputs)
 
 
-def ungrouped_kernel(*tensors: Any, scale: float | None, window_size: tuple[int, int]) -> Tensor:
-    """The kernel of torch 2.11, which takes equal numbers of heads only."""
-    assert tensors[0].shape[1] == tensors[1].shape[1]
-    return plain_kernel(*tensors, scale=scale, window_size=window_size)
-
-
-@pytest.fixture(params=[plain_kernel, ungrouped_kernel])
-def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    parameters = set(attention.signature(request.param).parameters)
-    monkeypatch.setattr(attention, "varlen_attn", request.param)
-    monkeypatch.setattr(attention, "PARAMETERS", parameters)
-
-
 def row_of(groups: list[list[list[int]]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Tokens, lengths of sequences, and their groups."""
     rows = [(number, tokens) for number, group in enumerate(groups) for tokens in group]
@@ -327,7 +313,7 @@ def test_the_kernel_gets_each_sequence_with_its_shared_tokens(
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("common", [0, 40])
 def test_outputs_and_gradients_are_those_of_padded_buckets(
-    common: int, window: int | None, kernel: None, monkeypatch: pytest.MonkeyPatch
+    common: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With grouped heads, and one sequence that is another's beginning and so has no token of its own."""
     torch.manual_seed(0)
@@ -339,6 +325,7 @@ def test_outputs_and_gradients_are_those_of_padded_buckets(
     assert len(layout.segments.queries_before) - 1 == (6 if common else 7)
     inputs = [torch.randn(1, heads, len(layout.computed), 8, dtype=torch.float64) for heads in (4, 2, 2)]
     results: list[list[Tensor]] = []
+    monkeypatch.setattr(attention, "varlen_attn", plain_kernel)
     for available in (True, False):
         monkeypatch.setattr(attention, "has_varlen_kernel", lambda query, available=available: available)
         leaves = [tensor.clone().requires_grad_() for tensor in inputs]
@@ -352,26 +339,16 @@ def test_outputs_and_gradients_are_those_of_padded_buckets(
         torch.testing.assert_close(one, other, atol=1e-12, rtol=1e-9)
 
 
-def test_a_layout_is_moved_with_its_segments() -> None:
-    sizes = np.array([4, 4])
-    layout = make_layout(sizes, find_firsts(np.array([1, 2, 3, 4, 1, 2, 5, 6]), sizes, np.array([0, 0])))
-    moved = layout.to(torch.device("meta")).segments
-    assert moved.keys is not None
-    assert {tensor.device.type for tensor in (moved.keys, moved.queries_before, moved.keys_before)} == {"meta"}
-    assert (moved.max_queries, moved.max_keys) == (4, 4)
-
-
 @pytest.mark.parametrize(
-    ("is_cuda", "dtype", "size", "capability", "parameters", "expected"),
+    ("is_cuda", "dtype", "size", "capability", "expected"),
     [
-        (True, torch.bfloat16, 128, (9, 0), {"scale", "window_size"}, True),
-        (True, torch.float16, 256, (8, 0), {"scale", "window_size"}, True),
-        (True, torch.bfloat16, 256, (8, 9), {"scale", "window_size"}, False),
-        (True, torch.bfloat16, 128, (7, 5), {"scale", "window_size"}, False),
-        (True, torch.bfloat16, 100, (9, 0), {"scale", "window_size"}, False),
-        (True, torch.bfloat16, 128, (9, 0), {"is_causal"}, False),
-        (True, torch.float32, 128, (9, 0), {"scale", "window_size"}, False),
-        (False, torch.bfloat16, 128, (9, 0), {"scale", "window_size"}, False),
+        (True, torch.bfloat16, 128, (9, 0), True),
+        (True, torch.float16, 256, (8, 0), True),
+        (True, torch.bfloat16, 256, (8, 9), False),
+        (True, torch.bfloat16, 128, (7, 5), False),
+        (True, torch.bfloat16, 100, (9, 0), False),
+        (True, torch.float32, 128, (9, 0), False),
+        (False, torch.bfloat16, 128, (9, 0), False),
     ],
 )
 def test_the_kernel_is_used_where_it_exists(
@@ -379,7 +356,6 @@ def test_the_kernel_is_used_where_it_exists(
     dtype: torch.dtype,
     size: int,
     capability: tuple[int, int],
-    parameters: set[str],
     expected: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -389,6 +365,5 @@ def test_the_kernel_is_used_where_it_exists(
         is_meta = False
 
     Query.is_cuda, Query.dtype = is_cuda, dtype  # pyright: ignore[reportAttributeAccessIssue]
-    monkeypatch.setattr(attention, "PARAMETERS", parameters)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert attention.has_varlen_kernel(Query()) is expected  # pyright: ignore[reportArgumentType]

@@ -87,7 +87,7 @@ def test_packed_rows_have_the_results_of_each_sequence(name: str, dtype: str, tm
         return
     groups = make_groups(3)
     (micro,) = make_batch(groups, tokens_per_microbatch=1000).micro_batches
-    assert len(micro.layout.computed) < len(micro.input_ids) and micro.layout.max_length > 16
+    assert len(micro.layout.computed) < len(micro.input_ids)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
     with torch.no_grad():
         packed, _ = network(micro)

@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    Gemma3TextConfig,
     LlamaConfig,
     PretrainedConfig,
     Qwen2Config,
@@ -28,10 +27,10 @@ from asyncrl.config.config import Config
 from asyncrl.launch.machine import find_port
 from asyncrl.launch.memory import Parts, Shape, learner_parts
 from asyncrl.learner.batch import MicroBatch, make_batch
-from asyncrl.learner.model import attention, memory_trace
+from asyncrl.learner.model import attention
 from asyncrl.learner.model.attention import SequenceParallel
 from asyncrl.learner.model.loading import hidden_states, load_policy_model
-from asyncrl.learner.model.memory_trace import META, LiveStorages, empty_model, trace, trace_layers, typical_micro_batch
+from asyncrl.learner.model.memory_trace import META, LiveStorages, empty_model, trace
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -101,39 +100,6 @@ def test_the_trace_counts_what_one_of_several_ranks_keeps(
     print(f"{size} ranks: kept {kept:,}, alone {alone:,}, traced {traced.forward_bytes:,}")
     assert kept <= traced.forward_bytes < 1.1 * kept
     assert kept < 1.25 * alone / size
-
-
-DEEP: dict[str, PretrainedConfig] = {
-    **FAMILIES,
-    "many words": LlamaConfig(**SIZES | {"vocab_size": 1 << 14, "tie_word_embeddings": True}),
-    "windows": Gemma3TextConfig(**SIZES, head_dim=16, layer_types=["sliding_attention", "full_attention"] * 2),
-}
-"""With many words, the peak is where the embeddings get their gradient; the layers with windows are not equal."""
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("family", DEEP)
-def test_the_first_of_equal_layers_say_what_all_need(
-    family: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = empty_model(DEEP[family], checkpointing=checkpointing)
-    micro = typical_micro_batch(8 if family == "many words" else 256, 64)
-    options = {"on_gpu": True, "exchanged": family != "many words"}
-    complete = trace_layers(model, micro, **options)
-    if family != "windows":
-        monkeypatch.setattr(memory_trace, "trace_layers", None)
-    assert trace(model, micro, **options) == complete
-
-
-def test_all_layers_are_traced_if_those_with_equal_weights_need_different_memory() -> None:
-    class Longer(torch.nn.Module):
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            return inputs.sigmoid().tanh().exp()
-
-    model = empty_model(FAMILIES["llama"])
-    model.model.layers[3].mlp.act_fn = Longer()
-    micro, options = typical_micro_batch(256, 64), {"on_gpu": True, "exchanged": True}
-    assert trace(model, micro, **options) == trace_layers(model, micro, **options)
 
 
 def test_live_storages_are_counted_once_and_until_they_are_freed() -> None:

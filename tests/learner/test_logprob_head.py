@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
-from worlds import make_config, make_groups, make_trainer, pack_groups
+from worlds import make_config, make_groups, pack_groups
 
-from asyncrl.errors import InvariantError
 from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.loop import Learner
 from asyncrl.learner.model import logprob_head
 from asyncrl.learner.model.loading import hidden_states, load_policy_model
 from asyncrl.learner.model.logprob_head import LogprobHead
 from asyncrl.learner.model.policy import Excluded, Policy, PolicyNetwork, Reference
-from asyncrl.types import Group, Shard
+from asyncrl.types import Group
 from asyncrl.util.model_files import end_tokens
 
 TOKENS, HIDDEN, VOCABULARY, TEMPERATURE = 23, 6, 50, 0.7
@@ -242,17 +238,3 @@ def test_policy_and_reference_have_the_distribution_that_was_sampled(one_rank: R
             changed = max(changed, float((full - expected)[mask].detach().abs().max()))
             torch.testing.assert_close(found[micro.seq == number], expected[mask].float(), atol=2e-5, rtol=1e-5)
     assert changed > 0.01
-
-
-def test_an_end_token_before_the_minimum_is_not_trained(one_rank: Ranks, model: Path) -> None:
-    config = make_config(model, generator={"min_new_tokens": MINIMUM})
-    batches: Any = SimpleNamespace(take=None)
-    learner = Learner(config, make_trainer(config, one_rank), batches, None, None, Path())
-    groups = without_early_ends(make_groups(2))
-    learner.prepare(Shard(1, groups), 1)
-    trajectory = groups[1].trajectories[2]
-    trajectory.tokens[trajectory.action_mask.argmax()] = ENDS[1]
-    with pytest.raises(
-        InvariantError, match=r"ticket 11, trajectory 2: it has the end token 17 before generator.min_n"
-    ):
-        learner.prepare(Shard(1, groups), 1)

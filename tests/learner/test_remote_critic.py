@@ -185,22 +185,13 @@ def refusal(peer: Connection, body: Body, arrays: Sequence[np.ndarray] = ()) -> 
 @pytest.mark.parametrize(
     ("rows", "names", "minibatches", "text"),
     [
-        ([[[1], [30_000_000], []]], [[(1, 0)]], [1, 0], "row 0: lengths of at least 1 must add up to its 1 tokens"),
-        ([[TOKENS, [5, 0], VALUED]], [NAMES], [1, 0], "row 0: lengths of at least 1"),
-        ([[TOKENS, [6, -1], VALUED]], [NAMES], [1, 0], "row 0: lengths of at least 1"),
-        ([[TOKENS, [2**31 - 1] * 2, VALUED]], [NAMES], [1, 0], "row 0: lengths of at least 1"),
-        ([[[], [], []]], [[]], [1, 0], "row 0: 0 names for 0 sequences"),
-        ([[TOKENS, LENGTHS, VALUED]], [NAMES[:1]], [1, 0], "row 0: 1 names for 2 sequences"),
+        ([[[1], [30_000_000], []]], [[(1, 0)]], [1, 0], "row 0: 1 lengths for 1 names and 1 tokens"),
+        ([[TOKENS, [6, -1], VALUED]], [NAMES], [1, 0], "row 0: 2 lengths for 2 names and 5 tokens"),
+        ([[[], [], []]], [[]], [1, 0], "row 0: 0 lengths"),
         ([[TOKENS, LENGTHS, [5]]], [NAMES], [1, 0], "row 0: valued positions must ascend from 0"),
-        ([[TOKENS, LENGTHS, [-1]]], [NAMES], [1, 0], "row 0: valued positions must ascend from 0"),
-        ([[TOKENS, LENGTHS, [1] * 9]], [NAMES], [1, 0], "row 0: valued positions must ascend from 0"),
-        ([[[1, 48], [2], [0]]], [[(1, 0)]], [1, 0], "row 0: tokens from 1 to 48, the critic's vocabulary has 48"),
-        ([[[-1, 1], [2], [0]]], [[(1, 0)]], [1, 0], "row 0: tokens from -1 to 1"),
-        ([[TOKENS, LENGTHS]], [NAMES], [1, 0], "1 rows need 3 frames each"),
+        ([[[1, 48], [2], [0]]], [[(1, 0)]], [1, 0], "tokens from 1 to 48, the critic's vocabulary has 48"),
         ([], [NAMES], [1, 0], "1 rows need 3 frames each"),
-        ([[TOKENS, [[3, 2]], VALUED]], [NAMES], [1, 0], "1 rows need 3 frames each, i4 in one dimension"),
         ([[TOKENS, LENGTHS, VALUED]], [NAMES], [2, 0], "1 rows in mini-batches of [2, 0]"),
-        ([[TOKENS, LENGTHS, VALUED]], [NAMES], [1], "1 rows in mini-batches of [1], expected 2"),
     ],
 )
 def test_incomplete_rows_are_refused(
@@ -210,12 +201,6 @@ def test_incomplete_rows_are_refused(
     assert f"value: {text}" in refusal(peer, body, [np.array(a, np.int32) for row in rows for a in row])
 
 
-def test_rows_of_another_dtype_are_refused(peer: Connection) -> None:
-    body = Value(0, 1, [1, 0], [NAMES])
-    arrays = [np.array(values, np.float32) for values in (TOKENS, LENGTHS, VALUED)]
-    assert "1 rows need 3 frames each, i4" in refusal(peer, body, arrays)
-
-
 def test_returns_that_are_not_of_the_last_values_are_refused(
     server: CriticServer, addresses: Endpoints, tiny_model: Path
 ) -> None:
@@ -223,20 +208,9 @@ def test_returns_that_are_not_of_the_last_values_are_refused(
     batch = pack_groups(config, make_groups(2))
     critic, count = RemoteCritic(config, 0, addresses), batch.num_tokens
     peer = critic._connection
-    assert "no values were requested" in refusal(peer, Train(0, 0), [np.zeros(0, np.float32)])
     critic.values(batch, 1)
-    for arrays, given in (
-        ([], "nothing"),
-        ([np.zeros(count - 1, np.float32)], f"f4[{count - 1}]"),
-        ([np.zeros(count, np.int32)], f"i4[{count}]"),
-        ([np.zeros((1, count), np.float32)], f"f4[1, {count}]"),
-        ([np.zeros(count, np.float32)] * 2, f"f4[{count}], f4[{count}]"),
-    ):
-        text = refusal(peer, Train(0, 1), arrays)
-        assert f"train: frames of {given}, expected one of f4[{count}]" in text
-    assert "train: step 2, the most recent values are of step 1" in refusal(
-        peer, Train(0, 2), [np.zeros(count, np.float32)]
-    )
+    for step, arrays in ((1, []), (1, [np.zeros(count, np.int32)]), (2, [np.zeros(count, np.float32)])):
+        assert f"expected f4[{count}] of step 1" in refusal(peer, Train(0, step), arrays)
     critic.train(torch.zeros(count))
     assert "critic/loss" in critic.finish(), "refused messages have no effect"
     critic.close()
@@ -303,23 +277,8 @@ def test_a_stranger_gets_no_answer_from_the_critic_and_has_no_effect(
             stranger.send_multipart(message)
         assert not stranger.poll(300)
         assert server._server.misbehaving_peers.bad_messages == 3
-    assert server._peers == {} and not (tmp_path / "critic").exists()
-    stranger.close()
-
-
-def test_a_rank_cannot_send_requests_for_another(
-    addresses: Endpoints, server: CriticServer, peer: Connection, tiny_model: Path, tmp_path: Path
-) -> None:
-    config = make_config(tiny_model, **GAE_CONFIG)
-    batch = pack_groups(config, make_groups(2))
-    critic = RemoteCritic(config, 0, addresses)
-    critic.values(batch, 1)
-    for kind, body in (("Save", Save(0, 1, "model")), ("Leave", Leave(0))):
-        assert f"{kind!r} of learner rank 0 came from another connection than its own" in refusal(peer, body)
-    critic.train(torch.zeros(batch.num_tokens))
-    assert "critic/loss" in critic.finish(), "it serves the peer that connected first"
     assert not (tmp_path / "critic").exists()
-    critic.close()
+    stranger.close()
 
 
 def test_learner_ranks_must_agree_on_the_step() -> None:

@@ -159,10 +159,11 @@ def test_routings_of_another_model_are_refused(sampled: tuple[Config, list[Group
     routing = first.routing
     assert routing is not None
     for wrong, text in (
-        (None, "ticket 0, trajectory 0: no routing was recorded"),
-        (routing[:, :1], r"shape \(\d+, 1, 2\), but the model has 2 layers with 2 experts"),
-        (routing[1:], r"experts of each of its \d+ tokens"),
-        (routing + np.uint8(4), "it was routed to expert [4-7] of 4"),
+        (None, r"ticket 0, trajectory 0: its routing is None, but algorithm.routing_replay needs \(\d+, 2, 2\) of 4"),
+        (routing[:, :1], r"its routing is \(\d+, 1, 2\), but"),
+        (routing[1:], r"its routing is \(\d+, 2, 2\), but"),
+        (routing + np.uint8(4), "its routing is .* of 4 experts"),
+        (routing * np.uint8(0), "a token was routed to one expert twice"),
     ):
         first.routing = wrong
         with pytest.raises(InvariantError, match=text):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ from asyncrl.learner.model.saving import (
     BASE,
     FILE_BYTES,
     SKIPPED,
-    WeightFile,
     collect_state,
     random_state,
     restore_random_state,
@@ -36,9 +34,8 @@ from asyncrl.learner.model.saving import (
     save_model,
     seed_random_state,
     weight_files,
-    write_file,
 )
-from asyncrl.util.files import INDEX, SINGLE, read_tensor_descriptions, tensor_files
+from asyncrl.util.files import SINGLE, tensor_files
 from asyncrl.util.model_files import load_tokenizer
 from asyncrl.weights.model_tensors import CheckpointTensor
 from benchmarks.families import save_family
@@ -101,14 +98,6 @@ def test_all_ranks_hear_of_one_that_cannot_write(results: Results) -> None:
     for found in results[1]:
         assert "the model cannot be written to" in found["full"] and "No space left on device" in found["full"]
         assert found["left"] == "full.partial", "a model that is not complete is not there"
-
-
-def test_rank_0_writes_all_files_if_another_does_not_see_its_folder(results: Results) -> None:
-    out, _ = results
-    assert not list(out.glob("host-1*"))
-    found, expected = weights_in(out / "host-0"), weights_in(out / "0" / "expected")
-    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
-    assert not (out / "host-0" / INDEX).exists() and (out / "host-0" / SINGLE).exists()
 
 
 LETTERS = """
@@ -241,22 +230,6 @@ def test_files_have_equal_parts_of_the_tensors_in_order(monkeypatch: pytest.Monk
     assert all(file.num_bytes <= 200 for file in files[:-1]) and files[-1].num_bytes == 400 < FILE_BYTES
 
 
-def test_a_file_has_the_largest_elements_first_as_those_of_the_library(tmp_path: Path) -> None:
-    """So each tensor begins at a multiple of the size of its elements."""
-    described = [
-        tensor_of("odd", 3, torch.uint8), tensor_of("half", 5, torch.bfloat16), tensor_of("full", 7, torch.float32),
-    ]  # fmt: skip
-    contents = [torch.arange(tensor.num_elements).to(tensor.dtype) for tensor in described]
-    write_file(tmp_path / "file", WeightFile("file", 0, tuple(described)), iter(contents))
-    found = load_file(tmp_path / "file")
-    assert all(torch.equal(found[one.name], content) for one, content in zip(described, contents, strict=True))
-    data = (tmp_path / "file").read_bytes()
-    begins = {name: place["data_offsets"][0] for name, place in read_tensor_descriptions(tmp_path / "file").items()}
-    head = struct.unpack("<Q", data[:8])[0]
-    assert data[8 + head + begins["odd"] :] == b"\0\1\2" and head % 8 == 0
-    assert begins == {"full": 0, "half": 28, "odd": 38}
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_no_rank_holds_the_complete_model(tmp_path: Path, free_port: Callable[[], int]) -> None:
@@ -276,7 +249,9 @@ def test_no_rank_holds_the_complete_model(tmp_path: Path, free_port: Callable[[]
     found = spawn_ranks(tmp_path / "models", out, free_port())
     table = {way: [f"{one[way] / (1 << 20):.0f} MiB" for one in found] for way in found[0]}
     print(f"model {num_bytes / (1 << 20):.0f} MiB, memory beyond that before, of each rank: {table}")
-    limit = 4 * (1 << 24) + 2 * 4 * 8192 * 768  # what is gathered at a time, and the largest tensor twice
+    limit = (
+        num_bytes / 2 + 4 * (1 << 24) + 2 * 4 * 8192 * 768
+    )  # a rank's file, a gathered part, the largest tensor twice
     assert max(one["shares"] for one in found) < limit, table
     assert found[0]["complete"] > num_bytes, table
     assert len(list((out / "shares").glob("*.safetensors"))) == 2

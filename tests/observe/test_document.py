@@ -172,7 +172,7 @@ def test_tables_of_staleness_ledger_gains_and_configuration(tmp_path: Path) -> N
     sources = {"sums": {"solved": 3, "learning": 2, "hopeless": 0}}
     ledger = {"leased": 5, "trained": 3, "refunded": {"zero_variance": 1}, "in_flight": 1, "trajectories": counts}
     summary = {
-        "bottleneck": "learner-bound", "simulated_gains": {"a second generator": 0.0, "a second learner": 0.41},
+        "bottleneck": "learner-bound", "simulated_gains": {"another generator": 0.0, "another learner": 0.41},
         "ledger": ledger | {"tokens": {**counts, "generated": 12345}}, "bias": ["too <short>"],
         "prompts": {"solved": 3, "learning": 2, "hopeless": 0, "unseen": 5, "skipped": 7, "by_source": sources},
         "restarts": {"learner": 1}, "broken": float("nan"), "eval_dropped": [3],
@@ -182,7 +182,7 @@ def test_tables_of_staleness_ledger_gains_and_configuration(tmp_path: Path) -> N
     assert document["staleness"]["lines"][1][1:6] == [0.25, 1.25, 3.5, 0.125, 0.625]
     assert document["ledger"][0] == ["generated", 5, 9, 12345]
     assert document["ledger"][2] == ["refunded (zero_variance)", 1, 2, 2]
-    assert document["gains"][0] == ["a second learner", 0.41]
+    assert document["gains"][0] == ["another learner", 0.41]
     assert document["summary"] == [["restarts.learner", 1], ["broken", None], ["eval_dropped", "[3]"]]
     assert document["rows"] == [["all", 3, 2, 0, 5], ["sums", 3, 2, 0, None]]
     assert (document["verdict"], document["bias"]) == ("learner-bound", ["too <short>"])

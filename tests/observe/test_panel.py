@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from asyncrl.observe.live import MAX_HISTORY, History, LiveView, ShownSample, bar, sparkline, spread
+from asyncrl.observe.curves import spread
+from asyncrl.observe.live import MAX_HISTORY, History, LiveView, ShownSample, bar, sparkline
 from tests.observe.test_observe import COLLAPSE, LAGS, STATUS
 
 METRICS = {
@@ -30,7 +31,7 @@ def panel(width: int, height: int, *, restarts: int = 0, **status: Any) -> list[
     console = Console(file=io.StringIO(), force_terminal=True, width=width, height=height, color_system=None)
     view = LiveView(console, run="demo [1]", steps=300, max_staleness=4, rewards=[0.1, 0.2])
     view.judge(
-        "generator-bound: the learner waited 61% of the time; a second generator would gain about +96% (simulated)"
+        "generator-bound: the learner waited 61% of the time; another generator would gain about +96% (simulated)"
     )
     view.show_samples(SAMPLES)
     for step, reward in ((1, 0.3), (2, 0.4), (3, 0.5)):

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from asyncrl.plan.measured import solved_fraction
-from asyncrl.plan.verdict import divergence_sentence, goodput_sentence, timeout_sentence
+from asyncrl.plan.verdict import Idle, divergence_sentence, goodput_sentence, timeout_sentence
 from tests.helpers.replay import small_config
 
 
@@ -24,14 +24,8 @@ def sentence(
     values = {"engine": 0.9, "admitted": 0.9, "signal": 0.9, "trained": 0.9} | factors
     total = values["engine"] * values["admitted"] * values["signal"] * values["trained"]
     settings = small_config(**config or {})
-    return goodput_sentence(
-        values | {"total": total},
-        settings,
-        learner_idle=learner_idle,
-        solved=solved,
-        environments=environments,
-        may_be_older=may_be_older,
-    )
+    idle = Idle(0.0, learner_idle, environments)
+    return goodput_sentence(values | {"total": total}, settings, idle, solved=solved, may_be_older=may_be_older)
 
 
 def test_the_smallest_factor_is_named_with_its_lever() -> None:
@@ -88,7 +82,7 @@ def test_the_lever_for_the_signal_depends_on_the_groups_without(solved: float, s
 
 def test_good_and_unknown_goodput_has_no_lever() -> None:
     assert sentence(engine=0.99, admitted=1.0, signal=1.0, trained=0.99) == "Goodput 98%."
-    assert goodput_sentence({}, small_config(), learner_idle=0.5) == ""
+    assert goodput_sentence({}, small_config(), Idle(0.0, 0.5)) == ""
 
 
 def test_groups_without_signal_are_solved_if_their_reward_is_above_that_of_the_others() -> None:

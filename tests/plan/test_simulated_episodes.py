@@ -12,7 +12,7 @@ from rich.console import Console
 from asyncrl.errors import ConfigError
 from asyncrl.plan.show import show_simulation
 from asyncrl.plan.simulation import Prediction, simulate
-from asyncrl.plan.verdict import bottleneck_of, groups_needed, guess, judge, predict
+from asyncrl.plan.verdict import Idle, bottleneck_of, groups_needed, guess, judge, predict
 from asyncrl.plan.workload import EngineCost, Episodes, LearnerCost, Lengths, Setup, SyncCost, Workload, turns_of
 
 LENGTHS = Lengths.log_normal(mean_tokens=18, sigma=0.2, max_tokens=36, group_size=8)
@@ -128,10 +128,7 @@ def test_tokens_and_waits_are_divided_among_turns() -> None:
 
 
 def verdict(found: Prediction, workload: Workload) -> str:
-    return judge(
-        workload, found.setup, generator_idle=found.generator_idle, learner_idle=found.learner_idle,
-        environments=found.environments,
-    ).sentence  # fmt: skip
+    return judge(workload, found.setup, Idle(found.generator_idle, found.learner_idle, found.environments)).sentence
 
 
 @pytest.mark.slow
@@ -144,10 +141,10 @@ def test_the_verdict_names_the_limit_that_fills_engines_which_wait_for_environme
     says = verdict(found, workload)
     assert says.startswith("environment-bound: generators idle 0% of the time, in environments "), says
     assert "(median 1 s on 20% of turns); replay.max_staleness = 3 would fill them, about +" in says
-    changes = judge(workload, found.setup, generator_idle=0.0, learner_idle=0.8, environments=0.2).changes
+    changes = judge(workload, found.setup, Idle(0.0, 0.8, 0.2)).changes
     assert [change.text for change in changes].count("max_staleness 1 -> 2") == 1
     assert "replay.max_staleness = 3" in [change.text for change in changes]
-    near = judge(workload, setup(max_staleness=2), generator_idle=0.0, learner_idle=0.8, environments=0.1)
+    near = judge(workload, setup(max_staleness=2), Idle(0.0, 0.8, 0.1))
     assert "replay.max_staleness = 3 would fill them" in near.sentence
     assert "replay.max_staleness = 3" not in [change.text for change in near.changes], "it is the same change"
     assert "environment" not in verdict(predict(job(played()), setup(max_staleness=1)), job(played()))
@@ -168,21 +165,21 @@ def test_short_waits_are_named_by_their_mean() -> None:
 
 
 def test_without_a_simulation_the_idle_times_name_environments() -> None:
-    found = guess(generator_idle=0.05, learner_idle=0.6, max_staleness=1, environments=0.4)
+    found = guess(Idle(0.05, 0.6, 0.4), max_staleness=1)
     assert found.bound == "environment"
     assert "in environments 40%, the learner 60%; a higher max_staleness than 1" in found.sentence
-    assert guess(generator_idle=0.05, learner_idle=0.05, max_staleness=1, environments=0.4).bound != "environment"
+    assert guess(Idle(0.05, 0.05, 0.4), max_staleness=1).bound != "environment"
 
 
 def test_options_describe_episodes() -> None:
-    numbers = {"mean_tokens": 18.0, "engine_base_ms": 2.0, "engine_sequence_us": 250.0, "learner_token_us": 0.001}
+    numbers = ["mean_tokens=18", "engine_base_ms=2", "engine_sequence_us=250", "learner_token_us=0.001"]
     console = Console(record=True, width=120)
-    waits = {"episode_turns": 3.0, "turn_wait_s": 1.0, "turn_wait_share": 0.3}
-    found = show_simulation(console, None, numbers | waits, {"steps": 10, "max_episodes": 256})
+    waits = ["episode_turns=3", "turn_wait_s=1", "turn_wait_share=0.3"]
+    found = show_simulation(console, None, numbers + waits, {"steps": 10, "max_episodes": 256})
     assert found.environments > 0.0
     text = console.export_text()
     assert "generators in environments" in text and "max_episodes 256" in text
-    with pytest.raises(ConfigError, match="--episode-turns: is missing or 1"):
-        show_simulation(console, None, numbers | {"turn_wait_s": 1.0}, {"steps": 10})
-    with pytest.raises(ConfigError, match="--turn-wait-share 2: must be at least 0, at most 1"):
-        show_simulation(console, None, numbers | waits | {"turn_wait_share": 2.0}, {"steps": 10})
+    with pytest.raises(ConfigError, match="episode_turns: is missing or 1"):
+        show_simulation(console, None, [*numbers, "turn_wait_s=1"], {"steps": 10})
+    with pytest.raises(ConfigError, match=r"Expected `float` <= 1.0 - at `\$.turn_wait_share`"):
+        show_simulation(console, None, [*numbers, *waits, "turn_wait_share=2"], {"steps": 10})

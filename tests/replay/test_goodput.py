@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from asyncrl.observe.stats import GeneratorState, Goodput, GoodputSums, bare_fraction, bare_tokens_per_s
+from asyncrl.observe.stats import GeneratorState, GoodputSums, bare_fraction, bare_tokens_per_s, goodput_factors
 from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay.codec import pack_group
 from asyncrl.replay.queue import ReplayQueue
@@ -34,16 +35,12 @@ def test_the_goodput_is_the_product_of_its_factors(
     bare: float, offered_s: float, busy_s: float, generated: int, finished: int, signal: int
 ) -> None:
     for trained in (0, signal // 2, signal):
-        found = Goodput.of_sums(
+        found = goodput_factors(
             bare_tokens_per_s=bare, offered_s=offered_s, busy_s=busy_s, generated=generated, finished=finished,
             finished_signal=signal, trained_signal=trained,
         )  # fmt: skip
-        assert found.total == pytest.approx(trained / (bare * offered_s), rel=1e-12)
-        table = found.table()
-        product = 1.0
-        for name in GOODPUT_FACTORS:
-            product *= table[name]
-        assert product == table["total"]
+        assert found["total"] == pytest.approx(trained / (bare * offered_s), rel=1e-12)
+        assert prod(found[name] for name in GOODPUT_FACTORS) == found["total"]
 
 
 def test_the_factors_of_a_known_run() -> None:
@@ -51,10 +48,10 @@ def test_the_factors_of_a_known_run() -> None:
         "bare_tokens_per_s": 10.0, "offered_s": 4.0, "busy_s": 3.0, "generated": 9, "finished": 6,
         "finished_signal": 4, "trained_signal": 2,
     }  # fmt: skip
-    found = Goodput.of_sums(**sums)
-    assert found == Goodput(engine=9 / 30, admitted=3 / 4, signal=4 / 6, trained=2 / (9 * 4 / 6))
-    none = Goodput.of_sums(**sums | {"finished_signal": 0, "trained_signal": 0})
-    assert (none.signal, none.trained, none.total) == (0.0, 0.0, 0.0)
+    found = goodput_factors(**sums)
+    assert [found[name] for name in GOODPUT_FACTORS] == [9 / 30, 3 / 4, 4 / 6, 2 / (9 * 4 / 6)]
+    none = goodput_factors(**sums | {"finished_signal": 0, "trained_signal": 0})
+    assert none["signal"] == none["trained"] == none["total"] == 0.0
 
 
 def test_the_rate_of_a_bare_engine_is_that_of_its_steps_and_requests_without_the_loop() -> None:

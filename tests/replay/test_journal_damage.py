@@ -566,7 +566,7 @@ def test_damage_of_a_segment_that_another_one_follows_is_an_error(tmp_path: Path
         records_of(folder)
 
 
-@pytest.mark.parametrize("number", [1, 9, 11])
+@pytest.mark.parametrize("number", [1, FORMAT - 1, FORMAT + 1])
 def test_a_journal_of_another_version_is_refused_and_stays(tmp_path: Path, number: int) -> None:
     folder = make(tmp_path / "journal")
     path = folder / "00000002.arrow"

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import dataclass, field
 
-from asyncrl.observe.metrics import LearnerUse, generator_metrics, peaks_bytes, rates, times
+import pytest
+from msgspec import structs
+
+from asyncrl.observe.metrics import RunMetrics, StalenessBreakdown, generator_metrics, peaks_bytes, rates, times
 from asyncrl.observe.stats import GeneratorState, ReportedStats
-from asyncrl.util.durable import of_bytes, to_bytes
-from asyncrl.wire.messages import MAX_NUMBER, GeneratorStats
+from asyncrl.replay.codec import pack_group
+from asyncrl.types import Lease
+from asyncrl.util.processes import LEARNER_PHASES
+from asyncrl.wire.messages import MAX_NUMBER, GeneratorStats, GroupHeader
+from tests.helpers.replay import EndlessPrompts, make_group, small_config
 
 STATS = GeneratorStats.of(
     tokens=600, samples=30, waiting_s=1.0, working_s=6.0, syncing_s=1.0, writing_s=2.0, engine_s=5.0, requests_s=0.5,
@@ -60,22 +66,50 @@ def test_the_memory_of_each_role_is_its_highest_peak() -> None:
 
 
 def test_the_learner_s_phases_are_summed_and_its_peaks_kept_whatever_it_sends() -> None:
-    use = LearnerUse()
-    use.add({"learner/forward_s": 1.0, "learner/peak_memory_bytes": 500.0, "critic/peak_memory_bytes": 70.0})
-    use.add({"learner/forward_s": 0.5, "learner/backward_s": float("nan"), "learner/peak_memory_bytes": 400.0})
-    use.add({"learner/forward_s": -1.0, "learner/peak_memory_bytes": float("nan")})
-    assert (use.phases_s["forward"], use.phases_s["backward"]) == (1.5, 0.0)
-    assert use.peaks_bytes == {"learner": 500, "critic": 70}
-    use.add({"learner/peak_memory_bytes": float("inf")})
-    assert use.peaks_bytes["learner"] == MAX_NUMBER
-    assert of_bytes(LearnerUse, to_bytes(LearnerUse, use)) == use
+    run = RunMetrics(config=small_config())
+    for step, metrics in enumerate((
+        {"learner/forward_s": 1.0, "learner/peak_memory_bytes": 500.0, "critic/peak_memory_bytes": 70.0},
+        {"learner/forward_s": 0.5, "learner/backward_s": float("nan"), "learner/peak_memory_bytes": 400.0},
+        {"learner/forward_s": -1.0, "learner/peak_memory_bytes": float("nan")},
+    )):  # fmt: skip
+        run.committed(step + 1, [], metrics, float(step), generators=1)
+    assert (run.learner_phases_s["forward"], run.learner_phases_s["backward"]) == (1.5, 0.0)
+    assert run.learner_peaks_bytes == {"learner": 500, "critic": 70}
+    run.committed(4, [], {"learner/peak_memory_bytes": float("inf")}, 4.0, generators=1)
+    assert run.learner_peaks_bytes["learner"] == MAX_NUMBER
+
+
+@dataclass
+class Trained:
+    """A group as the metrics of a step see it."""
+
+    finished: GroupHeader
+    by_version: dict[int, int]
+    taken_s: float
+    signal: bool = True
+    completion: list[int] = field(default_factory=list[int])
+
+
+def trained(version: int, times_s: tuple[float, float, float], by_version: dict[int, int]) -> Trained:
+    header, _ = pack_group(make_group(Lease(0, 0, EndlessPrompts().prompt(0)), 0))
+    times = {"started_s": times_s[0], "finished_s": times_s[1]}
+    return Trained(structs.replace(header, end_version=version, **times), by_version, times_s[2])
+
+
+def test_staleness_is_split_at_the_newest_token() -> None:
+    ages = StalenessBreakdown.of([trained(5, (1.0, 3.0, 3.5), {3: 10, 5: 30})], 6, 4.5)
+    assert ages.staleness == {"in_flight": 20 / 40, "in_queue": 1.0}
+    assert ages.phases_s == {"generate": 2.0, "queue": 0.5, "train": 1.0}
+    ages.join(StalenessBreakdown.of([trained(6, (0.0, 1.0, 1.0), {6: 40})], 6, 2.0))
+    assert ages.staleness == {"in_flight": 20 / 80, "in_queue": 40 / 80}
+    assert ages.phases_s == pytest.approx({"generate": 1.5, "queue": 0.25, "train": 1.0})
+    assert set(StalenessBreakdown().staleness.values()) == set(StalenessBreakdown().phases_s.values()) == {0.0}
 
 
 def test_phases_of_the_summary_are_fractions_of_a_role_s_time() -> None:
-    use = LearnerUse()
-    use.add({"learner/forward_s": 1.0, "learner/optimizer_s": 0.5})
+    phases_s = dict.fromkeys(LEARNER_PHASES, 0.0) | {"forward": 1.0, "optimizer": 0.5}
     learner_s = {"waiting": 1.0, "working": 2.0, "syncing": 0.5, "writing": 0.5}
-    found = times(generators(STATS), learner_s, use)
+    found = times(generators(STATS), learner_s, phases_s)
     assert found["learner"]["working"] == 0.5 and found["learner"]["seconds"] == 4.0
     phases = found["learner"]["phases"]
     assert (phases["forward"], phases["optimizer"], phases["critic"]) == (0.25, 0.125, 0.0)

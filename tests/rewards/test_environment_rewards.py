@@ -19,9 +19,9 @@ from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.checks import check_data_and_rewards
 from asyncrl.rewards import reward_worker
-from asyncrl.rewards.calling import Score
+from asyncrl.rewards.calling import CompletedGroup, PlayedEpisode, Score
 from asyncrl.rewards.pool import RewardPool, Scored
-from asyncrl.rewards.reward_worker import PackedEpisode, PackedGroup, start_worker
+from asyncrl.rewards.reward_worker import score_groups, start_worker
 from asyncrl.rewards.table import environment_weight
 from tests.helpers.reward_pool import gather, make_config, prompt, save_tokenizer, tokens
 
@@ -62,9 +62,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def episode(
     *turns: list[int], reward: float = 1.0, error: str = "", messages: object = None, **parts: float
-) -> PackedEpisode:
+) -> PlayedEpisode:
     said = b"" if messages is None else json.dumps(messages).encode()
-    return PackedEpisode([len(turn) for turn in turns], said, reward, parts, error)
+    return PlayedEpisode([len(turn) for turn in turns], said, reward, parts, error)
 
 
 @pytest.fixture
@@ -74,21 +74,21 @@ def score(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Score]]:
 
     def run(rewards: Any, *, chat: bool = False, error: str = "") -> list[Score]:
         start_worker(0, make_config(rewards), ".", None)
-        assert reward_worker._scorer is not None
         first = episode(*TURNS, reward=0.5, calls=2.0, messages=MESSAGES if chat else None)
         second = episode(tokens("7"), error=error, messages=MESSAGES[:1] if chat else None)
-        packed = PackedGroup(
+        group = CompletedGroup(
+            prompt="",
+            completions=[],
             completion_ids=[SAID, tokens("7")],
-            statuses=["completed", "truncated"],
-            prompt=prompt().tokens.tobytes(),
             ground_truth="19",
             data_source="sums",
-            extra_info={},
             chat=CHAT if chat else None,
-            columns={},
+            statuses=["completed", "truncated"],
             episodes=[first, second],
+            prompt_tokens=prompt().tokens.tobytes(),
         )
-        return reward_worker._scorer(packed)
+        _, (scores,) = score_groups([group])
+        return scores
 
     return run
 

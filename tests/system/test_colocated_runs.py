@@ -19,8 +19,8 @@ EVALUATION = ["data.eval=demo/arithmetic.parquet", "eval.samples=2", "eval.max_p
 
 
 def turns_of(run: Launched) -> list[tuple[str, str]]:
-    """The times at which a role released the card, and which."""
-    names = {"card released": "learner-0", "engine sleeps": "generator-0"}
+    """The times at which a role released the device, and which."""
+    names = {"device released": "learner-0", "engine sleeps": "generator-0"}
     events = [(event, role) for role in names.values() for event in run.events(role)]
     return sorted((event["timestamp"], role) for event, role in events if names.get(event["event"]) == role)
 

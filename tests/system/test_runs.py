@@ -177,7 +177,7 @@ def check_diagnostics(run: Launched, summary: dict[str, Any]) -> None:
     split = summary["staleness"]
     assert split["in_flight"] + split["in_queue"] == pytest.approx(split["mean"])
     assert summary["generators_per_device"] == 1
-    assert "a second generator" in summary["simulated_gains"]
+    assert "another generator" in summary["simulated_gains"]
     _, _, rest = (run.run_dir / "report.html").read_text().partition('id="data">')
     (document,) = json.loads(rest.partition("</script>")[0])
     for part in ("timeline", "tiles", "charts", "histogram", "ledger", "gains", "config"):

@@ -18,19 +18,21 @@ KERNEL = tuple(int(number) for number in os.uname().release.split("-")[0].split(
 
 HELPERS = """
 import os, sys
-from asyncrl.util.processes import become_helper, HelperContext
+from asyncrl.util.processes import HelperContext
 
-def run(parent):
-    become_helper(parent)
-    print(bool(sys.flags.safe_path), os.environ.get("PYTHONSAFEPATH"), flush=True)
-
-if __name__ == "__main__":
-    process = HelperContext().Process(target=run, args=(os.getpid(),))
-    process.start()
-    process.join(50)
-    print(process.exitcode)
+CODE = '''
+import os, sys
+from asyncrl.util.processes import become_helper
+become_helper(os.getppid())
+print(bool(sys.flags.safe_path), os.environ.get("PYTHONSAFEPATH"), flush=True)
+'''
+print("script", flush=True)
+process = HelperContext().Process(target=exec, args=(CODE,))
+process.start()
+process.join(50)
+print(process.exitcode)
 """
-"""A script that starts a helper."""
+"""A script that starts a helper, without a guard of its main module."""
 
 
 def in_thread(what: Callable[[], None]) -> None:
@@ -105,7 +107,7 @@ def test_a_system_that_forbids_it_says_why(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_files_of_the_working_folder_shadow_no_module_in_helpers(tmp_path: Path) -> None:
-    """Neither do they in a process that is started without -P, as by the script `asyncrl`."""
+    """Nor do they in a process that is started without -P, as by the script `asyncrl`; the script itself runs once."""
     script, folder = tmp_path / "bin" / "script.py", tmp_path / "working"
     script.parent.mkdir()
     folder.mkdir()
@@ -115,4 +117,4 @@ def test_files_of_the_working_folder_shadow_no_module_in_helpers(tmp_path: Path)
     found = subprocess.run(
         [sys.executable, script], cwd=folder, capture_output=True, text=True, timeout=60, check=False
     )
-    assert (found.returncode, found.stdout.split()) == (0, ["True", "None", "0"]), found.stderr
+    assert (found.returncode, found.stdout.split()) == (0, ["script", "True", "None", "0"]), found.stderr

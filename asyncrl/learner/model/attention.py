@@ -16,8 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,15 +24,11 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from asyncrl.errors import ConfigError
-
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:
-    varlen_attn = None
 
 Integers = NDArray[np.int64]
 PACKED = "asyncrl_packed"
@@ -43,9 +38,6 @@ BUCKET_RANGE = 0.75
 length; a narrower range needs more calls."""
 SMALL_TOKENS = 64
 """Maximum length of sequences that share a bucket regardless of their lengths: padding is cheaper than another call."""
-PARAMETERS = frozenset() if varlen_attn is None else frozenset(signature(varlen_attn).parameters)
-"""Names of the parameters of torch's kernel, which differ between versions: 2.11 takes no `enable_gqa`."""
-HALF = (torch.bfloat16, torch.float16)
 LARGE_HEADS = ((8, 0), (9, 0), (10, 0))
 """Compute capabilities that have the backward pass for heads of more than 192 elements."""
 _META_AS_GPU: ContextVar[bool] = ContextVar("meta tensors stand for tensors on a GPU", default=False)
@@ -62,7 +54,8 @@ class Bucket:
     sequence."""
 
 
-class Segments(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Segments:
     """Queries and keys of the S sequences with computed tokens that no other sequence has. These are the last
     tokens of their sequence, and attend to all of its tokens before them."""
 
@@ -74,11 +67,6 @@ class Segments(NamedTuple):
     """int32 [S + 1], number of keys before each sequence."""
     max_queries: int
     max_keys: int
-
-    def to(self, device: torch.device) -> Segments:
-        keys = None if self.keys is None else self.keys.to(device)
-        queries_before, keys_before = self.queries_before.to(device), self.keys_before.to(device)
-        return Segments(keys, queries_before, keys_before, self.max_queries, self.max_keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +82,6 @@ class Layout:
     restore: Tensor
     """int64 [D], position of each computed token in the concatenated buckets."""
     segments: Segments
-    max_length: int
-
-    def to(self, device: torch.device) -> Layout:
-        buckets = [Bucket(b.batch, b.length, b.source.to(device)) for b in self.buckets]
-        computed, twins, restore = (tensor.to(device) for tensor in (self.computed, self.twins, self.restore))
-        return Layout(computed, twins, buckets, restore, self.segments.to(device), self.max_length)
 
 
 def make_layout(lengths: Integers, firsts: Integers | None = None) -> Layout:
@@ -127,12 +109,11 @@ def make_layout(lengths: Integers, firsts: Integers | None = None) -> Layout:
         restore[source[real]] = places[real]
         buckets.append(Bucket(len(members), length, torch.from_numpy(twins[source.reshape(-1)])))
         offset += source.size
-    tensors = [torch.from_numpy(array) for array in (computed, twins, restore[computed])]
-    segments = make_segments(lengths, computed, twins)
-    return Layout(tensors[0], tensors[1], buckets, tensors[2], segments, int(lengths.max(initial=0)))
+    computed_at, twins_at, restore_at = (torch.from_numpy(array) for array in (computed, twins, restore[computed]))
+    return Layout(computed_at, twins_at, buckets, restore_at, make_segments(lengths, computed, twins))
 
 
-def make_segments(lengths: NDArray[np.int64], computed: NDArray[np.int64], twins: NDArray[np.int64]) -> Segments:
+def make_segments(lengths: Integers, computed: Integers, twins: Integers) -> Segments:
     """Returns the segments of a packed row of sequences [S] from the positions `computed` of the computed tokens, and
     the index `twins` of the computed token that each token of the row has the hidden state of."""
     sequence = np.repeat(np.arange(len(lengths)), lengths)
@@ -210,7 +191,7 @@ def packed_attention(
 def has_varlen_kernel(query: Tensor) -> bool:
     """True if torch's kernel can compute the attention of queries [D, heads, size] on their device. A GPU that tensors
     stand for has the capability 8.0."""
-    if not is_on_gpu(query) or query.dtype not in HALF or not {"scale", "window_size"} <= PARAMETERS:
+    if not is_on_gpu(query) or query.dtype not in (torch.bfloat16, torch.float16):
         return False
     capability = torch.cuda.get_device_capability(query.device) if query.is_cuda else (8, 0)
     size = query.shape[-1]
@@ -226,15 +207,18 @@ def attend_varlen(
     """
     if segments.keys is not None:
         key, value = key.index_select(0, segments.keys), value.index_select(0, segments.keys)
-    options: dict[str, Any] = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}
-    groups = query.shape[1] // key.shape[1]
-    if "enable_gqa" in PARAMETERS:
-        options["enable_gqa"] = groups > 1
-    elif groups > 1:
-        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    assert varlen_attn is not None
-    before = (segments.queries_before, segments.keys_before)
-    output = varlen_attn(query, key, value, *before, segments.max_queries, segments.max_keys, **options)
+    output = varlen_attn(
+        query,
+        key,
+        value,
+        segments.queries_before,
+        segments.keys_before,
+        segments.max_queries,
+        segments.max_keys,
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=query.shape[1] > key.shape[1],
+    )
     assert isinstance(output, Tensor)
     return output
 

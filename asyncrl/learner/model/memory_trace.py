@@ -1,12 +1,11 @@
 """The memory of a micro-batch, measured without allocating it.
 
 The learner's own forward and backward pass runs on the meta device, on a model built from its config alone, and the
-bytes of all tensors alive are counted. This takes seconds for a model of any size, and needs no weights.
+bytes of all tensors alive are counted. This takes some 60 ms for each layer, and needs no weights.
 """
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,8 +24,6 @@ from asyncrl.learner.model.attention import PACKED, SequenceParallel, is_on_gpu,
 from asyncrl.learner.model.loading import HEADS, UNFIT, hidden_states, switch_dropout_off
 from asyncrl.learner.model.logprob_head import LogprobHead
 
-FEW_LAYERS = 2
-"""The first layers of which the memory of all is derived."""
 META = torch.device("meta")
 
 
@@ -42,32 +39,16 @@ class Trace:
     """The most that is alive in the backward pass of the layers, after that of the output layer."""
 
 
-def trace(model: PreTrainedModel, micro: MicroBatch, **options: Any) -> Trace:
-    """Returns the memory of the micro-batch with a model of `empty_model`; the options are those of `trace_layers`.
-
-    Of equal layers, each of which adds the same bytes, only the first are traced.
-    """
-    layers = _equal_layers(model)
-    if layers is None or len(layers[1]) <= FEW_LAYERS + 1:
-        return trace_layers(model, micro, **options)
-    set_layers, every = layers
-    try:
-        set_layers(every[:FEW_LAYERS])
-        few = _peaks(model, micro, every[FEW_LAYERS - 1], **options)
-        set_layers(every[: FEW_LAYERS + 1])
-        more = _peaks(model, micro, every[FEW_LAYERS], **options)
-    finally:
-        set_layers(every)
-    step = more.forward - few.forward
-    if not few.last_layer or {more.output - few.output, more.last_layer - few.last_layer} != {step}:
-        return trace_layers(model, micro, **options)
-    # The last layer is the first to be passed backward, with the activations of all others alive.
-    others = (len(every) - FEW_LAYERS) * step
-    return _Peaks(few.forward + others, few.output + others, few.last_layer + others, few.rest).trace
-
-
-def trace_layers(model: PreTrainedModel, micro: MicroBatch, **options: Any) -> Trace:
-    """Returns the memory of the micro-batch with all layers of the model.
+def trace(
+    model: PreTrainedModel,
+    micro: MicroBatch,
+    *,
+    on_gpu: bool,
+    exchanged: bool,
+    entropy_gradient: bool = False,
+    sequence_parallel: int = 1,
+) -> Trace:
+    """Returns the memory of the micro-batch with a model of `empty_model`.
 
     Options:
         on_gpu: the pass is one on a GPU.
@@ -76,7 +57,59 @@ def trace_layers(model: PreTrainedModel, micro: MicroBatch, **options: Any) -> T
         entropy_gradient: the entropies have a gradient.
         sequence_parallel: the number of ranks that share the micro-batch; the memory is that of one of them.
     """
-    return _peaks(model, micro, None, **options).trace
+    score = _scorer(model, entropy_gradient=entropy_gradient)
+    micro = micro.to(META)
+    for parameter in model.parameters():
+        parameter.grad = None if exchanged else torch.empty_like(parameter)
+    hooks = [p.register_post_accumulate_grad_hook(_exchange) for p in model.parameters() if exchanged]
+    parallel = _OneOfRanks(0, sequence_parallel, None) if sequence_parallel > 1 else None  # pyright: ignore
+    live = LiveStorages()
+    live.ignore(
+        tensor for parameter in model.parameters() for tensor in (parameter, parameter.grad) if tensor is not None
+    )
+    try:
+        with meta_as_gpu(on_gpu), live:
+            states, own = hidden_states(model, micro, parallel)
+            forward_bytes = live.num_bytes
+            last = states.detach().requires_grad_()
+            outputs = score(last, micro.targets if own is None else micro.targets[own])
+            (outputs * torch.empty_like(outputs)).sum().backward()
+            del outputs
+            output_bytes = live.next_peak()
+            states.backward(last.grad)
+            layers_bytes = live.next_peak()
+    except (*UNFIT, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"model.path: the memory of a {model.config.model_type} model cannot be traced "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return Trace(forward_bytes, max(output_bytes, layers_bytes), layers_bytes)
+
+
+def _exchange(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.to(torch.float32)
+    parameter.grad = None
+
+
+def _scorer(model: PreTrainedModel, *, entropy_gradient: bool) -> Callable[[Tensor, Tensor], Tensor]:
+    output = model.get_output_embeddings()
+    if isinstance(output, nn.Linear):
+        head = LogprobHead(output, 1.0, entropy_gradient=entropy_gradient)
+        return lambda states, targets: head(states, targets)[0]
+    layer = next(module for name in HEADS if (module := getattr(model, name, None)) is not None)
+    return lambda states, targets: layer(states).float().squeeze(-1)
+
+
+class _OneOfRanks(SequenceParallel):
+    """One of the ranks that share sequences. The others are not there, and tensors have no values."""
+
+    def own(self, places: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        own = places[: -(-len(places) // self.size)]
+        return own, own
 
 
 def read_model_config(path: str, *, trust_remote_code: bool = False) -> Any:
@@ -147,124 +180,6 @@ def typical_micro_batch(tokens: int, longest_tokens: int) -> MicroBatch:
         seq=seq[logit_index],
         names=[(0, number) for number in range(len(lengths))],
     )
-
-
-class _OneOfRanks(SequenceParallel):
-    """One of the ranks that share sequences. The others are not there, and tensors have no values."""
-
-    def own(self, places: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        own = places[: -(-len(places) // self.size)]
-        return own, own
-
-
-def _equal_layers(model: PreTrainedModel) -> tuple[Callable[[nn.ModuleList], None], nn.ModuleList] | None:
-    settings = model.config
-    if len(set(getattr(settings, "layer_types", None) or ())) > 1:
-        return None
-    for parent in model.modules():
-        for name, layers in parent.named_children():
-            if isinstance(layers, nn.ModuleList) and len(layers) == getattr(settings, "num_hidden_layers", 0):
-                kinds = {_kind(layer) for layer in layers}
-                return (functools.partial(setattr, parent, name), layers) if len(kinds) == 1 else None
-    return None
-
-
-def _kind(layer: nn.Module) -> tuple[Any, ...]:
-    return *map(type, layer.modules()), *((name, one.shape) for name, one in layer.named_parameters())
-
-
-@dataclass(slots=True)
-class _Peaks:
-    forward: int
-    """Not the most, but those alive in the end."""
-    output: int = 0
-    """In the forward pass and the backward pass of the output layer."""
-    last_layer: int = 0
-    """In the backward pass of the last layer; 0 if it was not watched."""
-    rest: int = 0
-    """In the backward pass after that."""
-
-    @property
-    def trace(self) -> Trace:
-        layers = max(self.last_layer, self.rest)
-        return Trace(self.forward, max(self.output, layers), layers)
-
-
-def _peaks(
-    model: PreTrainedModel,
-    micro: MicroBatch,
-    last_layer: nn.Module | None,
-    *,
-    on_gpu: bool,
-    exchanged: bool,
-    entropy_gradient: bool = False,
-    sequence_parallel: int = 1,
-) -> _Peaks:
-    score = _scorer(model, entropy_gradient=entropy_gradient)
-    micro = micro.to(META)
-    for parameter in model.parameters():
-        parameter.grad = None if exchanged else torch.empty_like(parameter)
-    hooks: list[Any] = [p.register_post_accumulate_grad_hook(_exchange) for p in model.parameters() if exchanged]
-    parallel = _OneOfRanks(0, sequence_parallel, None) if sequence_parallel > 1 else None  # pyright: ignore
-    live = LiveStorages()
-    live.ignore(
-        tensor for parameter in model.parameters() for tensor in (parameter, parameter.grad) if tensor is not None
-    )
-    try:
-        with meta_as_gpu(on_gpu), live:
-            peaks = _Peaks(0)
-            if last_layer is not None:
-                hooks.append(last_layer.register_forward_pre_hook(functools.partial(_watch, live, peaks)))
-            states, own = hidden_states(model, micro, parallel)
-            peaks.forward = live.num_bytes
-            _backward(live, peaks, states, score, micro.targets if own is None else micro.targets[own])
-    except (*UNFIT, RuntimeError, ValueError) as error:
-        raise ConfigError(
-            f"model.path: the memory of a {model.config.model_type} model cannot be traced "
-            f"({type(error).__name__}: {error})"
-        ) from error
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return peaks
-
-
-def _watch(live: LiveStorages, peaks: _Peaks, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """Has the peak of a layer recorded when the gradient of its first input is computed."""
-
-    def record(gradient: Tensor) -> None:
-        if not peaks.last_layer:  # with checkpointing, the layer is computed twice
-            peaks.last_layer = live.next_peak()
-
-    if inputs and isinstance(inputs[0], Tensor) and inputs[0].requires_grad:
-        inputs[0].register_hook(record)
-
-
-def _backward(
-    live: LiveStorages, peaks: _Peaks, states: Tensor, score: Callable[[Tensor, Tensor], Tensor], targets: Tensor
-) -> None:
-    last = states.detach().requires_grad_()
-    outputs = score(last, targets)
-    (outputs * torch.empty_like(outputs)).sum().backward()
-    del outputs
-    peaks.output = live.next_peak()
-    states.backward(last.grad)
-    peaks.rest = live.next_peak()
-
-
-def _exchange(parameter: Tensor) -> None:
-    assert parameter.grad is not None
-    parameter.grad.to(torch.float32)
-    parameter.grad = None
-
-
-def _scorer(model: PreTrainedModel, *, entropy_gradient: bool) -> Callable[[Tensor, Tensor], Tensor]:
-    output = model.get_output_embeddings()
-    if isinstance(output, nn.Linear):
-        head = LogprobHead(output, 1.0, entropy_gradient=entropy_gradient)
-        return lambda states, targets: head(states, targets)[0]
-    layer = next(module for name in HEADS if (module := getattr(model, name, None)) is not None)
-    return lambda states, targets: layer(states).float().squeeze(-1)
 
 
 class LiveStorages(TorchDispatchMode):

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -40,8 +39,6 @@ class Policy(TrainedModel):
         self.replay = replay
         """Replays the engine's experts, also in scoring passes; None without `algorithm.routing_replay`. The
         reference and the critic are other models, and route live."""
-        self.excluded = network.excluded
-        """Tokens that the engine excludes early in a completion; None if there are none."""
         folders, lr = [config.model.path], config.learner.lr
         super().__init__(config, ranks, model, network, lr=lr, folders=folders, adapters=adapters)
         check_packing(model, self.score, ranks.device, name := f"model.path = {config.model.path!r}")
@@ -151,21 +148,6 @@ class Excluded:
         first = torch.where(begins, index, 0).cummax(dim=0).values if len(index) else index
         return index - first < self.places
 
-    def check(self, groups: Sequence[Group]) -> None:
-        """Raises InvariantError if a trajectory has one of the tokens where it is excluded."""
-        for group in groups:
-            for number, trajectory in enumerate(group.trajectories):
-                if trajectory.status == "failed":  # it is not trained
-                    continue
-                actions = torch.from_numpy(np.flatnonzero(trajectory.action_mask))
-                early = actions[self.is_early(actions)].numpy()
-                found = np.isin(trajectory.tokens[early], self.tokens)
-                if found.any():
-                    raise InvariantError(
-                        f"ticket {group.ticket}, trajectory {number}: it has the end token "
-                        f"{trajectory.tokens[early][found][0]} before generator.min_new_tokens = {self.places}"
-                    )
-
 
 class RouterReplay:
     """Hooks on the routers of a model (`algorithm.routing_replay`): tokens whose routing was recorded go to the experts
@@ -198,23 +180,20 @@ class RouterReplay:
 
     def check(self, groups: Sequence[Group]) -> None:
         """Raises InvariantError for a trajectory without a routing of this model."""
-        expected = (self._routers.layers, self._routers.chosen)
+        routers = self._routers
         for group in groups:
             for number, trajectory in enumerate(group.trajectories):
                 if trajectory.status == "failed":  # it is not trained
                     continue
-                where, routing = f"ticket {group.ticket}, trajectory {number}", trajectory.routing
-                if routing is None:
-                    raise InvariantError(f"{where}: no routing was recorded; algorithm.routing_replay = 'engine'")
-                if routing.shape != (len(trajectory.tokens), *expected):
+                name, routing = f"ticket {group.ticket}, trajectory {number}", trajectory.routing
+                shape = (len(trajectory.tokens), routers.layers, routers.chosen)
+                if routing is None or routing.shape != shape or int(routing.max(initial=0)) >= routers.experts:
                     raise InvariantError(
-                        f"{where}: its routing has the shape {routing.shape}, but the model has {expected[0]} layers "
-                        f"with {expected[1]} experts of each of its {len(trajectory.tokens)} tokens"
+                        f"{name}: its routing is {None if routing is None else routing.shape}, but "
+                        f"algorithm.routing_replay needs {shape} of {routers.experts} experts"
                     )
-                if int(routing.max(initial=0)) >= self._routers.experts:
-                    raise InvariantError(f"{where}: it was routed to expert {routing.max()} of {self._routers.experts}")
-                # The last token is not computed by the engine. What was never recorded is expert 0 throughout.
+                # The last token is not computed by the engine. A token that was not recorded has expert 0 throughout.
                 if (routing[:-1, :, 1:] == routing[:-1, :, :-1]).any():
                     raise InvariantError(
-                        f"{where}: a token was routed to one expert twice: its routing was not recorded"
+                        f"{name}: a token was routed to one expert twice: its routing was not recorded"
                     )

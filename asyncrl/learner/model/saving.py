@@ -1,26 +1,22 @@
-"""What is saved of a model: its weights in Hugging Face format, and its training state.
+"""The saved files of a model: its weights in Hugging Face format, and its training state.
 
-Weights: each rank writes files with complete tensors, an equal part of the model. It gets the other ranks' parts a few
-at a time, so that no process has the complete model. No two ranks write to one file: network file systems do not keep
-the bytes of several writers apart within a page, and a rank can compute the checksums of its own files.
+Weights: each rank writes files with complete tensors, an equal part of the model. It gathers the other ranks' slices a
+few at a time, so that no process has the complete model.
 
-Training state: it goes by parameter name, independent of the ZeRO stage and the number of ranks. Every rank has a
-fragment of each parameter's float32 weights and AdamW's moments: the complete tensor with stage 0, a slice of the
+Training state: tensors have the names of parameters, independent of the ZeRO stage and the number of ranks. Every rank
+has a fragment of each parameter's float32 weights and AdamW's moments: the complete tensor with stage 0, a slice of the
 flattened parameter otherwise. Other optimizers, whose states have other shapes, have stage 0 only. Frozen parameters
-have none. Parameters are assigned to ranks round robin; each rank writes the tensors of its parameters.
+have no state. Parameters are assigned to ranks round robin; each rank writes the tensors of its parameters.
 """
 
 from __future__ import annotations
 
 import json
-import secrets
 import shutil
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,30 +24,25 @@ import numpy as np
 import structlog
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from asyncrl.errors import RunError
 from asyncrl.learner.checkpoint import Files, bytes_file, tensors_file
-from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.model.engine import STEP, TrainedModel, first_state
 from asyncrl.learner.model.loading import read_range
 from asyncrl.learner.model.lora import Adapters, trained_parameters
 from asyncrl.util.files import INDEX, SINGLE
-from asyncrl.weights.layout import Entry
 from asyncrl.weights.model_tensors import CheckpointTensor, checkpoint_tensors
-from asyncrl.weights.version_store import header
 
 log = structlog.get_logger()
 ADAPTER_FOLDER = "adapter"
-"""Folder of adapters in peft's format, next to that of the merged model."""
+"""Folder of adapters in peft's format, next to the folder of the merged model."""
 MIN_SHARE_BYTES = 64 << 20
 """Fewer ranks write a model of which each would have less than this."""
 FILE_BYTES = 5 << 30
 """Maximum size of a file, unless one tensor is larger."""
-SEEN_S = 3.0
-"""Time in which a file of rank 0 appears on the other ranks of a shared file system."""
 WEIGHT = "weight"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's state of a parameter. Tensors are saved in float32 with the key `KIND/PARAMETER`; the kinds are `WEIGHT` and
@@ -65,36 +56,48 @@ BASE = "base"
 
 def save_model(trained: TrainedModel, folder: Path) -> None:
     """Writes the model to `folder`, and adapters to the folder `adapter` next to it. They are replaced only when the
-    new files are complete. Rank 0 alone writes unless all ranks see its folder. All ranks call it. Raises RunError on
-    all of them if it cannot be written."""
-    ranks, partial = trained.ranks, folder.with_name(f"{folder.name}.partial")
-    factors = trained.factors()
+    new files are complete. All ranks call it, and share the folder. Raises RunError on all of them if it cannot be
+    written."""
+    ranks, unfinished = trained.ranks, folder.with_name(f"{folder.name}.partial")
+    factors, plan = trained.factors(), plan_files(trained)
 
     def begin() -> None:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-
-    def write() -> None:
-        for file in export.own:
-            write_file(partial / file.name, file, tensors)
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
 
     def complete() -> None:
-        for name, content in export.other_files.items():
-            (partial / name).parent.mkdir(exist_ok=True)
-            (partial / name).write_bytes(content)
-        _replace(folder, partial)
+        for name, content in _other_files(trained, plan).items():
+            (unfinished / name).parent.mkdir(exist_ok=True)
+            (unfinished / name).write_bytes(content)
+        _replace(folder, unfinished)
         if trained.adapters is not None:
             trained.adapters.write(adapter := folder.with_name(f"{ADAPTER_FOLDER}.partial"), factors)
             _replace(folder.with_name(ADAPTER_FOLDER), adapter)
 
-    ranks.raise_on_all_ranks(_problem(folder, begin, when=ranks.rank == 0))
-    export = Export(trained, writers=ranks.count if _is_shared(partial, ranks) else 1)
-    tensors = export.tensors()
-    error = _problem(folder, write)
-    for _ in tensors:  # takes part in what the others gather, even if its own files cannot be written
-        pass
+    ranks.raise_on_all_ranks(_problem(folder, begin) if ranks.rank == 0 else None)
+    error = None
+    for name, tensors in own_files(trained, plan):  # to the end: the other ranks gather with this one
+        error = error or _problem(folder, partial(tensors_file(tensors), unfinished / name))
     ranks.raise_on_all_ranks(error)
-    ranks.raise_on_all_ranks(_problem(folder, complete, when=ranks.rank == 0))
+    ranks.raise_on_all_ranks(_problem(folder, complete) if ranks.rank == 0 else None)
+
+
+def _problem(folder: Path, act: Callable[[], object]) -> RunError | None:
+    try:
+        act()
+    except (OSError, SafetensorError) as error:
+        return RunError(f"the model cannot be written to {folder}: {error}; free disk space or mend the folder")
+    return None
+
+
+def _replace(folder: Path, unfinished: Path) -> None:
+    former = folder.with_name(f"{folder.name}.former")
+    shutil.rmtree(former, ignore_errors=True)
+    if folder.exists():
+        folder.rename(former)
+    unfinished.rename(folder)
+    shutil.rmtree(former, ignore_errors=True)
+    log.info("model saved", path=str(folder))
 
 
 def model_files(trained: TrainedModel, name: str) -> Files:
@@ -102,20 +105,14 @@ def model_files(trained: TrainedModel, name: str) -> Files:
     `name`; its part of the model in Hugging Face format, in the folder `model` for the policy and `NAME_model`
     otherwise, on rank 0 with the files other than weights; and on rank 0 adapters in peft's format in the folder
     `adapter`. Tensors are copied to the CPU. All ranks call it."""
-    rank = trained.ranks.rank
+    rank, plan = trained.ranks.rank, plan_files(trained)
     files = {f"{name}/rank-{rank}.safetensors": tensors_file(collect_state(trained))}
     folder = "model" if name == "policy" else f"{name}_model"
-    export = Export(trained, writers=trained.ranks.count)
-    copies = (tensor.to("cpu", copy=True) for tensor in export.tensors())
-    for file in export.own:
-        own = list(islice(copies, len(file.tensors)))
-        files[f"{folder}/{file.name}"] = lambda path, file=file, own=own: write_file(path, file, iter(own))
-    for _ in copies:  # takes part in what the others gather
-        pass
+    files |= {f"{folder}/{file}": tensors_file(tensors) for file, tensors in own_files(trained, plan)}
     factors = trained.factors()
     if rank:
         return files
-    files |= {f"{folder}/{name}": bytes_file(content) for name, content in export.other_files.items()}
+    files |= {f"{folder}/{file}": bytes_file(content) for file, content in _other_files(trained, plan).items()}
     if trained.adapters is not None:
         files[ADAPTER_FOLDER] = partial(trained.adapters.write, factors=factors)
     return files
@@ -133,58 +130,26 @@ class WeightFile:
     @property
     def num_bytes(self) -> int:
         """Size of its tensors."""
-        return sum(_num_bytes(tensor) for tensor in self.tensors)
+        return sum(map(_num_bytes, self.tensors))
 
 
-class Export:
-    """The files of a model's weights, of which each rank writes some. All ranks make it."""
-
-    def __init__(self, trained: TrainedModel, *, writers: int) -> None:
-        """The first `writers` ranks write."""
-        self._trained = trained
-        self._converted: list[Tensor] | None = None
-        """All tensors, if the library computes some of them; on rank 0."""
-        meta = {name: torch.empty(shape, dtype=dtype, device="meta") for name, dtype, shape in trained.shapes()}
-        tensors = checkpoint_tensors(trained.model, meta)
-        if tensors is None:
-            log.warning("rank 0 collects the complete model, since the library computes tensors of its folder")
-            converted = revert_weight_conversion(trained.model, trained.collect_weights())
-            self._converted = list(converted.values())
-            tensors = [CheckpointTensor(name, one.dtype, tuple(one.shape), name, 0) for name, one in converted.items()]
-            self.files = [WeightFile(SINGLE, 0, tuple(tensors))]
-        else:
-            order = {name: index for index, name in enumerate(meta)}
-            tensors.sort(key=lambda tensor: (order[tensor.parameter], tensor.start))
-            self.files = weight_files(tensors, writers)
-
-    @property
-    def own(self) -> list[WeightFile]:
-        """The files that this rank writes."""
-        return [file for file in self.files if file.rank == self._trained.ranks.rank]
-
-    def tensors(self) -> Iterator[Tensor]:
-        """Yields the tensors of this rank's files, in their order. Each is valid until the next one is requested. All
-        ranks iterate to the end."""
-        if self._converted is not None:
-            yield from self._converted
-            return
-        parts: dict[str, list[CheckpointTensor]] = {}
-        for tensor in (tensor for file in self.own for tensor in file.tensors):
-            parts.setdefault(tensor.parameter, []).append(tensor)
-        for name, weight in self._trained.weights(parts):
-            for tensor in parts[name]:
-                yield tensor.of(weight)
-
-    @property
-    def other_files(self) -> dict[str, bytes]:
-        """Contents of the files other than weights, by path in the model's folder; on rank 0."""
-        index = {} if [file.name for file in self.files] == [SINGLE] else {INDEX: _index(self.files)}
-        return self._trained.other_files | index
+def plan_files(trained: TrainedModel) -> list[WeightFile]:
+    """Returns the files of the model's weights; none if the library computes some tensors of its folder, so that rank 0
+    has to collect the complete model."""
+    meta = {name: torch.empty(shape, dtype=dtype, device="meta") for name, dtype, shape in trained.shapes()}
+    tensors = checkpoint_tensors(trained.model, meta)
+    if tensors is None:
+        log.warning("rank 0 collects the complete model, since the library computes tensors of its folder")
+        return []
+    order = {name: index for index, name in enumerate(meta)}
+    return weight_files(
+        sorted(tensors, key=lambda tensor: (order[tensor.parameter], tensor.start)), trained.ranks.count
+    )
 
 
 def weight_files(tensors: Sequence[CheckpointTensor], writers: int) -> list[WeightFile]:
     """Returns the files of these tensors: of each writer, those that begin in its equal part of the bytes."""
-    total = sum(_num_bytes(tensor) for tensor in tensors)
+    total = sum(map(_num_bytes, tensors))
     writers = min(writers, max(total // MIN_SHARE_BYTES, 1))
     groups: list[tuple[int, list[CheckpointTensor]]] = []
     begin = size = 0
@@ -199,73 +164,50 @@ def weight_files(tensors: Sequence[CheckpointTensor], writers: int) -> list[Weig
         return [WeightFile(SINGLE, 0, tuple(tensors))]
     stem, suffix = SINGLE.split(".", 1)
     return [
-        WeightFile(f"{stem}-{number:05d}-of-{len(groups):05d}.{suffix}", rank, tuple(own))
-        for number, (rank, own) in enumerate(groups, 1)
+        WeightFile(f"{stem}-{number:05d}-of-{len(groups):05d}.{suffix}", rank, tuple(group))
+        for number, (rank, group) in enumerate(groups, 1)
     ]
-
-
-def write_file(path: Path, file: WeightFile, contents: Iterator[Tensor]) -> None:
-    """Writes a file with the next tensors of `contents`. Raises OSError."""
-    # The largest elements first, as the format's own library does: each tensor is at a multiple of their size.
-    order = sorted(file.tensors, key=lambda tensor: -tensor.dtype.itemsize)
-    head = header(tuple(Entry(tensor.name, tensor.dtype, tensor.shape, 0) for tensor in order))
-    places: dict[str, int] = {}
-    end = len(head)
-    for tensor in order:
-        places[tensor.name], end = end, end + _num_bytes(tensor)
-    with path.open("wb") as target:
-        target.write(head)
-        for tensor, content in zip(file.tensors, contents, strict=False):
-            target.seek(places[tensor.name])
-            target.write(content.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-
-
-def _problem(folder: Path, act: Callable[[], object], *, when: bool = True) -> RunError | None:
-    try:
-        if when:
-            act()
-    except OSError as error:
-        return RunError(f"the model cannot be written to {folder}: {error}; free disk space or mend the folder")
-    return None
-
-
-def _is_shared(folder: Path, ranks: Ranks) -> bool:
-    """True if all ranks see the folder that rank 0 made. All ranks call it."""
-    if ranks.count == 1:
-        return True
-    number = int(ranks.sum(torch.tensor([0 if ranks.rank else secrets.randbits(62)])))
-    mark = folder / f".{number:x}"
-    ranks.raise_on_all_ranks(_problem(folder, mark.touch, when=ranks.rank == 0))
-    deadline_s = time.monotonic() + SEEN_S
-    while not (seen := mark.exists()) and time.monotonic() < deadline_s:
-        time.sleep(0.1)
-    shared = not ranks.any(not seen)
-    if ranks.rank == 0:
-        mark.unlink()
-    return shared
-
-
-def _replace(folder: Path, partial: Path) -> None:
-    former = folder.with_name(f"{folder.name}.former")
-    shutil.rmtree(former, ignore_errors=True)
-    if folder.exists():
-        folder.rename(former)
-    partial.rename(folder)
-    shutil.rmtree(former, ignore_errors=True)
-    log.info("model saved", path=str(folder))
 
 
 def _num_bytes(tensor: CheckpointTensor) -> int:
     return tensor.num_elements * tensor.dtype.itemsize
 
 
-def _index(files: Sequence[WeightFile]) -> bytes:
-    totals = {
-        "total_parameters": sum(tensor.num_elements for file in files for tensor in file.tensors),
-        "total_size": sum(file.num_bytes for file in files),
+def own_files(trained: TrainedModel, plan: list[WeightFile]) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Yields name and tensors, on the CPU, of each weight file that this rank writes. All ranks iterate to the end."""
+    rank = trained.ranks.rank
+    if not plan:
+        weights = trained.collect_weights()
+        if rank == 0:
+            converted = revert_weight_conversion(trained.model, weights)
+            yield SINGLE, {name: tensor.contiguous() for name, tensor in converted.items()}
+        return
+    files = [file for file in plan if file.rank == rank]
+    parts: dict[str, list[CheckpointTensor]] = {}
+    for tensor in (tensor for file in files for tensor in file.tensors):
+        parts.setdefault(tensor.parameter, []).append(tensor)
+    pending, tensors = iter(files), dict[str, Tensor]()
+    file = next(pending, None)
+    for name, weight in trained.weights(parts):
+        for tensor in parts[name]:
+            tensors[tensor.name] = tensor.of(weight).to("cpu", copy=True)
+            if file is not None and len(tensors) == len(file.tensors):
+                yield file.name, tensors
+                file, tensors = next(pending, None), {}
+
+
+def _other_files(trained: TrainedModel, plan: list[WeightFile]) -> dict[str, bytes]:
+    """Returns the contents of the files other than weights, by path in the model's folder; on rank 0."""
+    if len(plan) < 2:
+        return trained.other_files
+    index = {
+        "metadata": {
+            "total_parameters": sum(tensor.num_elements for file in plan for tensor in file.tensors),
+            "total_size": sum(file.num_bytes for file in plan),
+        },
+        "weight_map": {tensor.name: file.name for file in plan for tensor in file.tensors},
     }
-    places = {tensor.name: file.name for file in files for tensor in file.tensors}
-    return (json.dumps({"metadata": totals, "weight_map": places}, indent=2, sort_keys=True) + "\n").encode()
+    return trained.other_files | {INDEX: (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()}
 
 
 @torch.no_grad()
@@ -299,14 +241,13 @@ def restore_state(trained: TrainedModel, folder: Path) -> None:
         where = {key: file for file in files for key in file.keys()}  # noqa: SIM118 (it is no dict)
         parameters = dict(trained_parameters(trained.model))
         kinds = {name: _kinds(trained, parameter) for name, parameter in parameters.items()}
-        keys, wanted = (
-            set(where) - {STEP, BASE},
-            {SKIPPED, *(f"{kind}/{name}" for name in kinds for kind in kinds[name])},
-        )
-        if keys != wanted:
-            key = min(keys ^ wanted)
-            what = "holds" if key in keys else "lacks"
-            raise RunError(f"{folder}: {what} {key}, unlike the model of this run; {HINT}")
+        keys = set(where) - {STEP, BASE}
+        expected = {SKIPPED, *(f"{kind}/{name}" for name in kinds for kind in kinds[name])}
+        if keys != expected:
+            key = min(keys ^ expected)
+            raise RunError(
+                f"{folder}: {'holds' if key in keys else 'lacks'} {key}, unlike the model of this run; {HINT}"
+            )
         if trained.adapters is not None and not torch.equal(where[BASE].get_tensor(BASE), _base_of(trained.adapters)):
             raise RunError(
                 f"the checkpoint {folder.parent}: its adapters belong to other weights than those that are in "
