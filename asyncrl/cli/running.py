@@ -15,8 +15,8 @@ from asyncrl.launch.bottleneck import BottleneckMonitor
 from asyncrl.launch.placement import place_roles
 from asyncrl.launch.run_dir import is_running, read_endpoints, read_hosts
 from asyncrl.observe.curves import Curves
-from asyncrl.observe.first_look import ShownSamples
 from asyncrl.observe.live import LiveView
+from asyncrl.observe.sample_watch import ShownSamples
 from asyncrl.observe.trackers import METRICS_FILE
 from asyncrl.replay.client import LauncherClient
 from asyncrl.rewards.reward_model import uses_reward_model

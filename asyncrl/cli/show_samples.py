@@ -11,16 +11,13 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from asyncrl.config.load import load_config
 from asyncrl.observe.report import RunSummary
 from asyncrl.observe.sample_search import (
     CONVERSATION,
     Query,
     check_samples_file,
-    conversations,
     find_group,
     find_samples,
-    run_decoder,
 )
 from asyncrl.observe.samples import ARRAYS, EPISODES, Samples
 from asyncrl.util.text import printable
@@ -76,17 +73,13 @@ def _kinds(counts: Mapping[str, Any]) -> str:
 def show_group(run_dir: Path, ticket: int, console: Console, *, special_tokens: bool) -> None:
     """Prints the group of a ticket: its prompt once, then every completion, or the turns of every episode. Raises as
     `find_group` does."""
-    samples, config = find_group(run_dir, ticket, special_tokens=special_tokens), load_config(run_dir / "config.yaml")
-    first = rows_of(samples)[0]
+    rows = rows_of(find_group(run_dir, ticket, special_tokens=special_tokens))
+    first = rows[0]
     step = "no step" if first["step"] is None else f"step {first['step']}"
     versions = f"versions {first['start_version']} to {first['end_version']}"
     facts = [f"ticket {ticket}", f"attempt {first['attempt']}", first["outcome"], step, f"row {first['row']}"]
     facts += [first["data_source"], f"generator {first['generator']}", versions]
     console.print(Text(" · ".join(map(printable, facts)), style="bold"), soft_wrap=True)
-    decoder = run_decoder(run_dir, config)
-    if (shown := conversations(run_dir, config, decoder, special_tokens=special_tokens)) is not None:
-        samples = shown.add_to(samples)
-    rows = rows_of(samples)
     _print_prompt(console, rows[0])
     if first["ground_truth"] is not None:
         _print_text(console, "truth", first["ground_truth"])

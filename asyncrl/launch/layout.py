@@ -1,4 +1,10 @@
-"""Console output of `asyncrl plan --model PATH --gpus 8xH100-80`, and the file that it writes."""
+"""`asyncrl plan --model PATH --gpus 8xH100-80`: the fastest layout that fits, estimated from the model's sizes and the
+GPU's rates; its config, and what does not fit.
+
+search         every layout of a grid: what each side needs of a GPU (`asyncrl.launch.memory`), and its tokens/s
+show_layout    prints the result, or writes the config
+parse_cards    the GPUs by their names, with their rates
+"""
 
 from __future__ import annotations
 
@@ -7,6 +13,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
@@ -72,24 +79,18 @@ def show_layout(
     others = config.critic.ranks + (models.reward_model is not None)
     if count - others < 2:
         raise ConfigError(f"--gpus {gpus}: critic ranks and reward model take {others}, and at least 2 must be left")
-    found = search(config, models, count - others, gpu)
+    layout, refused = search(config, models, count - others, gpu)
     size = f"{models.policy.parameters / 1e9:.3g}e9 parameters in {config.model.dtype}"
     _print(console, f"{path}: {size}, {gpus} of {gpu.memory_bytes / GIB:.1f} GiB. Computed, not measured.")
-    if found.layout is None:
-        raise ConfigError(_refusal(found, gpus))
-    for line in _describe(found.layout):
+    if layout is None:
+        raise ConfigError(_refusal(refused, gpus))
+    for line in _describe(layout):
         _print(console, line)
-    if found.refused:
+    if refused:
         _print(console, "\ndoes not fit, nearest first:")
-        for tried in found.refused[:SHOWN]:
-            _print(console, f"  {_why(tried)}")
-    _write(
-        console,
-        found.layout.config,
-        out,
-        base,
-        f"# {card}: {gpus}. Computed by asyncrl plan --model {path} --gpus {gpus}\n",
-    )
+        for side in refused[:SHOWN]:
+            _print(console, f"  {_why(side)}")
+    _write(console, layout.config, out, f"# {card}: {gpus}. Computed by asyncrl plan --model {path} --gpus {gpus}\n")
 
 
 def _base_config(path: str, base: str | None, tokens: int | None) -> Config:
@@ -105,15 +106,15 @@ def _base_config(path: str, base: str | None, tokens: int | None) -> Config:
 
 def _describe(layout: Layout) -> Iterator[str]:
     launch = layout.config.launch
-    for title, tried in (
+    for title, side in (
         (f"each card of {layout.learner.what}", layout.learner),
         (f"each card of {launch.generators} x {layout.generator.what}", layout.generator),
     ):
-        yield f"\n{title}: {_sizes(tried)}"
-        for name, num_bytes in sorted(tried.need.parts.items(), key=lambda part: -part[1]):
+        yield f"\n{title}: {_sizes(side)}"
+        for name, num_bytes in sorted(side.need.parts.items(), key=lambda part: -part[1]):
             if num_bytes >= 0.05 * GIB:
                 yield f"  {num_bytes / GIB:6.1f}  {name}"
-    yield f"  room for {layout.sequences} sequences of the greatest length"
+    yield f"  room for {layout.generator.sequences} sequences of the greatest length"
     in_host = launch.learners * sum(host_parts(layout.config, layout.shape, launch.learners).values())
     if in_host:
         yield f"\nhost memory of all learner ranks: {in_host / GIB:.0f} GiB (learner.offload)"
@@ -144,31 +145,28 @@ def _queue(config: Config) -> Iterator[str]:
         )
 
 
-def _sizes(tried: Tried) -> str:
-    return f"{tried.need.num_bytes / GIB:.1f} of {tried.limit_bytes / GIB:.1f} GiB"
+def _sizes(side: Side) -> str:
+    return f"{side.need.num_bytes / GIB:.1f} of {side.limit_bytes / GIB:.1f} GiB"
 
 
-def _why(tried: Tried) -> str:
-    name, num_bytes = max(tried.need.parts.items(), key=lambda part: part[1])
+def _why(side: Side) -> str:
+    name, num_bytes = max(side.need.parts.items(), key=lambda part: part[1])
     ways = next((way for begin, way in LOWERED_BY.items() if name.startswith(begin)), "")
-    if tried.what.startswith("a generator") and name == "weights":
+    if side.is_generator and name == "weights":
         ways = "more generator.tensor_parallel"
-    if "ZeRO 3" in tried.kind:
+    if "ZeRO 3" in side.kind:
         ways = ways.replace("learner.zero_stage=3, ", "")
-    return f"{tried.what}: {_sizes(tried)}, of which {num_bytes / GIB:.1f} {name}" + (
-        f"; lower: {ways}" if ways else ""
-    )
+    return f"{side.what}: {_sizes(side)}, of which {num_bytes / GIB:.1f} {name}" + (f"; lower: {ways}" if ways else "")
 
 
-def _refusal(found: Found, gpus: str) -> str:
-    lines = [f"--gpus {gpus}: no layout fits by arithmetic. The nearest:"]
-    engines = [tried for tried in found.refused if tried.what.startswith("a generator")]
-    others = [tried for tried in found.refused if tried not in engines]
-    lines += [f"  {_why(tried)}" for tried in (*engines, *others[:1])]
-    return "\n".join(lines)
+def _refusal(refused: list[Side], gpus: str) -> str:
+    engines = [side for side in refused if side.is_generator]
+    learners = [side for side in refused if not side.is_generator]
+    lines = [f"  {_why(side)}" for side in (*engines, *learners[:1])]
+    return "\n".join([f"--gpus {gpus}: no layout is estimated to fit. The nearest:", *lines])
 
 
-def _write(console: Console, config: Config, out: Path | None, base: str | None, comment: str) -> None:
+def _write(console: Console, config: Config, out: Path | None, comment: str) -> None:
     read_config(config.to_yaml())  # raises ConfigError for a combination that a launch would refuse
     values = config.model_dump(mode="json", exclude_unset=True)
     if not values["data"].get("train"):
@@ -188,176 +186,6 @@ def _print(console: Console, text: str) -> None:
 
 LEAST_SEQUENCES = 32
 """Sequences of the greatest length that the cache of an engine must have room for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tried:
-    """One side of a layout, and what it needs of a card."""
-
-    what: str
-    kind: str
-    """The same for what differs in numbers only."""
-    need: Need
-    limit_bytes: int
-
-    @property
-    def missing_bytes(self) -> int:
-        """Bytes by which the need exceeds the limit; 0 if it fits."""
-        return max(0, self.need.num_bytes - self.limit_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """A layout that fits."""
-
-    config: Config
-    shape: Shape
-    learner: Tried
-    generator: Tried
-    sequences: int
-    """Sequences of the greatest length that the cache of an engine has room for."""
-    generated_per_s: float
-    trained_per_s: float
-
-    @property
-    def tokens_per_s(self) -> float:
-        """The rate of the slower side."""
-        return min(self.generated_per_s, self.trained_per_s)
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """The result of a search."""
-
-    layout: Layout | None
-    """None if nothing fits."""
-    refused: list[Tried]
-    """The nearest of each kind that does not fit: the nearest first."""
-
-
-def search(base: Config, models: Models, cards: int, gpu: Gpu) -> Found:
-    """Returns the layout with the most tokens per second of those that fit, and what did not fit. Every learner rank
-    and every engine has separate cards; `cards` excludes critic ranks and reward model.
-
-    If nothing fits without offload, other values of `weights.staging` are tried, then sequences that ranks share; the
-    first of those with the least offload is chosen. If weights cannot be sent from GPU to GPU then, they are sent
-    through host memory.
-    """
-    refused: list[Tried] = []
-    layout: Layout | None = None
-    for way in (base, with_changes(base, {"weights.transport": "gloo"})) if _by_nccl(base) else (base,):
-        for config, parallel in _ways(way, models.policy):
-            found = _search(config, models, cards, gpu, parallel)
-            refused += found.refused
-            if found.layout is not None and found.layout.config.learner.offload == "none":
-                return Found(found.layout, _nearest(refused))
-            if layout is None or (found.layout is not None and _offload(found.layout) < _offload(layout)):
-                layout = found.layout
-        if layout is not None:
-            break
-    return Found(layout, _nearest(refused))
-
-
-def _offload(layout: Layout) -> int:
-    return OFFLOADS.index(layout.config.learner.offload)
-
-
-def _ways(base: Config, shape: Shape) -> Iterator[tuple[Config, int]]:
-    """Yields configs with values of `weights.staging`, and numbers of ranks that share sequences."""
-    others = stagings(base) if _by_nccl(base) else []
-    for parallel in (base.learner.sequence_parallel, *shared_by(base, shape)):
-        yield base, parallel
-        for staging in others:
-            yield with_changes(base, {"weights.staging": staging}), parallel
-
-
-def _nearest(refused: list[Tried]) -> list[Tried]:
-    """Returns the nearest of each kind: the nearest first."""
-    refused.sort(key=lambda tried: tried.missing_bytes)
-    nearest = {tried.kind: tried for tried in reversed(refused)}
-    return sorted(nearest.values(), key=lambda tried: tried.missing_bytes)
-
-
-def _search(base: Config, models: Models, cards: int, gpu: Gpu, sequence_parallel: int) -> Found:
-    found: list[tuple[tuple[float, ...], Layout]] = []
-    sizes = engine_sizes(base, models.policy, cards - 1)
-    generators = {parallel: _generator(base, models, gpu, parallel) for parallel in sizes}
-    refused = [generator for generator, _ in generators.values() if generator.missing_bytes]
-    if sequence_parallel > 1 and len(refused) == len(generators):
-        return Found(None, [])
-    learners = _learners(base, models, cards - 1, gpu, sequence_parallel)
-    refused += [learner for _, learner in learners if learner.missing_bytes]
-    for parallel, (generator, sequences) in generators.items():
-        if generator.missing_bytes:
-            continue
-        groups = max(1, min(base.generator.max_running_groups, sequences // base.generator.group_size))
-        for training, learner in learners:
-            engines = (cards - training.ranks) // parallel
-            if engines and not learner.missing_bytes:
-                generation = Generation(engines, parallel, groups)
-                config = config_of(base, training, generation)
-                rates = (
-                    generated_per_s(config, models.policy, gpu, generation, sequences),
-                    trained_per_s(config, models.policy, gpu, training),
-                )
-                layout = Layout(config, models.policy, learner, generator, sequences, *rates)
-                found.append((_preference(layout, training, generation), layout))
-    return Found(max(found, key=lambda pair: pair[0])[1] if found else None, refused)
-
-
-def _preference(layout: Layout, training: Training, generation: Generation) -> tuple[float, ...]:
-    """Returns the sort key: no offload first, then small engines, then speed, then simplicity."""
-    rate = float(f"{layout.tokens_per_s:.3g}")
-    simple = (-training.stage, not training.checkpointing, training.tokens)
-    return -OFFLOADS.index(training.offload), -generation.tensor_parallel, rate, *simple
-
-
-def _by_nccl(config: Config) -> bool:
-    return config.weights.transport not in ("gloo", "files")
-
-
-def _learners(base: Config, models: Models, max_ranks: int, gpu: Gpu, parallel: int) -> list[tuple[Training, Tried]]:
-    """Returns the learner's sides with what they need. If none fits with a micro-batch, larger ones are left out."""
-    found: list[tuple[Training, Tried]] = []
-    for checkpointing in (False, True):
-        for tokens in microbatches(base):
-            sides = trainings(base, max_ranks, tokens, checkpointing=checkpointing, parallel=parallel)
-            tried = [(training, _learner(base, models, gpu, training)) for training in sides]
-            found += tried
-            if all(learner.missing_bytes for _, learner in tried):  # also if there are too few ranks
-                break
-    return found
-
-
-def _learner(base: Config, models: Models, gpu: Gpu, training: Training) -> Tried:
-    config = with_changes(base, training.changes(base))
-    limit = round(TRAINED_FRACTION * gpu.memory_bytes)
-    ranks = "1 learner rank" if training.ranks == 1 else f"{training.ranks} learner ranks"
-    what = f"{ranks}, {training.kind}, {training.tokens} tokens"
-    return Tried(what, training.kind, learner_need(config, models, 0, by_nccl=_by_nccl(base)), limit)
-
-
-def _generator(base: Config, models: Models, gpu: Gpu, parallel: int) -> tuple[Tried, int]:
-    """Returns the need of an engine's first card with room for the least number of sequences, and the number for which
-    it has room."""
-    longest, limit = longest_tokens(base), round(base.generator.gpu_memory_utilization * gpu.memory_bytes)
-    least = math.ceil(LEAST_SEQUENCES / base.generator.group_size)
-    cache_name = f"key-value cache of {LEAST_SEQUENCES} sequences of {longest} tokens"
-    needs: list[Need] = []
-    of_sequence = 0
-    for groups in sorted({base.generator.max_running_groups, least}, reverse=True):
-        keys = {"generator.max_running_groups": groups, "generator.tensor_parallel": parallel}
-        config = with_changes(base, keys)
-        need = generator_need(config, models, 0, 0, by_nccl=_by_nccl(base))
-        of_sequence = cache_bytes(config, models.policy, longest)
-        parts = {name: num_bytes for name, num_bytes in need.parts.items() if not name.startswith("key")}
-        needs.append(replace(need, parts=parts | {cache_name: LEAST_SEQUENCES * of_sequence}))
-    need = next((need for need in needs if need.num_bytes <= limit), needs[-1])
-    free = limit - need.num_bytes + LEAST_SEQUENCES * of_sequence
-    what = f"a generator on {parallel} card{'s' if parallel > 1 else ''}"
-    return Tried(what, what, need, limit), max(0, free // of_sequence)
-
-
 TENSOR_PARALLEL = (1, 2, 4, 8)
 """Cards of an engine; they are on one host."""
 STAGES = (1, 2, 3)
@@ -371,76 +199,184 @@ MICROBATCHES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Training:
-    """The learner's side of a layout."""
+class Side:
+    """The learner ranks or an engine of a layout, and what each needs of a card."""
 
-    ranks: int
-    stage: int
-    checkpointing: bool
-    tokens: int
-    """Tokens of a micro-batch."""
-    offload: str
-    parallel: int = 1
-    """Ranks that share each sequence."""
-
-    def changes(self, base: Config) -> dict[str, Any]:
-        """Returns the config keys of this side. The groups of a step are the next multiple of the ranks, of which those
-        that share sequences count once."""
-        shards = self.ranks // self.parallel
-        groups = math.ceil(base.replay.groups_per_step / shards) * shards
-        return {
-            "launch.learners": self.ranks,
-            "replay.groups_per_step": groups,
-            "learner.zero_stage": self.stage,
-            "learner.gradient_checkpointing": self.checkpointing,
-            "learner.tokens_per_microbatch": self.tokens,
-            **({} if self.offload == base.learner.offload else {"learner.offload": self.offload}),
-            **({} if self.parallel == base.learner.sequence_parallel else {"learner.sequence_parallel": self.parallel}),
-        }
+    what: str
+    kind: str
+    """The same for sides that differ in numbers only."""
+    cards: int
+    """Cards of all ranks, or of an engine."""
+    changes: dict[str, Any]
+    """Config keys of the side."""
+    need: Need
+    limit_bytes: int
+    sequences: int = 0
+    """Sequences of the greatest length that the cache of an engine has room for."""
 
     @property
-    def kind(self) -> str:
-        """The kind of layout: all settings but the numbers of ranks and tokens."""
-        kept = "checkpointed" if self.checkpointing else "plain"
-        moved = "" if self.offload == "none" else f", offload {self.offload}"
-        shared = "" if self.parallel == 1 else f", sequences shared by {self.parallel}"
-        return f"ZeRO {self.stage}, {kept}{moved}{shared}"
+    def is_generator(self) -> bool:
+        return self.what.startswith("a generator")
+
+    @property
+    def missing_bytes(self) -> int:
+        """Bytes by which the need exceeds the limit; 0 if it fits."""
+        return max(0, self.need.num_bytes - self.limit_bytes)
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
-    """The generators' side of a layout."""
+class Layout:
+    """A layout that fits."""
 
-    engines: int
-    tensor_parallel: int
-    """Cards of an engine."""
-    groups: int
-    """Groups that an engine works on at once."""
+    config: Config
+    shape: Shape
+    learner: Side
+    generator: Side
+    generated_per_s: float
+    trained_per_s: float
 
-    def changes(self, base: Config) -> dict[str, Any]:
-        """Returns the config keys of this side."""
-        changes = {"launch.generators": self.engines, "generator.max_running_groups": self.groups}
-        if self.tensor_parallel != base.generator.tensor_parallel:
-            changes["generator.tensor_parallel"] = self.tensor_parallel
-        return changes
+    @property
+    def tokens_per_s(self) -> float:
+        """The rate of the slower side."""
+        return min(self.generated_per_s, self.trained_per_s)
+
+    @property
+    def preference(self) -> tuple[float, ...]:
+        """The sort key: no offload first, then small engines, then speed, then simplicity."""
+        learner, rate = self.config.learner, float(f"{self.tokens_per_s:.3g}")
+        simple = (-learner.zero_stage, not learner.gradient_checkpointing, learner.tokens_per_microbatch)
+        return -OFFLOADS.index(learner.offload), -self.config.generator.tensor_parallel, rate, *simple
+
+
+def search(base: Config, models: Models, cards: int, gpu: Gpu) -> tuple[Layout | None, list[Side]]:
+    """Returns the layout with the most tokens per second of those that fit, None if nothing fits; and the nearest of
+    each kind that does not fit, the nearest first. Every learner rank and every engine has separate cards; `cards`
+    excludes critic ranks and reward model.
+
+    If nothing fits without offload, other values of `weights.staging` are tried, then sequences that ranks share; the
+    first of those with the least offload is chosen. If weights cannot be sent from GPU to GPU then, they are sent
+    through host memory.
+    """
+    refused: list[Side] = []
+    best: Layout | None = None
+    for config in _variants(base, models.policy):
+        if best is not None and config.weights.transport != best.config.weights.transport:
+            break
+        layout, misses = _search(config, models, cards, gpu)
+        refused += misses
+        if layout is not None and (best is None or layout.preference[0] > best.preference[0]):
+            best = layout
+        if best is not None and best.config.learner.offload == "none":
+            break
+    refused.sort(key=lambda side: side.missing_bytes)
+    nearest = {side.kind: side for side in reversed(refused)}
+    return best, sorted(nearest.values(), key=lambda side: side.missing_bytes)
+
+
+def _variants(base: Config, shape: Shape) -> Iterator[Config]:
+    """Yields configs with other transports, numbers of ranks that share sequences, and values of `weights.staging`."""
+    for transport in ({}, {"weights.transport": "gloo"}) if _by_nccl(base) else ({},):
+        for parallel in (base.learner.sequence_parallel, *shared_by(base, shape)):
+            shares = {} if parallel == base.learner.sequence_parallel else {"learner.sequence_parallel": parallel}
+            yield with_changes(base, {**transport, **shares})
+            for staging in stagings(base) if _by_nccl(base) and not transport else []:
+                yield with_changes(base, {**shares, "weights.staging": staging})
+
+
+def _search(base: Config, models: Models, cards: int, gpu: Gpu) -> tuple[Layout | None, list[Side]]:
+    engines = [_engine(base, models, gpu, parallel) for parallel in engine_sizes(base, models.policy, cards - 1)]
+    if base.learner.sequence_parallel > 1 and all(engine.missing_bytes for engine in engines):
+        return None, []
+    learners = list(_learners(base, models, cards - 1, gpu))
+    layouts: list[Layout] = []
+    for engine, learner in product(engines, learners):
+        num_engines = (cards - learner.cards) // engine.cards
+        if num_engines and not engine.missing_bytes and not learner.missing_bytes:
+            groups = max(1, min(base.generator.max_running_groups, engine.sequences // base.generator.group_size))
+            sizes = {"launch.generators": num_engines, "generator.max_running_groups": groups}
+            config = with_changes(base, {**learner.changes, **sizes, **engine.changes})
+            rates = (
+                generated_per_s(config, models.policy, gpu, engine.sequences),
+                trained_per_s(config, models.policy, gpu),
+            )
+            layouts.append(Layout(config, models.policy, learner, engine, *rates))
+    best = max(layouts, key=lambda layout: layout.preference, default=None)
+    return best, [side for side in (*engines, *learners) if side.missing_bytes]
+
+
+def _by_nccl(config: Config) -> bool:
+    return config.weights.transport not in ("gloo", "files")
+
+
+def _learners(base: Config, models: Models, max_ranks: int, gpu: Gpu) -> Iterator[Side]:
+    """Yields the learner's sides. If none fits with a micro-batch, or ranks are too few, larger ones are left out."""
+    for checkpointing in (False, True):
+        for tokens in microbatches(base):
+            sides = [
+                _learner(base, models, gpu, ranks, stage, offload, checkpointing=checkpointing, tokens=tokens)
+                for ranks in range(base.learner.sequence_parallel, max_ranks + 1, base.learner.sequence_parallel)
+                for stage, offload in _memory_savings(base, ranks)
+            ]
+            yield from sides
+            if all(side.missing_bytes for side in sides):
+                break
+
+
+def _memory_savings(base: Config, ranks: int) -> list[tuple[int, str]]:
+    """ZeRO stages, and kinds of offload."""
+    savings = [(stage, "none") for stage in (STAGES if ranks > 1 else STAGES[:1])]
+    if base.learner.optimizer == "adamw":
+        savings += [(2, "optimizer"), (3, "optimizer"), (3, "all")]
+    return savings
+
+
+def _learner(
+    base: Config, models: Models, gpu: Gpu, ranks: int, stage: int, offload: str, *, checkpointing: bool, tokens: int
+) -> Side:
+    parallel = base.learner.sequence_parallel
+    shards = ranks // parallel  # ranks that share sequences have the same groups
+    changes = {
+        "launch.learners": ranks,
+        "replay.groups_per_step": math.ceil(base.replay.groups_per_step / shards) * shards,
+        "learner.zero_stage": stage,
+        "learner.gradient_checkpointing": checkpointing,
+        "learner.tokens_per_microbatch": tokens,
+        **({} if offload == base.learner.offload else {"learner.offload": offload}),
+    }
+    kind = f"ZeRO {stage}, {'checkpointed' if checkpointing else 'plain'}"
+    kind += "" if offload == "none" else f", offload {offload}"
+    kind += "" if parallel == 1 else f", sequences shared by {parallel}"
+    num_ranks = "1 learner rank" if ranks == 1 else f"{ranks} learner ranks"
+    need = learner_need(with_changes(base, changes), models, 0, by_nccl=_by_nccl(base))
+    limit_bytes = round(TRAINED_FRACTION * gpu.memory_bytes)
+    return Side(f"{num_ranks}, {kind}, {tokens} tokens", kind, ranks, changes, need, limit_bytes)
+
+
+def _engine(base: Config, models: Models, gpu: Gpu, parallel: int) -> Side:
+    """Returns an engine with the need of its first card, which has room for the least number of sequences."""
+    longest, limit_bytes = longest_tokens(base), round(base.generator.gpu_memory_utilization * gpu.memory_bytes)
+    least_groups = math.ceil(LEAST_SEQUENCES / base.generator.group_size)
+    needs: list[Need] = []
+    sequence_bytes = 0
+    for groups in sorted({base.generator.max_running_groups, least_groups}, reverse=True):
+        keys = {"generator.max_running_groups": groups, "generator.tensor_parallel": parallel}
+        config = with_changes(base, keys)
+        need = generator_need(config, models, 0, 0, by_nccl=_by_nccl(base))
+        sequence_bytes = cache_bytes(config, models.policy, longest)
+        parts = {name: num_bytes for name, num_bytes in need.parts.items() if not name.startswith("key")}
+        cache = f"key-value cache of {LEAST_SEQUENCES} sequences of {longest} tokens"
+        needs.append(replace(need, parts=parts | {cache: LEAST_SEQUENCES * sequence_bytes}))
+    need = next((need for need in needs if need.num_bytes <= limit_bytes), needs[-1])
+    free_bytes = limit_bytes - need.num_bytes + LEAST_SEQUENCES * sequence_bytes
+    what = f"a generator on {parallel} card{'s' if parallel > 1 else ''}"
+    changes = {} if parallel == base.generator.tensor_parallel else {"generator.tensor_parallel": parallel}
+    return Side(what, what, parallel, changes, need, limit_bytes, max(0, free_bytes // sequence_bytes))
 
 
 def microbatches(base: Config) -> list[int]:
     """Returns the sizes of micro-batches to try, in tokens, in ascending order."""
     longest = longest_tokens(base)
     return sorted({max(longest, MAX_MICROBATCH_TOKENS >> shift) for shift in range(MICROBATCHES)})
-
-
-def trainings(base: Config, max_ranks: int, tokens: int, *, checkpointing: bool, parallel: int = 1) -> list[Training]:
-    """Returns the learner's sides with at most `max_ranks` ranks, of which `parallel` share each sequence, and
-    micro-batches of `tokens` tokens."""
-    found: list[Training] = []
-    for ranks in range(parallel, max_ranks + 1, parallel):
-        ways = [(stage, "none") for stage in (STAGES if ranks > 1 else STAGES[:1])]
-        if base.learner.optimizer == "adamw":
-            ways += [(2, "optimizer"), (3, "optimizer"), (3, "all")]
-        found += [Training(ranks, stage, checkpointing, tokens, offload, parallel) for stage, offload in ways]
-    return found
 
 
 def shared_by(base: Config, shape: Shape) -> list[int]:
@@ -471,11 +407,6 @@ def engine_sizes(base: Config, shape: Shape, cards: int) -> list[int]:
     return [parallel for parallel in TENSOR_PARALLEL if parallel <= cards and shape.heads % parallel == 0]
 
 
-def config_of(base: Config, training: Training, generation: Generation) -> Config:
-    """Returns the base config with the keys of a layout."""
-    return with_changes(base, {**training.changes(base), **generation.changes(base)})
-
-
 def with_lengths(base: Config, tokens: int) -> Config:
     """Returns the config for trajectories of at most `tokens` tokens, an eighth of them for prompts unless the config
     says otherwise."""
@@ -489,55 +420,6 @@ def with_lengths(base: Config, tokens: int) -> Config:
             "generator.engine_options.max_model_len": tokens,
         },
     )
-
-
-RECOMPUTED_FLOPS = 2
-"""FLOPs a token and weight of the second forward pass with checkpointing."""
-MEAN_LENGTH = 0.5
-"""Mean length of a completion, of the longest."""
-
-
-def generated_per_s(config: Config, shape: Shape, gpu: Gpu, generation: Generation, fitting_sequences: int) -> float:
-    """Returns the tokens that all engines generate per second and that are trained later. An engine decodes at once
-    what fits its cache, what it may take, and what admission allows, of whose batches one is being trained."""
-    model, job = _model(shape), _job(config)
-    of_engine = generation.groups * config.generator.group_size
-    batch = config.replay.groups_per_step * config.generator.group_size
-    admitted = max(1, config.replay.max_staleness) * batch / generation.engines
-    sequences = min(of_engine, fitting_sequences, admitted)
-    parallel = generation.tensor_parallel
-    return generation.engines * parallel * generation_rate(model, gpu, job, tp=parallel, sequences=sequences)
-
-
-def trained_per_s(config: Config, shape: Shape, gpu: Gpu, training: Training) -> float:
-    """Returns the tokens that all learner ranks train per second. With ZeRO stage 2 ranks exchange the gradients of
-    each micro-batch, and with stage 3 they gather the weights twice. Ranks that share sequences exchange queries, keys,
-    values and outputs of their part in each pass; nothing overlaps."""
-    model = _model(shape)
-    flops = gpu.train_flops if training.checkpointing else gpu.train_flops - RECOMPUTED_FLOPS
-    mfu = gpu.moe_mfu if model.is_moe else gpu.dense_mfu
-    compute_s = training.tokens * flops * shape.active / (gpu.flops * mfu)
-    gathered = 2 * item_bytes(config.model.dtype) if training.stage == 3 else 0
-    exchanged = gathered + (4 if training.stage >= 2 else 0)
-    exchange_s = exchanged * shape.trained / gpu.reduce_bytes_per_s if training.ranks > 1 else 0.0
-    if training.parallel > 1:
-        passes = 3 if training.checkpointing else 2
-        sent = passes * shape.layers * 2 * (shape.query + shape.key_value) * item_bytes(config.model.dtype)
-        exchange_s += sent * training.tokens / training.parallel / gpu.reduce_bytes_per_s
-    return training.ranks / training.parallel * training.tokens / (compute_s / training.parallel + exchange_s)
-
-
-def _job(config: Config) -> Job:
-    prompt = config.data.max_prompt_tokens or 0
-    answer = MEAN_LENGTH * (longest_tokens(config) - prompt)
-    return Job(answer_tokens=max(answer, 1), prompt_tokens=prompt)
-
-
-def _model(shape: Shape) -> ModelShape:
-    return ModelShape(
-        parameters=shape.parameters, active=shape.active, layers=shape.layers,
-        hidden=shape.hidden, kv_heads=shape.key_value_heads, head_size=shape.key_value // shape.key_value_heads,
-    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -568,69 +450,60 @@ class Gpu:
     """Operations of a trained token and active weight: forward, backward, recomputed, scored once."""
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """The job: lengths and goodput."""
-
-    answer_tokens: float
-    """Mean length of a completion."""
-    prompt_tokens: float
-    context: float = 0.6
-    """Tokens before a token of a completion, on average, in mean lengths; 0.5 with equal lengths."""
-    goodput: float = 0.7
-    """Fraction of the generated tokens that is trained; the others have no signal."""
-
-    @property
-    def mean_context(self) -> float:
-        """Tokens before a token that is decoded, on average."""
-        return self.prompt_tokens + self.context * self.answer_tokens
+RECOMPUTED_FLOPS = 2
+"""FLOPs a token and weight of the second forward pass with checkpointing."""
+MEAN_LENGTH = 0.5
+"""Mean length of a completion, of the longest."""
+MEAN_CONTEXT = 0.6
+"""Tokens before a token of a completion, on average, in mean lengths; 0.5 with equal lengths."""
+GOODPUT = 0.7
+"""Fraction of the generated tokens that is trained; the others have no signal."""
 
 
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """The sizes of a model that its speed depends on."""
-
-    parameters: float
-    active: float
-    """Parameters that a token uses."""
-    layers: int
-    hidden: int
-    kv_heads: int
-    head_size: int = 128
-
-    @property
-    def bytes(self) -> float:
-        """Bytes of the weights in bfloat16."""
-        return 2 * self.parameters
-
-    @property
-    def is_moe(self) -> bool:
-        """True if a token uses a part of the weights only."""
-        return self.active < self.parameters
-
-    def cache_bytes(self, tp: int) -> float:
-        """Bytes of keys and values of a token in bfloat16, on all GPUs of an engine: with more GPUs than key-value
-        heads each GPU has a copy of one head."""
-        return 2 * 2 * self.layers * max(self.kv_heads, tp) * self.head_size
+def generated_per_s(config: Config, shape: Shape, gpu: Gpu, fitting_sequences: int) -> float:
+    """Returns the tokens that all engines generate per second and that are trained later. An engine decodes at once
+    what fits its cache, what it may take, and what admission allows, of whose batches one is being trained."""
+    engines, size = config.launch.generators, config.generator.group_size
+    admitted = max(1, config.replay.max_staleness) * config.replay.groups_per_step * size / engines
+    sequences = min(config.generator.max_running_groups * size, fitting_sequences, admitted)
+    prompt = config.data.max_prompt_tokens or 0
+    context = prompt + MEAN_CONTEXT * max(1.0, MEAN_LENGTH * (longest_tokens(config) - prompt))
+    step_s = decode_s(shape, gpu, tp=config.generator.tensor_parallel, sequences=sequences, context_tokens=context)
+    return engines * sequences / step_s * GOODPUT
 
 
-def generation_rate(model: ModelShape, gpu: Gpu, job: Job, *, tp: int, sequences: float) -> float:
-    """Returns the tokens of one GPU of an engine, per second, that are trained later."""
-    return sequences / (decode_s(model, gpu, job, tp=tp, sequences=sequences) * tp) * job.goodput
-
-
-def decode_s(model: ModelShape, gpu: Gpu, job: Job, *, tp: int, sequences: float) -> float:
-    """Returns the seconds of an engine step, in which each sequence gets a token: weights and caches are read,
-    multiplied, and summed over the engine's GPUs twice in each layer. With many sequences of a small model the
-    engine's Python thread takes longer."""
-    running = max(sequences, 1.0)
-    read_bytes = model.bytes + running * model.cache_bytes(tp) * job.mean_context
+def decode_s(shape: Shape, gpu: Gpu, *, tp: int, sequences: float, context_tokens: float) -> float:
+    """Returns the seconds of a step of an engine on `tp` GPUs, in which each sequence gets a token: weights and caches
+    in bfloat16 are read, multiplied, and summed over the GPUs twice in each layer. With many sequences of a small
+    model the engine's Python thread takes longer."""
+    running, head_size = max(sequences, 1.0), shape.key_value // shape.key_value_heads
+    # With more GPUs than key-value heads each GPU has a copy of one head.
+    cache_bytes_per_token = 2 * 2 * shape.layers * max(shape.key_value_heads, tp) * head_size
+    read_bytes = 2 * shape.parameters + running * cache_bytes_per_token * context_tokens
     read_s = read_bytes / (tp * gpu.memory_bytes_per_s * gpu.engine_bandwidth)
-    multiply_s = 2 * model.active * running / (tp * gpu.flops * gpu.engine_flops)
-    shared_bytes = 2 * (tp - 1) / tp * running * model.hidden * 2
+    multiply_s = 2 * shape.active * running / (tp * gpu.flops * gpu.engine_flops)
+    shared_bytes = 2 * (tp - 1) / tp * running * shape.hidden * 2
     reduce_s = gpu.reduce_s + shared_bytes / gpu.reduce_bytes_per_s if tp > 1 else 0.0
-    gpu_s = read_s + multiply_s + gpu.step_s + 2 * model.layers * reduce_s
+    gpu_s = read_s + multiply_s + gpu.step_s + 2 * shape.layers * reduce_s
     return max(gpu_s, gpu.host_sequence_s * running)
+
+
+def trained_per_s(config: Config, shape: Shape, gpu: Gpu) -> float:
+    """Returns the tokens that all learner ranks train per second. With ZeRO stage 2 ranks exchange the gradients of
+    each micro-batch, and with stage 3 they gather the weights twice. Ranks that share sequences exchange queries, keys,
+    values and outputs of their part in each pass; nothing overlaps."""
+    learner, ranks = config.learner, config.launch.learners
+    tokens, parallel, item = learner.tokens_per_microbatch, learner.sequence_parallel, item_bytes(config.model.dtype)
+    flops = gpu.train_flops if learner.gradient_checkpointing else gpu.train_flops - RECOMPUTED_FLOPS
+    mfu = gpu.moe_mfu if shape.active < shape.parameters else gpu.dense_mfu
+    compute_s = tokens * flops * shape.active / (gpu.flops * mfu)
+    exchanged = (2 * item if learner.zero_stage == 3 else 0) + (4 if learner.zero_stage >= 2 else 0)
+    exchange_s = exchanged * shape.trained / gpu.reduce_bytes_per_s if ranks > 1 else 0.0
+    if parallel > 1:
+        passes = 3 if learner.gradient_checkpointing else 2
+        sent_bytes = passes * shape.layers * 2 * (shape.query + shape.key_value) * item
+        exchange_s += sent_bytes * tokens / parallel / gpu.reduce_bytes_per_s
+    return ranks / parallel * tokens / (compute_s / parallel + exchange_s)
 
 
 MIB = 1 << 20

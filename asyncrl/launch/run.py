@@ -56,10 +56,10 @@ from asyncrl.observe.console import (
     ignore_broken_pipe,
     say,
 )
-from asyncrl.observe.first_look import Onlooker
 from asyncrl.observe.live import LiveView
 from asyncrl.observe.logs import configure_logs
 from asyncrl.observe.report import report_end
+from asyncrl.observe.sample_watch import SampleWatch
 from asyncrl.observe.trace import trace_bytes
 from asyncrl.replay.client import LauncherClient
 from asyncrl.rewards.reward_model import uses_reward_model
@@ -194,7 +194,7 @@ class Run:
         self.started_s = time.monotonic()
         self.progress = Progress(config, self.started_s)
         self.bottleneck = BottleneckMonitor(config, placement)
-        self.onlooker = Onlooker(Path(spec.run_dir), config, self._say)
+        self.samples = SampleWatch(Path(spec.run_dir), config, self._say)
         self.scan = scan
         self._stop_since_s: float | None = None
         self._stop_told = False
@@ -257,7 +257,7 @@ class Run:
         with observing("live view"):
             if sentence := self.bottleneck.update(status):
                 view.judge(sentence)
-            view.show_samples(self.onlooker.look(status))
+            view.show_samples(self.samples.poll(status))
             if status["step"] > 0:
                 view.update(status, restarts=sum(self.supervisor.restarts.values()))
 

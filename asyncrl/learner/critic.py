@@ -38,9 +38,10 @@ from asyncrl.learner.model.saving import model_files, restore_state, save_model
 from asyncrl.learner.update import Minibatch, may_be_empty, plan_updates, skip_if_not_finite, sync_microbatches
 from asyncrl.util.processes import peak_memory_bytes
 from asyncrl.wire.endpoints import Endpoints
-from asyncrl.wire.frames import KINDS, NAMES, Array, Message
+from asyncrl.wire.frames import NAMES, Array, Message
+from asyncrl.wire.messages import Error, Ok
 from asyncrl.wire.rpc import Connection, Reply, Server, announce, located
-from asyncrl.wire.service_messages import Error, Leave, Ok, Restore, Save, Train, Trained, Value, Values
+from asyncrl.wire.service_messages import Leave, Restore, Save, Train, Trained, Value, Values
 
 log = structlog.get_logger()
 RESEND_S = 10.0
@@ -344,7 +345,7 @@ class CriticServer:
                 return
             try:
                 if len(kinds) > 1:
-                    names = sorted(KINDS[kind] for kind in kinds)
+                    names = sorted(kind.__name__ for kind in kinds)
                     raise InvariantError(f"the learner ranks send the critic different requests: {names}")
                 replies = self._answers[kinds.pop()](received)
             except AsyncrlError as error:

@@ -23,8 +23,7 @@ from asyncrl.errors import AsyncrlError, PeerTimeoutError, RunError
 from asyncrl.learner.model.attention import SequenceParallel
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.rpc import announce, located
-from asyncrl.wire.store import StoreClient, StoreServer
-from asyncrl.wire.torch_store import TorchStore
+from asyncrl.wire.store import RemoteStore, StoreServer, TorchStore
 
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -190,7 +189,7 @@ def _rendezvous(endpoints: Endpoints, rank: int, count: int, timeout_s: float, w
         else:
             try:
                 address = located(endpoints, endpoints.learners, timeout_s=timeout_s, own_epoch=True)
-                store = StoreClient(address, run_id=run_id, keys=keys, timeout_s=timeout_s)
+                store = RemoteStore.connect(address, run_id=run_id, keys=keys, timeout_s=timeout_s)
             except PeerTimeoutError as error:
                 raise PeerTimeoutError(f"{what} rank {rank}: no rendezvous within {timeout_s:g} s: {error}") from error
             stack.callback(store.close)

@@ -30,15 +30,13 @@ from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from asyncrl.config.load import load_config
-from asyncrl.data.rows import Split
 from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.launch.run_dir import is_running
 from asyncrl.observe.curves import Row, decode_row, spread
 from asyncrl.observe.document import RUNNING, SAMPLE_FIELDS, UNFINISHED, PageSamples, curves_of, run_document
 from asyncrl.observe.page import SCRIPTS, STYLES, render_page, web_file
 from asyncrl.observe.report import RunSummary, read_summary, trace_of
-from asyncrl.observe.sample_search import conversations, page_samples, run_decoder, stored_group, with_texts
+from asyncrl.observe.sample_search import RunTexts, find_group, page_samples
 from asyncrl.observe.samples import FOLDER as SAMPLES
 from asyncrl.observe.samples import Samples, evaluated_versions, read_evaluated
 from asyncrl.observe.trackers import METRICS_FILE
@@ -265,7 +263,7 @@ def _with_headers(send: Send) -> Send:
 def trained_group(run_dir: Path, ticket: int) -> list[dict[str, Any]]:
     """The completions of a ticket: all if the journal has them, otherwise those that are recorded. Raises ConfigError
     if there are none, JournalError or DataError for a damaged file."""
-    return _rows(stored_group(run_dir, ticket), run_dir, "train")
+    return _rows(find_group(run_dir, ticket, with_raw=True))
 
 
 def evaluated_group(run_dir: Path, *, version: int, row: int) -> list[dict[str, Any]]:
@@ -276,16 +274,14 @@ def evaluated_group(run_dir: Path, *, version: int, row: int) -> list[dict[str, 
     samples = read_evaluated(run_dir, version, rows=[row])
     if not len(samples):
         raise ConfigError(f"version {version}: row {row} was not evaluated")
-    return _rows(samples.with_column("step", [version] * len(samples)), run_dir, "eval")
+    samples = samples.with_column("step", [version] * len(samples))
+    return _rows(RunTexts(run_dir).add_to(samples, "eval", with_raw=True))
 
 
-def _rows(samples: Samples, run_dir: Path, split: Split) -> list[dict[str, Any]]:
-    config = load_config(run_dir / "config.yaml")
-    decoder = run_decoder(run_dir, config)
-    samples = with_texts(samples, decoder, conversations(run_dir, config, decoder), config, split)
+def _rows(samples: Samples) -> list[dict[str, Any]]:
     names = [name for name in (*SAMPLE_FIELDS, "raw") if name in samples.columns]
     rows = samples.table.select(names).to_pylist(maps_as_pydicts="strict")
-    return [row | {"versions": own} for row, own in zip(rows, _versions(samples), strict=True)]
+    return [row | {"versions": versions} for row, versions in zip(rows, _versions(samples), strict=True)]
 
 
 def _versions(samples: Samples) -> list[list[tuple[int, int]]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 from rich.console import Console, Group, RenderableType
@@ -109,15 +109,20 @@ class LiveView:
             self._console.print(self._line(status, restarts), highlight=False, soft_wrap=True)
 
     def _line(self, status: dict[str, Any], restarts: int) -> str:
-        return (
-            f"step {status['step']:>{len(str(self._steps))}}/{self._steps}  reward {_reward(status)}  "
-            f"staleness {self._staleness(status)}  "
-            f"{status['tokens_per_s']:,.0f} tok/s  {_goodput(status)}"
-            f"idle: generators {status['generator_idle']:.0%}{_in_environments(status)}, "
-            f"learners {status['learner_idle']:.0%}"
-            + (f"  eval {evaluated}" if (evaluated := evaluation_text(status)) else "")
-            + "".join(f"  {note}" for note in _disturbances(status, restarts))
-        )
+        goodput, in_environments = goodput_of(status["metrics"]), status["generator_environments"]
+        parts = [
+            f"step {status['step']:>{len(str(self._steps))}}/{self._steps}",
+            f"reward {_number(status['reward'], '.3f')}",
+            f"staleness {self._staleness(status)}",
+            f"{status['tokens_per_s']:,.0f} tok/s",
+            *([f"goodput {goodput['total']:.0%}"] if goodput else []),
+            f"idle: generators {status['generator_idle']:.0%}"
+            + (f" (in environments {in_environments:.0%})" if in_environments else "")
+            + f", learners {status['learner_idle']:.0%}",
+            *([f"eval {evaluated}"] if (evaluated := evaluation_text(status)) else []),
+            *([note] if (note := _disturbances(status, restarts)) else []),
+        ]
+        return "  ".join(parts)
 
     def _staleness(self, status: dict[str, Any]) -> str:
         """Staleness of trained tokens with its hard bound, and the admission limit when that is lower."""
@@ -126,43 +131,47 @@ class LiveView:
         return f"{status['staleness_mean']:.2f} (max {status['staleness_max']} of {self._max_staleness}{now})"
 
     def _panel(self, status: dict[str, Any], restarts: int) -> Panel:
-        return render_panel(
-            status,
-            console=self._console,
-            run=self._run,
-            progress=self._progress,
-            history=self._history,
-            staleness=self._staleness(status),
-            verdict=self._verdict,
-            notes=_disturbances(status, restarts),
-            samples=self._samples,
-        )
+        """The panel of a status, no higher than the terminal: where there is little room, the last sections and then
+        the minor lines are left out."""
+        width, metrics = self._console.size.width - 4, status["metrics"]
+        alarm = status["collapse"]["sentence"] if status["collapse"].get("active") else ""
+        room = width - QUESTION_CHARACTERS - 2
+        staleness = self._staleness(status)
+        if "staleness/in_flight" in metrics:
+            in_flight, in_queue = metrics["staleness/in_flight"], metrics["staleness/in_queue"]
+            staleness += f": {in_flight:.2f} in flight, {in_queue:.2f} in the queue"
+        answers: Answers = {
+            "Is it learning?": _learning(status, self._history, room),
+            "How fast?": _speed(status, self._history, room),
+            "What holds it back?": _waiting(status, "" if alarm else self._verdict),
+            "How off-policy?": ([staleness], []),
+        }
+        warnings: Section = [Text(f"! {alarm}", style="bold red")] if alarm else []
+        if note := _disturbances(status, restarts):
+            warnings.append(Text(f"! {note}", style="bold yellow"))
+        samples = _samples(self._samples, width)
+        full: list[Section] = [[self._progress, _answers_table(answers, with_minor=True)], warnings]
+        brief: list[Section] = [[self._progress, _answers_table(answers, with_minor=False)], warnings]
+        tables = [samples, _generators(status["generators"]), _staleness_table(metrics)]
+        layouts = [*(full + tables[:number] for number in (3, 2, 1)), [*brief, samples], brief]
+        options = self._console.options.update(width=width, height=None)
+        for layout in layouts:
+            group = Group(*(part for section in layout if section for part in ("", *section)))
+            group.renderables.pop(0)
+            if len(self._console.render_lines(group, options)) <= self._console.size.height - 3:
+                break
+        return Panel(group, title=f"[bold]asyncrl[/] · {escape(self._run)}", border_style="blue")
 
 
-def _reward(status: dict[str, Any]) -> str:
-    return "-" if status["reward"] is None else f"{status['reward']:.3f}"
-
-
-def _in_environments(status: dict[str, Any]) -> str:
-    fraction = status["generator_environments"]
-    return f" (in environments {fraction:.0%})" if fraction else ""
-
-
-def _goodput(status: dict[str, Any]) -> str:
-    total = goodput_of(status["metrics"]).get("total")
-    return "" if total is None else f"goodput {total:.0%}  "
-
-
-def _disturbances(status: dict[str, Any], restarts: int) -> list[str]:
-    """Deviations from an undisturbed run, in one sentence: missing generators, restarts, steps trained again; none
-    without any."""
-    there, wanted, again = len(status["generators"]), status["generators_wanted"], status["catching_up"]
-    parts = [f"{there} of {wanted} generators"] if there != wanted else []
+def _disturbances(status: dict[str, Any], restarts: int) -> str:
+    """Deviations from an undisturbed run, in one sentence: missing generators, restarts, steps trained again."""
+    up, wanted, again = len(status["generators"]), status["generators_wanted"], status["catching_up"]
+    parts = [f"{up} of {wanted} generators"] if up != wanted else []
     if restarts:
         parts.append(f"restarts {restarts}")
     if again:
         parts.append(f"training step {again['step']} of {again['of']} again")
-    return [", ".join(parts)] if parts else []
+    return ", ".join(parts)
 
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -190,14 +199,9 @@ class ShownSample(NamedTuple):
 
 
 Section = list[RenderableType]
-
-
-class Line(NamedTuple):
-    """A line of an answer."""
-
-    text: RenderableType
-    is_minor: bool = False
-    """Left out where there is little room."""
+Lines = tuple[list[RenderableType], list[RenderableType]]
+"""The lines of an answer, and the minor ones, which are left out where there is little room."""
+Answers = dict[str, Lines]
 
 
 class History:
@@ -247,154 +251,74 @@ def bar(fraction: float) -> str:
     return "█" * full + "░" * (BAR_CHARACTERS - full)
 
 
-def render_panel(
-    status: dict[str, Any],
-    *,
-    console: Console,
-    run: str,
-    progress: Progress,
-    history: History,
-    staleness: str,
-    verdict: str,
-    notes: Sequence[str],
-    samples: Sequence[ShownSample],
-) -> Panel:
-    """The panel of a status of `LauncherClient.status`, no higher than the terminal."""
-    width = console.size.width - 4
-    alarm = status["collapse"]["sentence"] if status["collapse"].get("active") else ""
-    room = width - QUESTION_CHARACTERS - 2
-    answers: list[tuple[str, list[Line]]] = [
-        ("Is it learning?", _learning(status, history, room)),
-        ("How fast?", _speed(status, history, room)),
-        ("What holds it back?", _waiting(status, "" if alarm else verdict)),
-        ("How off-policy?", [Line(staleness + _split(status["metrics"]))]),
-    ]
-    warnings: Section = [Text(f"! {alarm}", style="bold red")] if alarm else []
-    warnings += [Text(f"! {note}", style="bold yellow") for note in notes]
-    brief: list[Section] = [[progress, _table(answers, with_minor=False)], warnings]
-    full: list[Section] = [[progress, _table(answers, with_minor=True)], warnings]
-    written, generators = _samples(samples, width), _generators(status["generators"])
-    layouts = [
-        [*full, written, generators, _staleness_table(status["metrics"])],
-        [*full, written, generators],
-        [*full, written],
-        [*brief, written],
-        brief,
-    ]
-    title = f"[bold]asyncrl[/] · {escape(run)}"
-    return Panel(_fitting(layouts, console, width), title=title, border_style="blue")
-
-
-def _table(answers: list[tuple[str, list[Line]]], *, with_minor: bool) -> Table:
+def _answers_table(answers: Answers, *, with_minor: bool) -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(width=QUESTION_CHARACTERS, style="bold cyan")
     table.add_column(ratio=1)
-    for question, lines in answers:
-        for line in lines:
-            if with_minor or not line.is_minor:
-                table.add_row(question, line.text)
-                question = ""
+    for question, (lines, minor) in answers.items():
+        for number, line in enumerate(lines + minor if with_minor else lines):
+            table.add_row("" if number else question, line)
     return table
 
 
-def _fitting(layouts: list[list[Section]], console: Console, width: int) -> Group:
-    """The first layout that fits the terminal's height, or the last one, with a blank line between its sections."""
-    options = console.options.update(width=width, height=None)
-    group = Group()
-    for sections in layouts:
-        parts: list[RenderableType] = []
-        for section in sections:
-            parts += ([""] if parts and section else []) + section
-        group = Group(*parts)
-        if len(console.render_lines(group, options)) <= console.size.height - 3:
-            break
-    return group
-
-
-def _learning(status: dict[str, Any], history: History, width: int) -> list[Line]:
+def _learning(status: dict[str, Any], history: History, width: int) -> Lines:
     metrics, rewards = status["metrics"], history.rewards
     reward = Text.assemble("reward ", (_number(status["reward"], ".3f"), "bold green"))
     if len(rewards) > 1:
         first = sum(rewards[: (tenth := max(1, len(rewards) // 10))]) / tenth
         reward.append(f"  from {first:.3f}  ")
         reward.append(sparkline(rewards, max(8, min(60, width - len(reward)))), "green")
-    lines = [Line(reward)]
+    lines: Section = [reward]
     if evaluated := evaluation_text(status):
-        lines.append(Line(f"evaluation {evaluated}"))
+        lines.append(f"evaluation {evaluated}")
     names = {"entropy": ("learner/entropy", ".3f"), "grad norm": ("learner/grad_norm", ".3g"),
              "completion tokens": ("completion/tokens", ",.0f")}  # fmt: skip
     facts = [f"{text} {metrics[name]:{form}}" for text, (name, form) in names.items() if name in metrics]
-    return [*lines, Line(", ".join(facts), is_minor=True)] if facts else lines
+    return lines, [", ".join(facts)] if facts else []
 
 
-def _speed(status: dict[str, Any], history: History, width: int) -> list[Line]:
+def _speed(status: dict[str, Any], history: History, width: int) -> Lines:
     speed = Text.assemble((f"{status['tokens_per_s']:,.0f}", "bold"), " trained tokens/s")
     if history.step_s is not None:
         speed.append(f", {history.step_s:.2g} s a step")
-    text = (
-        f"groups: {status['leased']:,} being generated, {status['finished']:,} waiting, {status['trained']:,} trained"
-    )
+    lines: Section = [speed]
+    if goodput := goodput_of(status["metrics"]):
+        factors = " x ".join(f"{name} {goodput[name]:.0%}" for name in GOODPUT_FACTORS)
+        smallest = min(GOODPUT_FACTORS, key=lambda name: goodput[name])
+        text = Text.assemble("goodput ", (f"{goodput['total']:.0%}", "bold"), f" = {factors}")
+        lines.append(
+            text if len(text) <= width else f"goodput {goodput['total']:.0%}, {smallest} only {goodput[smallest]:.0%}"
+        )
+    groups = f"{status['leased']:,} being generated, {status['finished']:,} waiting, {status['trained']:,} trained"
     refunded = ", ".join(f"{number:,} {reason}" for reason, number in status["refunded"].items())
-    groups = Line(text + (f", refunded {refunded}" if refunded else ""), is_minor=True)
-    return [Line(speed), *_goodput_lines(status["metrics"], width), groups]
+    return lines, [f"groups: {groups}" + (f", refunded {refunded}" if refunded else "")]
 
 
-def _goodput_lines(metrics: dict[str, float], width: int) -> list[Line]:
-    """The goodput with all its factors or, in little room, with the smallest one."""
-    goodput = goodput_of(metrics)
-    if "total" not in goodput:
-        return []
-    factors = " x ".join(f"{name} {goodput[name]:.0%}" for name in GOODPUT_FACTORS)
-    smallest = min(GOODPUT_FACTORS, key=lambda name: goodput[name])
-    for reason in (f" = {factors}", f", {smallest} only {goodput[smallest]:.0%}"):
-        text = Text.assemble("goodput ", (f"{goodput['total']:.0%}", "bold"), reason)
-        if len(text) <= width:
-            break
-    return [Line(text)]
-
-
-def _waiting(status: dict[str, Any], verdict: str) -> list[Line]:
-    idle = Text()
+def _waiting(status: dict[str, Any], verdict: str) -> Lines:
+    idle, metrics = Text(), status["metrics"]
     fractions = {"generators wait": status["generator_idle"], "in environments": status["generator_environments"],
                  "learners wait": status["learner_idle"]}  # fmt: skip
     for name, fraction in fractions.items():
         if fraction or name != "in environments":
             idle.append("  " if idle else "").append(f"{name} ").append(f"{fraction:.0%} ", "bold")
             idle.append(bar(fraction), "yellow")
-    lines = [Line(idle)]
-    if verdict:
-        lines.append(Line(Text(verdict, style="bold")))
-    if phases := _phases(status["metrics"]):
-        lines.append(Line(f"a group is {phases}", is_minor=True))
-    if episodes := _episodes(status["metrics"]):
-        lines.append(Line(episodes, is_minor=True))
-    return lines
+    phases = {"generated": "generate", "in the queue": "queue", "trained": "train"}
+    known = {word: metrics[f"group/{name}_s"] for word, name in phases.items() if f"group/{name}_s" in metrics}
+    minor: Section = []
+    if known:
+        minor.append("a group is " + ", ".join(f"{word} {seconds:.2g} s" for word, seconds in known.items()))
+    if "environment/live_episodes" in metrics:
+        minor.append(_episodes(metrics))
+    return [idle, *([Text(verdict, style="bold")] if verdict else [])], minor
 
 
-def _episodes(metrics: dict[str, float]) -> str:
-    """The line about the episodes of the last step; empty without an environment."""
-    if "environment/live_episodes" not in metrics:
-        return ""
+def _episodes(metrics: Mapping[str, float]) -> str:
     live, waiting = (metrics[f"environment/{name}_episodes"] for name in ("live", "waiting"))
     text = f"{live:,.0f} episodes in progress, {waiting:,.0f} wait for environments"
     if "environment/turns" in metrics and "environment/wait_s/p95" in metrics:
         p50, p95 = (metrics[f"environment/wait_s/{name}"] for name in ("p50", "p95"))
         text += f"; {metrics['environment/turns']:.1f} turns, each episode waits {p50:.2g} s (95 %: {p95:.2g} s)"
     return text
-
-
-def _split(metrics: dict[str, float]) -> str:
-    if "staleness/in_flight" not in metrics:
-        return ""
-    return f": {metrics['staleness/in_flight']:.2f} in flight, {metrics['staleness/in_queue']:.2f} in the queue"
-
-
-def _phases(metrics: dict[str, float]) -> str:
-    """Mean seconds that the groups of the last step spent in each phase."""
-    words = {"generate": "generated", "queue": "in the queue", "train": "trained"}
-    return ", ".join(
-        f"{word} {metrics[name]:.2g} s" for phase, word in words.items() if (name := f"group/{phase}_s") in metrics
-    )
 
 
 def _samples(samples: Sequence[ShownSample], width: int) -> Section:

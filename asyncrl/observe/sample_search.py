@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
@@ -16,11 +16,11 @@ from asyncrl.config.load import load_config
 from asyncrl.data.rows import PromptTable, Split
 from asyncrl.errors import ConfigError, DataError, observing
 from asyncrl.observe.document import MAX_SAMPLES, PageSamples
-from asyncrl.observe.samples import FOLDER, Part, Recorded, Samples, count_evaluated, evaluated_versions, read_evaluated
+from asyncrl.observe.samples import FOLDER, Recorded, Samples, count_evaluated, evaluated_versions, read_evaluated
 from asyncrl.replay.history import JournalSamples
 from asyncrl.replay.journal import segments_of
 from asyncrl.util.files import check_writable
-from asyncrl.util.model_files import Decoder, load_decoder
+from asyncrl.util.model_files import load_decoder
 
 if TYPE_CHECKING:
     from asyncrl.environments.dialogue.conversation import Display
@@ -56,10 +56,24 @@ class Query:
     order: Order = "newest"
     limit: int = 5
 
-    @property
-    def is_wide(self) -> bool:
-        """True if all steps are searched."""
-        return self.failed or not (self.data_source is None and self.row is None and self.grep is None)
+    def in_range(self, steps: Iterable[int]) -> list[int]:
+        """The steps to search, the newest first."""
+        newest_first = sorted(steps, reverse=True)
+        if self.steps is not None:
+            return [step for step in newest_first if self.steps[0] <= step <= self.steps[1]]
+        is_wide = self.failed or not (self.data_source is None and self.row is None and self.grep is None)
+        return newest_first if is_wide else newest_first[:1]
+
+    def matches(self, samples: Samples) -> np.ndarray:
+        """A mask of the rows that meet the conditions, but for the regular expression."""
+        mask = np.ones(len(samples), dtype=np.bool_)
+        if self.failed:
+            mask &= np.array([bool(error) for error in samples.table["error"].to_pylist()], dtype=np.bool_)
+        if self.data_source is not None:
+            mask &= samples["data_source"] == self.data_source
+        if self.row is not None:
+            mask &= samples["row"] == self.row
+        return mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +116,7 @@ class Stored:
         """Yields the trajectories that may match, newest first: for each step all of those in the journal, or the
         recorded ones if it is no longer there."""
         if query.evaluated:
-            for version in _in_range(self.versions, query):
+            for version in query.in_range(self.versions):
                 yield read_evaluated(self.run_dir, version)
             return
         if query.refunded:
@@ -110,7 +124,7 @@ class Stored:
                 yield self.of_ticket(ticket)
             return
         in_journal = self.journal.steps if self.journal is not None else {}
-        for step in _in_range(in_journal.keys() | set(self.recorded.steps.tolist()), query):
+        for step in query.in_range(in_journal.keys() | set(self.recorded.steps.tolist())):
             if self.journal is not None and step in in_journal:
                 yield self.journal.of_step(step)
             else:
@@ -124,12 +138,16 @@ class Stored:
 
     def describe(self) -> str:
         """Returns a sentence about the stored samples."""
-        texts = [] if self.journal is None else [_describe(self.journal)]
+        texts: list[str] = []
+        if self.journal is not None and (tickets := self.journal.groups):
+            text = f"{self.journal.folder} has {len(tickets):,} groups, of tickets {min(tickets):,} to {max(tickets):,}"
+            steps = self.journal.complete_steps()
+            texts.append(text + (f", and steps {min(steps):,} to {max(steps):,}" if steps else ""))
+        elif self.journal is not None:
+            texts.append(f"{self.journal.folder} has no groups yet")
         if len(self.recorded):
-            steps = self.recorded.steps
-            texts.append(
-                f"{self.run_dir / FOLDER} has {len(steps):,} trajectories of the steps {steps[0]:,} to {steps[-1]:,}"
-            )
+            steps, folder = self.recorded.steps, self.run_dir / FOLDER
+            texts.append(f"{folder} has {len(steps):,} trajectories of the steps {steps[0]:,} to {steps[-1]:,}")
         if self.versions:
             texts.append(f"evaluations of {len(self.versions):,} versions up to {self.versions[-1]:,}")
         return "; ".join(texts) + "; with journal.retention=all a run keeps all"
@@ -139,81 +157,39 @@ def find_samples(run_dir: Path, query: Query, *, special_tokens: bool = False) -
     """Returns the first `limit` trajectories that match. Raises ConfigError if the run is unknown, if it has kept no
     trajectories, or for a bad regular expression, JournalError if its journal is damaged, and DataError if its samples
     are."""
-    stored, config = Stored.open(run_dir), load_config(run_dir / "config.yaml")
-    decoder, pattern = run_decoder(run_dir, config), _pattern(query.grep)
+    stored, texts = Stored.open(run_dir), RunTexts(run_dir, special_tokens=special_tokens)
+    try:
+        pattern = None if query.grep is None else re.compile(query.grep)
+    except re.error as error:
+        raise ConfigError(f"--grep {query.grep!r}: not a regular expression: {error}") from None
     found = Samples.concat([])
     for part in stored.parts(query):
-        part = part.select(_matches(part, query))
+        part = part.select(query.matches(part))
         if pattern is not None:
-            texts = part.decode(decoder, special_tokens=special_tokens).table["completion"].to_pylist()
-            part = part.select(np.array([pattern.search(text) is not None for text in texts], dtype=np.bool_))
+            completions = texts.decode(part).table["completion"].to_pylist()
+            part = part.select(np.array([pattern.search(text) is not None for text in completions], dtype=np.bool_))
         found = Samples.concat([found, part])
         if query.order != "newest":
             found = found.sort(_COLUMN[query.order], descending=query.order != "worst")
         elif found.begins_member.sum() >= query.limit:
             break
-        found = first_members(found, query.limit)
-    found = first_members(found, query.limit).decode(decoder, special_tokens=special_tokens)
-    if (shown := conversations(run_dir, config, decoder, special_tokens=special_tokens)) is not None:
-        found = shown.add_to(found)
-    return Found(with_ground_truths(found, config, split="eval" if query.evaluated else "train"), stored.describe())
+        found = _first_members(found, query.limit)
+    split = "eval" if query.evaluated else "train"
+    return Found(texts.add_to(_first_members(found, query.limit), split), stored.describe())
 
 
-def first_members(samples: Samples, count: int) -> Samples:
-    """The rows of the first members of groups."""
+def _first_members(samples: Samples, count: int) -> Samples:
     return samples.select(np.cumsum(samples.begins_member) <= count)
 
 
-def conversations(
-    run_dir: Path, config: Config, decoder: Decoder, *, special_tokens: bool = False
-) -> Conversations | None:
-    """Shows the episodes of a run; None without an environment."""
-    folder = tokenizer_folder(run_dir, config)
-    return Conversations.of(config, folder, decoder, special_tokens=special_tokens)
-
-
-def stored_group(run_dir: Path, ticket: int) -> Samples:
-    """Returns the trajectories of the group of a ticket: all if the journal has them, otherwise those that are
-    recorded. Raises ConfigError if there are none, and as `find_samples` does."""
+def find_group(run_dir: Path, ticket: int, *, special_tokens: bool = False, with_raw: bool = False) -> Samples:
+    """Returns the trajectories of the group of a ticket, as `Found.samples`: all if the journal has them, otherwise
+    those that are recorded. Raises ConfigError if there are none, and as `find_samples` does."""
     stored = Stored.open(run_dir)
     group = stored.of_ticket(ticket)
     if not len(group):
         raise ConfigError(f"ticket {ticket}: the group is not stored; {stored.describe()}")
-    return group
-
-
-def find_group(run_dir: Path, ticket: int, *, special_tokens: bool = False) -> Samples:
-    """Returns the `stored_group` of a ticket, as `Found.samples`. Raises the same errors."""
-    group, config = stored_group(run_dir, ticket), load_config(run_dir / "config.yaml")
-    decoder = run_decoder(run_dir, config)
-    return with_ground_truths(group.decode(decoder, special_tokens=special_tokens), config)
-
-
-def run_decoder(run_dir: Path, config: Config) -> Decoder:
-    """The decoder of a run's tokenizer. Raises ConfigError if neither the run nor `model.path` has one."""
-    return load_decoder(tokenizer_folder(run_dir, config), trust_remote_code=config.model.trust_remote_code)
-
-
-def tokenizer_folder(run_dir: Path, config: Config) -> str:
-    """The folder of a run's tokenizer. Raises ConfigError if neither the run nor `model.path` has one."""
-    for folder in (Path(config.model.path), run_dir / "model"):
-        if (folder / "tokenizer.json").is_file() or (folder / "tokenizer_config.json").is_file():
-            return str(folder)
-    raise ConfigError(
-        f"{run_dir}: its tokenizer is gone, it was in model.path = {config.model.path!r}; put it back, or copy it to "
-        f"{run_dir / 'model'}"
-    )
-
-
-def with_ground_truths(samples: Samples, config: Config, *, split: Split = "train") -> Samples:
-    """The samples with the column "ground_truth", of the rows of a split: null where the dataset cannot be read any
-    more."""
-    try:
-        table = PromptTable(config, split=split)
-        truths = [table[row]["ground_truth"] if row < len(table) else None for row in samples["row"]]
-    except (ConfigError, DataError, OSError):
-        truths = [None] * len(samples)
-    return samples.with_column("ground_truth", pa.array(truths, pa.string()))
+    return RunTexts(run_dir, special_tokens=special_tokens).add_to(group, "train", with_raw=with_raw)
 
 
 def check_samples_file(out: Path) -> None:
@@ -228,41 +204,6 @@ def check_samples_file(out: Path) -> None:
             raise ConfigError(f"--out {out}: exists and holds no samples; name another file") from None
 
 
-def _describe(journal: JournalSamples) -> str:
-    steps, tickets = journal.complete_steps(), journal.groups
-    if not tickets:
-        return f"{journal.folder} has no groups yet"
-    text = f"{journal.folder} has {len(tickets):,} groups, of tickets {min(tickets):,} to {max(tickets):,}"
-    return text + (f", and steps {min(steps):,} to {max(steps):,}" if steps else "")
-
-
-def _in_range(steps: Iterable[int], query: Query) -> list[int]:
-    """The steps to search, the newest first."""
-    newest_first = sorted(steps, reverse=True)
-    if query.steps is not None:
-        return [step for step in newest_first if query.steps[0] <= step <= query.steps[1]]
-    return newest_first if query.is_wide else newest_first[:1]
-
-
-def _matches(samples: Samples, query: Query) -> np.ndarray:
-    """A mask of the rows that meet the conditions, but for the regular expression."""
-    mask = np.ones(len(samples), dtype=np.bool_)
-    if query.failed:
-        mask &= np.array([bool(error) for error in samples.table["error"].to_pylist()], dtype=np.bool_)
-    if query.data_source is not None:
-        mask &= samples["data_source"] == query.data_source
-    if query.row is not None:
-        mask &= samples["row"] == query.row
-    return mask
-
-
-def _pattern(grep: str | None) -> re.Pattern[str] | None:
-    try:
-        return None if grep is None else re.compile(grep)
-    except re.error as error:
-        raise ConfigError(f"--grep {grep!r}: not a regular expression: {error}") from None
-
-
 def parse_steps(text: str) -> tuple[int, int]:
     """First and last step of "20" or "10:20". Raises ConfigError for anything else."""
     first, colon, last = text.partition(":")
@@ -275,16 +216,13 @@ def page_samples(run_dir: Path) -> PageSamples | None:
     """Returns a choice of the run's recorded samples for its document, whose size does not depend on the run's length;
     None if there are none or they cannot be read."""
     with observing("samples of the report"):
-        config = load_config(run_dir / "config.yaml")
         recorded = Recorded(run_dir)
         trained = recorded.read(spread(len(recorded), MAX_SAMPLES))
         evaluated = _page_evaluations(run_dir)
         if len(trained) or len(evaluated):
-            decoder = run_decoder(run_dir, config)
-            shown = conversations(run_dir, config, decoder)
+            texts = RunTexts(run_dir)
             return PageSamples(
-                with_texts(trained, decoder, shown, config, "train"),
-                with_texts(evaluated, decoder, shown, config, "eval"),
+                texts.add_to(trained, "train", with_raw=True), texts.add_to(evaluated, "eval", with_raw=True)
             )
     return None
 
@@ -312,16 +250,6 @@ def spread(count: int, limit: int) -> list[int]:
     return np.unique(np.linspace(0, max(count - 1, 0), min(count, limit)).round()).astype(int).tolist()
 
 
-def with_texts(
-    samples: Samples, decoder: Decoder, shown: Conversations | None, config: Config, split: Split
-) -> Samples:
-    """The samples with their texts and ground truths, and `shown` as conversations; the column "raw" has the
-    completions with special tokens."""
-    raw = samples.decode(decoder, special_tokens=True).table["completion"].combine_chunks()
-    samples = samples if shown is None else shown.add_to(samples)
-    return with_ground_truths(samples.decode(decoder), config, split=split).with_column("raw", raw)
-
-
 CONVERSATION = "conversation"
 """The column of samples with the lines of a trajectory; null where its turns are not known."""
 _LINES = pa.list_(
@@ -345,68 +273,88 @@ class Line(NamedTuple):
     """That of the turn, on its last line, if the environment rewarded turns of the trajectory."""
 
 
-class Conversations:
-    """Shows trajectories of episodes."""
+class RunTexts:
+    """Turns the tokens of a run's samples into texts, and its episodes into conversations."""
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], display: Display | None) -> None:
-        """`display` belongs to the model's chat template; without one, conversations are plain text."""
-        self._decode, self._display = decode, display
+    def __init__(self, run_dir: Path, config: Config | None = None, *, special_tokens: bool = False) -> None:
+        """Raises ConfigError if neither the run nor `model.path` has the tokenizer."""
+        self.config = config = config or load_config(run_dir / "config.yaml")
+        folder = tokenizer_folder(run_dir, config)
+        self._decoder = load_decoder(folder, trust_remote_code=config.model.trust_remote_code)
+        self._special_tokens = special_tokens
+        self._display: Display | None = None
+        """For the model's chat template; without one, and with special tokens, conversations are plain text."""
+        if config.environment.name is not None and not special_tokens:
+            self._display = _display_of(config, folder)
 
-    @classmethod
-    def of(cls, config: Config, folder: str, decoder: Decoder, *, special_tokens: bool = False) -> Conversations | None:
-        """Those of a run with its tokenizer in a folder, with `special_tokens` as plain text with these. None without
-        an environment."""
-        if config.environment.name is None:
-            return None
-        from asyncrl.environments.dialogue.conversation import Display
-        from asyncrl.environments.dialogue.dialogue import Dialogue
-        from asyncrl.environments.dialogue.rendering import DialogueError
+    def decode(self, samples: Samples) -> Samples:
+        """The samples with the columns "prompt" and "completion"."""
+        return samples.decode(self._decoder, special_tokens=self._special_tokens)
 
-        def decode(tokens: Sequence[int]) -> str:
-            return decoder([tokens], special_tokens=special_tokens)[0]
+    def converse(self, samples: Samples) -> Samples:
+        """The samples with the column CONVERSATION if the run has an environment."""
+        if self.config.environment.name is None:
+            return samples
+        rows = [self._lines(samples, row) for row in range(len(samples))]
+        return samples.with_column(CONVERSATION, pa.array(rows, _LINES))
 
-        if special_tokens:
-            return cls(decode, None)
+    def add_to(self, samples: Samples, split: Split, *, with_raw: bool = False) -> Samples:
+        """The samples with texts, conversations and ground truths, which are null where the dataset cannot be read any
+        more; `with_raw` adds the column "raw", the completions with special tokens."""
+        raw = samples.decode(self._decoder, special_tokens=True).table["completion"] if with_raw else None
+        samples = self.converse(self.decode(samples))
         try:
-            return cls(decode, Display(Dialogue.of(config, folder=folder).chat))
-        except (ConfigError, DialogueError):  # the model has no chat template
-            return cls(decode, None)
+            table = PromptTable(self.config, split=split)
+            truths = [table[row]["ground_truth"] if row < len(table) else None for row in samples["row"]]
+        except (ConfigError, DataError, OSError):
+            truths = [None] * len(samples)
+        samples = samples.with_column("ground_truth", pa.array(truths, pa.string()))
+        return samples if raw is None else samples.with_column("raw", raw.combine_chunks())
 
-    def lines(self, samples: Samples, row: int) -> list[Line]:
-        """The lines of a trajectory. Raises DataError if its turns are not known."""
-        parts = samples.turns(row)
+    def _lines(self, samples: Samples, row: int) -> list[dict[str, Any]] | None:
+        """The lines of a trajectory; None if it was recorded without its turns."""
+        try:
+            parts = samples.turns(row)
+        except DataError:
+            return None
         prompt = samples["tokens"][row][: int(samples["num_prompt_tokens"][row])].tolist()
         display = self._display if self._display is not None and self._display.is_chat(prompt) else None
+
+        def texts_of(tokens: Sequence[int], role: str) -> list[tuple[str, str]]:
+            if display is None:
+                return [(role, self._decoder([tokens], special_tokens=self._special_tokens)[0])]
+            return list(display.said(tokens) if role == "policy" else display.heard(tokens))
+
         has_rewards = any(part.reward for part in parts)
-        lines = [Line(role or "prompt", text, said=False) for role, text in self._heard(prompt, display, "prompt")]
+        lines = [Line(role or "prompt", text, said=False) for role, text in texts_of(prompt, "prompt")]
         for part in parts:
-            if not part.said:
-                lines += [
-                    Line(role, text, said=False) for role, text in self._heard(part.tokens, display, "environment")
-                ]
-                continue
-            said = self._said(part, display)
-            lines += [Line(role, text, said=True, version=part.version) for role, text in said]
-            lines[-1] = lines[-1]._replace(reward=part.reward if has_rewards else None)
-        return lines
+            texts = texts_of(part.tokens, "policy" if part.said else "environment")
+            lines += [Line(role, text, part.said, part.version) for role, text in texts]
+            if part.said and has_rewards:
+                lines[-1] = lines[-1]._replace(reward=part.reward)
+        return [line._asdict() for line in lines]
 
-    def add_to(self, samples: Samples) -> Samples:
-        """The samples with the column CONVERSATION."""
-        return samples.with_column(
-            CONVERSATION, pa.array([self._row(samples, row) for row in range(len(samples))], _LINES)
-        )
 
-    def _row(self, samples: Samples, row: int) -> list[dict[str, Any]] | None:
-        try:
-            return [line._asdict() for line in self.lines(samples, row)]
-        except DataError:  # it was recorded without its turns
-            return None
+def _display_of(config: Config, folder: str) -> Display | None:
+    from asyncrl.environments.dialogue.conversation import Display
+    from asyncrl.environments.dialogue.dialogue import Dialogue
+    from asyncrl.environments.dialogue.rendering import DialogueError
 
-    def _heard(self, tokens: Sequence[int], display: Display | None, role: str) -> list[tuple[str, str]]:
-        return [(role, self._decode(tokens))] if display is None else list(display.heard(tokens))
+    try:
+        return Display(Dialogue.of(config, folder=folder).chat)
+    except (ConfigError, DialogueError):  # the model has no chat template
+        return None
 
-    def _said(self, part: Part, display: Display | None) -> list[tuple[str, str]]:
-        return [("policy", self._decode(part.tokens))] if display is None else list(display.said(part.tokens))
+
+def tokenizer_folder(run_dir: Path, config: Config) -> str:
+    """The folder of a run's tokenizer. Raises ConfigError if neither the run nor `model.path` has one."""
+    for folder in (Path(config.model.path), run_dir / "model"):
+        if (folder / "tokenizer.json").is_file() or (folder / "tokenizer_config.json").is_file():
+            return str(folder)
+    raise ConfigError(
+        f"{run_dir}: its tokenizer is gone, it was in model.path = {config.model.path!r}; put it back, or copy it to "
+        f"{run_dir / 'model'}"
+    )
 
 
 def in_one_line(lines: Sequence[Mapping[str, Any]]) -> tuple[str, str]:

@@ -17,8 +17,8 @@ from asyncrl.environments import Environment, Step
 from asyncrl.environments.dialogue.dialogue import Dialogue
 from asyncrl.environments.table import Named
 from asyncrl.observe.document import run_document
-from asyncrl.observe.first_look import ShownSamples
 from asyncrl.observe.sample_search import Query, find_samples, page_samples
+from asyncrl.observe.sample_watch import ShownSamples
 from asyncrl.observe.samples import SampleBook
 from asyncrl.types import EpisodeOutcome, Group, Trajectory
 from tests.helpers.chat_models import save_chat_model

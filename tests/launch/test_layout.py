@@ -9,17 +9,15 @@ import pytest
 from test_memory import LLAMA_8B, QWEN2_7B, QWEN2_15B, fitted, shape_of
 
 from asyncrl.config.load import load_config
-from asyncrl.launch import layout as search
 from asyncrl.launch import machine as gpus
 from asyncrl.launch.layout import (
     CARDS,
     LEAST_SEQUENCES,
     LOWERED_BY,
     Gpu,
-    Job,
-    ModelShape,
     decode_s,
     parse_cards,
+    search,
     shared_by,
     stagings,
 )
@@ -89,14 +87,14 @@ def test_it_prefers_speed_among_what_needs_no_offload() -> None:
     models = Models(shape_of(QWEN2_15B))
     base = load_config(None, {"model.path": "m", "data.train": "d", "model.dtype": "bfloat16",
                               "generator.max_new_tokens": 4096})  # fmt: skip
-    eight = search.search(base, models, 8, CARDS["H100-80"]).layout
+    eight, _ = search(base, models, 8, CARDS["H100-80"])
     assert eight is not None
     launch, learner = eight.config.launch, eight.config.learner
     assert learner.offload == "none" and eight.config.generator.tensor_parallel == 1
     assert launch.learners + launch.generators == 8 and min(launch.learners, launch.generators) >= 2
-    assert eight.sequences >= LEAST_SEQUENCES
+    assert eight.generator.sequences >= LEAST_SEQUENCES
     assert eight.config.replay.groups_per_step % launch.learners == 0
-    slow = search.search(base, models, 8, Gpu(memory_bytes=CARDS["H100-80"].memory_bytes, flops=1e14)).layout
+    slow, _ = search(base, models, 8, Gpu(memory_bytes=CARDS["H100-80"].memory_bytes, flops=1e14))
     assert slow is not None and slow.config.launch.learners > launch.learners, "cards that compute slowly need learners"
     assert slow.tokens_per_s < eight.tokens_per_s
 
@@ -151,7 +149,7 @@ def test_heads_decide_by_how_many_ranks_sequences_are_shared() -> None:
 def test_without_a_layout_it_names_the_nearest_and_what_lowers_it() -> None:
     code, output = plan("--model", shape_of(LLAMA_8B).folder, "--gpus", "2xRTX4090-24")
     assert code == 2
-    assert "--gpus 2xRTX4090-24: no layout fits by arithmetic. The nearest:" in output
+    assert "--gpus 2xRTX4090-24: no layout is estimated to fit. The nearest:" in output
     assert (
         "a generator on 1 card: 5" in output and "; lower: a smaller generator.engine_options.max_model_len" in output
     )
@@ -217,7 +215,6 @@ def test_every_key_that_is_advised_exists() -> None:
 
 
 def test_steps_of_many_sequences_of_a_small_model_take_the_time_of_the_engines_thread() -> None:
-    gpu, job = Gpu(), Job(answer_tokens=100, prompt_tokens=100)
-    small = ModelShape(parameters=0.5e9, active=0.5e9, layers=24, hidden=896, kv_heads=2, head_size=64)
-    few, many = (decode_s(small, gpu, job, tp=1, sequences=sequences) for sequences in (64, 2048))
+    gpu, small = Gpu(), shape_of(QWEN2_15B)
+    few, many = (decode_s(small, gpu, tp=1, sequences=sequences, context_tokens=10) for sequences in (64, 2048))
     assert few > 64 * gpu.host_sequence_s and many == 2048 * gpu.host_sequence_s

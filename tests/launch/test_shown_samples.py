@@ -9,8 +9,8 @@ import numpy as np
 from rich.console import Console
 
 from asyncrl.config.load import load_config
-from asyncrl.observe.first_look import ShownSamples
 from asyncrl.observe.live import LiveView, ShownSample
+from asyncrl.observe.sample_watch import ShownSamples
 from asyncrl.observe.samples import SampleBook
 from asyncrl.types import Group, Lease, Prompt
 from tests.helpers.replay import make_group

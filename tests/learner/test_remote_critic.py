@@ -250,7 +250,7 @@ def test_old_requests_that_come_again_are_not_answered(
     assert peer.receive(0.5) is None
     peer.send(Train(0, 1), [np.zeros(batch.num_tokens, np.float32)], seq=2)
     answer = peer.receive(10.0)
-    assert answer is not None and (answer.kind, answer.seq) == ("trained", 2)
+    assert answer is not None and (answer.kind, answer.seq) == ("Trained", 2)
     assert len(critic.values(batch, 2)) == batch.num_tokens
     critic.close()
 
@@ -258,6 +258,6 @@ def test_old_requests_that_come_again_are_not_answered(
 def test_a_missing_critic_is_named(addresses: Endpoints, tiny_model: Path) -> None:
     config = make_config(tiny_model, **GAE_CONFIG, launch={"progress_timeout_s": 0.3})
     critic = RemoteCritic(config, 0, addresses)
-    with pytest.raises(PeerTimeoutError, match=r"critic rank 0 at tcp://127.0.0.1:\d+ did not answer 'value' within"):
+    with pytest.raises(PeerTimeoutError, match=r"critic rank 0 at tcp://127.0.0.1:\d+ did not answer 'Value' within"):
         critic.values(pack_groups(config, make_groups(1)), 1)
     critic.close()

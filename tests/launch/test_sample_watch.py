@@ -12,9 +12,9 @@ import pytest
 from asyncrl.config.config import Config
 from asyncrl.config.load import load_config
 from asyncrl.errors import JournalError
-from asyncrl.observe import first_look
-from asyncrl.observe.first_look import LOOK_AFTER_S, FirstLook
+from asyncrl.observe import sample_watch
 from asyncrl.observe.sample_search import Found, Query
+from asyncrl.observe.sample_watch import CHECK_AFTER_S, ZeroRewardCheck
 from asyncrl.observe.samples import Samples
 from asyncrl.observe.stats import OutcomeStats, count_rewards
 from asyncrl.replay.codec import pack_group
@@ -40,14 +40,14 @@ def found(run_dir: Path, query: Query) -> Found:
 
 
 def test_the_run_says_once_that_all_rewards_are_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_look, "find_samples", found)
+    monkeypatch.setattr(sample_watch, "find_samples", found)
     said: list[str] = []
-    look = FirstLook(tmp_path, config_of(rewards="gsm8k"), said.append)
+    look = ZeroRewardCheck(tmp_path, config_of(rewards="gsm8k"), said.append)
     look.update(NONE, 0.0)
     look.update(ZERO, 500.0)
-    look.update(ZERO, 500.0 + LOOK_AFTER_S - 1)
+    look.update(ZERO, 500.0 + CHECK_AFTER_S - 1)
     assert said == [], "the minute begins with the first rewards"
-    look.update(ZERO, 500.0 + LOOK_AFTER_S)
+    look.update(ZERO, 500.0 + CHECK_AFTER_S)
     assert said[0].startswith(
         "warning: all 42 rewards so far are 0, 2 of them because they could not be computed; noth"
     )
@@ -61,10 +61,10 @@ def test_the_run_says_once_that_all_rewards_are_zero(tmp_path: Path, monkeypatch
     assert len(said) == 5
 
 
-def test_a_reward_other_than_zero_ends_the_look(tmp_path: Path) -> None:
+def test_a_reward_other_than_zero_ends_the_check(tmp_path: Path) -> None:
     said: list[str] = []
-    look = FirstLook(tmp_path, config_of(rewards="gsm8k"), said.append)
-    for now_s, all_zero in ((0.0, True), (9.0, False), (LOOK_AFTER_S, True)):
+    look = ZeroRewardCheck(tmp_path, config_of(rewards="gsm8k"), said.append)
+    for now_s, all_zero in ((0.0, True), (9.0, False), (CHECK_AFTER_S, True)):
         look.update(ZERO | {"all_zero": all_zero}, now_s)
     assert said == []
 
@@ -73,11 +73,11 @@ def test_a_journal_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pyt
     def fail(*_: object) -> Found:
         raise JournalError("damaged")
 
-    monkeypatch.setattr(first_look, "find_samples", fail)
+    monkeypatch.setattr(sample_watch, "find_samples", fail)
     said: list[str] = []
-    look = FirstLook(tmp_path, config_of(rewards="gsm8k"), said.append)
+    look = ZeroRewardCheck(tmp_path, config_of(rewards="gsm8k"), said.append)
     look.update(ZERO, 0.0)
-    look.update(ZERO, LOOK_AFTER_S)
+    look.update(ZERO, CHECK_AFTER_S)
     assert said[1] == "  (no samples: damaged)"
 
 
@@ -88,10 +88,10 @@ def test_a_journal_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pyt
 def test_with_an_environment_it_asks_what_is_to_be_seen_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rewards: Any, begin: str
 ) -> None:
-    monkeypatch.setattr(first_look, "find_samples", found)
+    monkeypatch.setattr(sample_watch, "find_samples", found)
     said: list[str] = []
-    look = FirstLook(tmp_path, config_of(rewards=rewards, **{"environment.name": "guess"}), said.append)
-    for now_s in (0.0, LOOK_AFTER_S):
+    look = ZeroRewardCheck(tmp_path, config_of(rewards=rewards, **{"environment.name": "guess"}), said.append)
+    for now_s in (0.0, CHECK_AFTER_S):
         look.update(ZERO, now_s)
     assert said[-1].startswith(begin) and "reward_part/calls_failed" in said[-1]
     assert f"asyncrl play --config {tmp_path / 'config.yaml'}. More: asyncrl samples {tmp_path} --ref" in said[-1]
