@@ -8,7 +8,6 @@ import os
 import shutil
 import stat
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,9 @@ from asyncrl.plan.sweep import (
     Sweep,
     parse_limits,
     print_results,
-    read_cell,
     read_results,
     recommend,
     run_cells,
-    smoothed,
     status_of,
     write_sweep_report,
 )
@@ -104,11 +101,6 @@ def test_what_a_cell_chose_for_auto_and_epochs_is_no_other_setting(sweep: Sweep)
     assert run_cells(sweep, quiet(), again) == ([], False) and again.names == []
 
 
-def test_a_sweep_finds_its_runs_in_the_folder_of_runs(sweep: Sweep) -> None:
-    elsewhere = replace(sweep, settings={"runs_dir": "elsewhere"})
-    assert str(elsewhere.cells[0].run_dir) == "elsewhere/try-s0-seed0"
-
-
 def test_a_failed_cell_is_reported_and_the_others_run(sweep: Sweep) -> None:
     out = io.StringIO()
     failed, interrupted = run_cells(sweep, Console(file=out, width=200), MadeRuns([0, 1]))
@@ -158,15 +150,6 @@ def test_results_of_all_cells(sweep: Sweep, tmp_path: Path) -> None:
     assert "Pareto front" in page
 
 
-def test_a_step_without_an_update_counts(sweep: Sweep) -> None:
-    run_cells(sweep, quiet(), MadeRuns())
-    file = sweep.cells[0].run_dir / "metrics.jsonl"
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    del rows[3]["learner/loss"], rows[3]["correction/ess"]
-    file.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"step": 12, "eval/reward": 1.0}]))
-    assert read_cell(sweep.cells[0]).steps == list(range(1, 13))
-
-
 def test_a_partial_sweep_has_results_and_an_empty_one_none(sweep: Sweep) -> None:
     with pytest.raises(DataError, match="no cell of the sweep has finished"):
         read_results(sweep.cells)
@@ -190,10 +173,6 @@ def test_one_seed_says_that_it_is_unsure() -> None:
     found = recommend({0: np.array([0.2]), 2: np.array([0.3])}, 60.0)
     assert found.max_staleness == 2
     assert "one seed only" in found.sentence
-
-
-def test_smoothing_is_a_mean_of_the_latest() -> None:
-    assert smoothed([1, 2, 3, 4, 5, 6, 7]) == [1, 1.5, 2, 2.5, 3, 4, 5]
 
 
 def collapse(cell: Cell, **changes: Any) -> None:
