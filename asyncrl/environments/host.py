@@ -28,7 +28,7 @@ from asyncrl.environments.programs.program_player import ProgramPlayer
 from asyncrl.environments.table import EnvironmentTable, Named
 from asyncrl.util.processes import become_helper, tune_gc
 from asyncrl.wire.endpoints import Endpoints
-from asyncrl.wire.frames import MAX_TEXT_HEADER_BYTES, Array, Message, pack_lists, unpack_lists
+from asyncrl.wire.frames import Array, Message, pack_lists, unpack_lists
 from asyncrl.wire.rpc import Reply, Server
 from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, SayNext, Turns, Wishes
 
@@ -78,7 +78,6 @@ class Host:
             spec.address,
             "environment host",
             {Turns: self._handle},
-            max_bytes=MAX_TEXT_HEADER_BYTES,
         )
         self._generator = b""
         self._gateway = Gateway(self._dialogue)

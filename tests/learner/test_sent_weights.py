@@ -84,11 +84,3 @@ def test_the_engine_has_the_learners_weights_after_each_step(
     first, second = run(save_family(name, tmp_path / "model"), tmp_path, free_port())
     assert first["compared"] == 9 and len(first["changed"]) == first["all"]  # type: ignore[index]
     assert first["changed"] == second["changed"]  # type: ignore[index]
-
-
-@pytest.mark.timeout(240)
-def test_ranks_whose_tokens_visit_other_experts_do_not_wait_for_each_other(
-    tiny_model: Path, free_port: Callable[[], int], tmp_path: Path
-) -> None:
-    (tmp_path / "apart").symlink_to(tiny_model)
-    assert run(tmp_path / "apart", tmp_path, free_port()) == [3, 3]

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from asyncrl.cli.verifiers_rows import make_verifiers_rows
+from asyncrl.cli.parts import make_verifiers_rows
 from asyncrl.environments.dialogue.dialogue import ChatDialogue, Dialogue
 from asyncrl.environments.environment import Message
 from asyncrl.launch.fork_server import ForkServer
