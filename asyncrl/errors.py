@@ -4,8 +4,8 @@
     |-- ConfigError (ValueError)            a setting, a file it names, or a flag; exit code 2
     |-- DataError (ValueError)              a row of a dataset; exit code 2
     |-- ProtocolError (ValueError)          a message that does not fit its schema
-    |   |-- StrangerError                   a message from outside the run
-    |   |-- BodyError                       a message of a known kind whose body does not fit
+    |   |-- UnknownPeerError                a message from outside the run
+    |   |-- BodyError                       (wire/frames.py) a message of a known kind whose body does not fit
     |   `-- BadServerError                  (wire/rpc.py) a message of a channel's server that does not fit
     |-- PeerTimeoutError (TimeoutError)     another process missed its deadline
     |   `-- ServerLostError                 (wire/rpc.py) the server of a channel has ended
@@ -49,16 +49,8 @@ class ProtocolError(AsyncrlError, ValueError):
     """A message does not fit its schema. Counted and answered, never fatal for the receiver."""
 
 
-class StrangerError(ProtocolError):
+class UnknownPeerError(ProtocolError):
     """A message does not prove that its sender is part of the run. Counted, and not answered."""
-
-
-class BodyError(ProtocolError):
-    """The body of a message does not fit its kind."""
-
-    def __init__(self, kind: str, problem: str) -> None:
-        super().__init__(f"{kind}: {problem}")
-        self.kind = kind
 
 
 class PeerTimeoutError(AsyncrlError, TimeoutError):

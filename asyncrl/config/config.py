@@ -289,6 +289,12 @@ class Config(Section):
     def run_dir(self) -> Path:
         return Path(self.runs_dir) / self.run
 
+    @property
+    def on_this_machine(self) -> Config:
+        """The config with all addresses on this machine, for roles outside of a run."""
+        launch = self.launch.model_copy(update={"address": LaunchConfig().address, "colocate": "off"})
+        return self.model_copy(update={"launch": launch})
+
     def with_choices_of(self, saved: Config) -> Config:
         """The config with what a run's saved config has in place of `rewards: auto`, `eval.rewards: auto`,
         `weights.staging: auto`, `epochs`, and of a `launch.start_timeout_s` that is left to the start."""

@@ -23,8 +23,7 @@ from asyncrl.errors import AsyncrlError, PeerTimeoutError, RunError
 from asyncrl.learner.model.attention import SequenceParallel
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.rpc import announce, located
-from asyncrl.wire.store import StoreClient, StoreServer
-from asyncrl.wire.torch_store import TorchStore
+from asyncrl.wire.store import RemoteStore, StoreServer, TorchStore
 
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -171,10 +170,10 @@ def _sharing(ranks: Ranks, size: int) -> Ranks:
     """Returns the ranks with `size` adjacent ones that share their sequences. All ranks call it."""
     sets = [range(first, first + size) for first in range(0, ranks.count, size)]
     shared: list[Any] = [dist.new_group(list(members)) for members in sets]
-    across: list[Any] = [dist.new_group(list(range(place, ranks.count, size))) for place in range(size)]
-    number, place = divmod(ranks.rank, size)
-    members = replace(ranks, rank=number, count=len(sets), group=across[place])
-    return replace(ranks, parallel=SequenceParallel(place, size, shared[number]), members=members)
+    across: list[Any] = [dist.new_group(list(range(offset, ranks.count, size))) for offset in range(size)]
+    number, offset = divmod(ranks.rank, size)
+    members = replace(ranks, rank=number, count=len(sets), group=across[offset])
+    return replace(ranks, parallel=SequenceParallel(offset, size, shared[number]), members=members)
 
 
 @contextmanager
@@ -190,7 +189,7 @@ def _rendezvous(endpoints: Endpoints, rank: int, count: int, timeout_s: float, w
         else:
             try:
                 address = located(endpoints, endpoints.learners, timeout_s=timeout_s, own_epoch=True)
-                store = StoreClient(address, run_id=run_id, keys=keys, timeout_s=timeout_s)
+                store = RemoteStore.connect(address, run_id=run_id, keys=keys, timeout_s=timeout_s)
             except PeerTimeoutError as error:
                 raise PeerTimeoutError(f"{what} rank {rank}: no rendezvous within {timeout_s:g} s: {error}") from error
             stack.callback(store.close)

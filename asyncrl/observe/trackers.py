@@ -20,6 +20,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from importlib.util import find_spec
 from itertools import islice
@@ -151,7 +152,12 @@ class ConsoleLines:
 
 
 class TensorBoard:
-    """TensorBoard event files in `tensorboard/`; samples are texts."""
+    """TensorBoard event files in `tensorboard/`; samples are texts.
+
+    Needs the extra `tensorboard`.
+    """
+
+    package = "tensorboard"
 
     def __init__(self, config: Config, run_dir: Path, last_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -219,9 +225,7 @@ class MLflow:
         self._metric = Metric
         self._client = MlflowClient(tracking_uri=uri)
         id_file = run_dir / "mlflow_run_id"
-        self._in_doubt = id_file.exists()
-        """True if the answer to an earlier try was lost, so that the server may have the row."""
-        if self._in_doubt:
+        if id_file.exists():
             self._run_id = id_file.read_text()
             self._client.update_run(self._run_id, status="RUNNING")
             return
@@ -234,13 +238,7 @@ class MLflow:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         points = [self._metric(name, value, 0, step) for name, value in metrics.items()]
-        if not (self._in_doubt and points and self._has(points[0])):
-            self._in_doubt = True
-            self._client.log_batch(self._run_id, metrics=points)
-        self._in_doubt = False
-
-    def _has(self, point: Any) -> bool:
-        return any(known.step == point.step for known in self._client.get_metric_history(self._run_id, point.key))
+        self._client.log_batch(self._run_id, metrics=points)
 
     def log_samples(self, step: int, kind: str, samples: Samples) -> None:
         self._client.log_text(self._run_id, markdown_of(samples), f"samples/{kind}-{step:06d}.md")
@@ -296,21 +294,13 @@ TRACKERS: dict[str, MakeTracker] = {
 """Trackers by their name in `observe.trackers`."""
 
 
-def check_package(key: str, name: str, tracker: Any) -> None:
-    """Raises ConfigError if the tracker's package is not installed."""
-    package = getattr(tracker, "package", None)
-    if package is not None and find_spec(package) is None:
-        raise ConfigError(
-            f"{key} = {name!r}: the package {package} is not installed; pip install 'asyncrl[{package}]', or leave the "
-            "tracker out"
-        )
-
-
 def rows_of(samples: Samples) -> list[dict[str, Any]]:
     """The columns of decoded samples that people look at, with parts of the reward as text."""
     names = [name for name in SAMPLE_COLUMNS if name in samples.columns]
     rows = samples.table.select(names).to_pylist(maps_as_pydicts="strict")
-    return [dict.fromkeys(SAMPLE_COLUMNS) | row | {"reward_parts": _parts(row)} for row in rows]
+    for row in rows:
+        row["reward_parts"] = ", ".join(f"{name} {value:g}" for name, value in row["reward_parts"].items())
+    return [dict.fromkeys(SAMPLE_COLUMNS) | row for row in rows]
 
 
 def markdown_of(samples: Samples) -> str:
@@ -325,10 +315,6 @@ def markdown_of(samples: Samples) -> str:
 def settings_of(config: Config) -> dict[str, Any]:
     """The config without secrets."""
     return redact(config.model_dump(mode="json"))
-
-
-def _parts(row: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value:g}" for name, value in row["reward_parts"].items())
 
 
 def _lasting_id(file: Path) -> str:
@@ -361,20 +347,6 @@ class TrackerState(msgspec.Struct):
     """Rows and samples that were given up."""
     error: str = ""
     """The latest failure."""
-
-
-class States:
-    """The states of all trackers, in STATE_FILE. Safe to use from several threads."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self._file = run_dir / STATE_FILE
-        self._lock = threading.Lock()
-        self.by_name = read_states(run_dir)
-
-    def save(self) -> None:
-        """Writes the states. On a full disk they are lost, and a restart sends some rows twice."""
-        with self._lock, observing(STATE_FILE):
-            replace_file(self._file, msgspec.json.encode(self.by_name), mode=0o600, durable=False)
 
 
 def read_states(run_dir: Path) -> dict[str, TrackerState]:
@@ -425,22 +397,21 @@ class Feed(threading.Thread):
         self._wake = threading.Event()
         self._closing = False
         self._abandoned = False
-        self._made = threading.Event()
-        self._is_first = False
-        self._start_error: BaseException | None = None
+        self._first_start: Future[None] | None = None
 
     def start_first(self) -> None:
         """Starts the thread and waits until the tracker is made. Raises ConfigError if it cannot be made."""
-        self._is_first = True
+        self._first_start = Future()
         self.start()
-        if not self._made.wait(START_S):
-            problem = f"does not start within {START_S:g} s"
-        elif self._start_error is None:
+        try:
+            self._first_start.result(START_S)
             return
-        elif isinstance(self._start_error, ConfigError):
-            raise self._start_error
-        else:
-            problem = f"does not start: {describe(self._start_error)}"
+        except ConfigError:
+            raise
+        except TimeoutError:
+            problem = f"does not start within {START_S:g} s"
+        except BaseException as error:  # a custom tracker may raise anything, SystemExit included
+            problem = f"does not start: {describe(error)}"
         raise ConfigError(f"{KEY} = {self.tracker!r}: {problem}; repair it or its server, or leave the tracker out")
 
     def wake(self) -> None:
@@ -466,9 +437,8 @@ class Feed(threading.Thread):
                     return
                 self._wake.wait()
             except BaseException as error:  # a custom tracker may raise anything, SystemExit included
-                if self._is_first and not self._made.is_set():
-                    self._start_error = error
-                    self._made.set()
+                if self._first_start is not None and not self._first_start.done():
+                    self._first_start.set_exception(error)
                     return
                 self._count(error)
                 self._tries += 1
@@ -481,7 +451,8 @@ class Feed(threading.Thread):
         if self._target is None:
             self._target = self._make(self._state.step)
             self._tries = 0
-            self._made.set()
+            if self._first_start is not None and not self._first_start.done():
+                self._first_start.set_result(None)
             self._save()
         rows = self._run_dir / METRICS_FILE
         while not self._abandoned and (lines := list(islice(read_lines(rows, self._state.rows_bytes), 2))):
@@ -613,7 +584,12 @@ def find_tracker(name: str) -> MakeTracker:
     """Returns the class or function that makes the tracker. Raises ConfigError as `resolve` does, for one that does not
     take three arguments, and for one whose package is missing."""
     make = resolve_function(KEY, name, TRACKERS)
-    check_package(KEY, name, make)
+    package = getattr(make, "package", None)
+    if package is not None and find_spec(package) is None:
+        raise ConfigError(
+            f"{KEY} = {name!r}: the package {package} is not installed; pip install 'asyncrl[{package}]', or leave the "
+            "tracker out"
+        )
     try:
         inspect.signature(make).bind(None, Path(), 0)
     except TypeError as error:
@@ -628,12 +604,17 @@ def make_trackers(config: Config, run_dir: Path) -> Trackers:
     ConfigError for a tracker that fails in its first start in the run; later it is tried again while the run continues.
     """
     last_step, evaluated, num_bytes = _logged(run_dir / METRICS_FILE)
-    rows, states = JsonLines(config, run_dir, last_step), States(run_dir)
+    rows, states, lock = JsonLines(config, run_dir, last_step), read_states(run_dir), threading.Lock()
+
+    def save() -> None:  # on a full disk they are lost, and a restart sends some rows twice
+        with lock, observing(STATE_FILE):
+            replace_file(run_dir / STATE_FILE, msgspec.json.encode(states), mode=0o600, durable=False)
+
     decoder = partial(load_decoder, config.model.path, trust_remote_code=config.model.trust_remote_code)
     feeds: list[Feed] = []
     for name in dict.fromkeys(name for name in config.observe.trackers if name != "jsonl"):
-        is_first = name not in states.by_name
-        state = states.by_name.setdefault(name, TrackerState())
+        is_first = name not in states
+        state = states.setdefault(name, TrackerState())
         if state.rows_bytes > num_bytes:  # rows were cut off, with the journal
             state.rows_bytes, state.step = num_bytes, last_step
             state.samples_step = min(state.samples_step, last_step)
@@ -641,7 +622,7 @@ def make_trackers(config: Config, run_dir: Path) -> Trackers:
         def make(step: int, name: str = name) -> Tracker:
             return find_tracker(name)(config, run_dir, step)
 
-        feed = Feed(name, make, run_dir, decoder, state, states.save)
+        feed = Feed(name, make, run_dir, decoder, state, save)
         feeds.append(feed)
         if is_first:
             feed.start_first()

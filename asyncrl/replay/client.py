@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec import structs
 
-from asyncrl.errors import PeerTimeoutError, ProtocolError
+from asyncrl.errors import ProtocolError
 from asyncrl.replay.codec import pack_group, unpack_group, unpack_leases
 from asyncrl.types import Group, Lease, Shard
 from asyncrl.wire.endpoints import Endpoints
@@ -21,9 +21,9 @@ from asyncrl.wire.messages import (
     Announced,
     Ask,
     Begin,
-    Body,
     Commit,
     Committed,
+    Error,
     Evaluated,
     EvaluationResult,
     Finished,
@@ -33,12 +33,14 @@ from asyncrl.wire.messages import (
     Leases,
     Lost,
     NextEvaluation,
+    Ok,
     Publish,
     ReadStatus,
     ReadSummary,
     Release,
     ReleasedEvaluation,
     ReleasedLease,
+    RequestBody,
     Scale,
     ShardHeader,
     Shutdown,
@@ -46,16 +48,11 @@ from asyncrl.wire.messages import (
     Take,
 )
 from asyncrl.wire.rpc import BACK_OFF, Connection
-from asyncrl.wire.service_messages import Error, Ok
 
 RESEND_S = 2.0
 """A message without an answer is sent again after this time: the replay queue may have died with it. The time doubles
 with each repetition, so that a slow queue, or one that sends a large answer, is not flooded with requests."""
 EVALUATION_POLL_S = 0.1
-CHECK_S = 0.2
-"""Interval of the checks while an announcement waits for its answer."""
-
-
 LeaseReply = Leases[Lease]
 """The queue's answer to an ask, with complete leases."""
 
@@ -67,7 +64,7 @@ class _Unanswered:
     seq: int
     first_s: float
     last_s: float
-    body: Body
+    body: RequestBody
     arrays: Sequence[Arrays]
     resend_s: float
     """Time until it is sent again."""
@@ -183,7 +180,7 @@ class GeneratorClient:
             self.poll(0.05)
         self._connection.close()
 
-    def _send(self, body: Body, arrays: Sequence[Arrays] = ()) -> _Unanswered:
+    def _send(self, body: RequestBody, arrays: Sequence[Arrays] = ()) -> _Unanswered:
         seq, now_s = self._connection.send(body, arrays), time.monotonic()
         return _Unanswered(seq, now_s, now_s, body, arrays, RESEND_S)
 
@@ -246,7 +243,7 @@ class LearnerClient:
         connection = Connection(self.endpoints, resend_s=RESEND_S)  # separate: a socket belongs to one thread
         try:
             while not self._closed.is_set():
-                outcome, groups = connection.call(body, _shard, timeout_s=self.timeout_s)
+                outcome, groups = connection.request(body, timeout_s=self.timeout_s, read=_shard)
                 if outcome != "wait":
                     return Shard(step, groups) if outcome == "shard" else None
         finally:
@@ -306,19 +303,7 @@ class Announcer:
         """Makes this the version that generators fetch. Returns what they have. Raises PeerTimeoutError if the queue is
         silent, RunError if it refuses, and as `check` does, which is called during the wait."""
         body = Publish(self._connection.endpoints.epoch, announced)
-        seq, sent_s = self._connection.send(body), time.monotonic()
-        deadline_s = sent_s + self._timeout_s
-        while True:
-            check()
-            try:
-                return self._connection.await_answer(body, seq, timeout_s=CHECK_S).body.followers
-            except PeerTimeoutError:
-                now_s = time.monotonic()
-                if now_s > deadline_s:
-                    raise self._connection.silent(body, self._timeout_s) from None
-                if sent_s < self._connection.lost_s() or now_s - sent_s > RESEND_S:
-                    self._connection.send(body, seq=seq)
-                    sent_s = now_s
+        return self._connection.request(body, timeout_s=self._timeout_s, check=check).body.followers
 
     def close(self) -> None:
         """Closes the connection."""
@@ -360,5 +345,5 @@ class LauncherClient:
         """Closes the connection."""
         self._connection.close()
 
-    def _request(self, body: Body) -> dict[str, Any]:
+    def _request(self, body: RequestBody) -> dict[str, Any]:
         return self._connection.request(body, timeout_s=self.timeout_s).body.result

@@ -13,8 +13,8 @@ import numpy as np
 
 from asyncrl.errors import InvariantError, ProtocolError
 from asyncrl.types import NO_VERSION, EpisodeOutcome, Group, Lease, Prompt, Trajectory
-from asyncrl.wire.frames import DTYPES, MAX_HEADER_BYTES, NAMES, WAYS_OUT, Array, Block, joined, make_encoder, zeros
-from asyncrl.wire.messages import MAX_REWARD, EpisodeHeader, GroupHeader, LeaseHeader
+from asyncrl.wire.frames import DTYPES, NAMES, WAYS_OUT, Array, Block, joined, make_encoder, zeros
+from asyncrl.wire.messages import MAX_HEADER_BYTES, MAX_REWARD, EpisodeHeader, GroupHeader, LeaseHeader
 
 _SHARED = tuple(name for name in GroupHeader.__struct_fields__ if name in {field.name for field in fields(Group)})
 """Fields that a header has of its group; its others are lists with an entry for each trajectory."""

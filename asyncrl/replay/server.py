@@ -39,16 +39,18 @@ from asyncrl.replay.queue import ReplayQueue
 from asyncrl.util.files import read_json, replace_file
 from asyncrl.util.processes import Stopwatch, fractions
 from asyncrl.wire.endpoints import Endpoints
-from asyncrl.wire.frames import ALIGNMENT, MAX_REQUEST_HEADER_BYTES, Message
+from asyncrl.wire.frames import ALIGNMENT, Message
 from asyncrl.wire.messages import (
+    MAX_REQUEST_HEADER_BYTES,
     Announce,
     Announced,
+    AnswerBody,
     Ask,
     Begin,
     Begun,
-    Body,
     Commit,
     Committed,
+    Error,
     Evaluated,
     EvaluationResult,
     Finished,
@@ -63,10 +65,12 @@ from asyncrl.wire.messages import (
     Lost,
     Memory,
     NextEvaluation,
+    Ok,
     Publish,
     ReadStatus,
     ReadSummary,
     Release,
+    RequestBody,
     Scale,
     ShardHeader,
     Shutdown,
@@ -74,7 +78,6 @@ from asyncrl.wire.messages import (
     Take,
 )
 from asyncrl.wire.rpc import Handler, Reply, Server
-from asyncrl.wire.service_messages import Error, Ok
 from asyncrl.wire.sockets import MAX_FRAME_BYTES
 
 log = structlog.get_logger()
@@ -176,10 +179,10 @@ class ReplayServer:
             if self._outbox.has_urgent:
                 return
 
-    def _handlers(self) -> dict[type[Body], Handler]:
+    def _handlers(self) -> dict[type[RequestBody], Handler]:
         """The handler of each request. Those that change something and have nothing to answer are answered `Ok`."""
         queue, directory = self.queue, self._directory
-        changes: dict[type[Body], Callable[[Any], object]] = {
+        changes: dict[type[RequestBody], Callable[[Any], object]] = {
             Release: lambda body: queue.release(body.generator, body.leases, body.evaluations),
             Lost: self._lost,
             Scale: lambda body: queue.scale(body.generators),
@@ -188,7 +191,7 @@ class ReplayServer:
             Shutdown: self._shutdown,
             Announce: lambda body: directory.announce(body.name, body.address, body.epoch),
         }
-        answers: dict[type[Body], Callable[[Any], Body]] = {
+        answers: dict[type[RequestBody], Callable[[Any], AnswerBody]] = {
             Begin: self._begin,
             Commit: self._commit,
             NextEvaluation: self._next_evaluation,
@@ -205,7 +208,7 @@ class ReplayServer:
 
             return handle
 
-        def answering(answer: Callable[[Any], Body]) -> Handler:
+        def answering(answer: Callable[[Any], AnswerBody]) -> Handler:
             return lambda message: Reply(answer(message.body))
 
         return {
@@ -336,8 +339,8 @@ class ReplayServer:
         server = self._server
         return {
             "bad_messages": server.errors.total(),
-            "cut_off": server.bad_peers.cut_off,
-            "strangers": server.num_strangers,
+            "cut_off": server.misbehaving_peers.cut_off,
+            "strangers": server.num_rejected,
         }
 
 

@@ -19,10 +19,10 @@ from asyncrl.rewards.reward_model import KEY, WAY_OUT, check_model_folder, model
 from asyncrl.util.model_files import load_tokenizer, render_chat, start_tokens
 from asyncrl.util.processes import peak_memory_bytes
 from asyncrl.wire.endpoints import Endpoints
-from asyncrl.wire.frames import MAX_TEXT_HEADER_BYTES, Message
-from asyncrl.wire.messages import Memory
+from asyncrl.wire.frames import Message
+from asyncrl.wire.messages import Error, Memory
 from asyncrl.wire.rpc import Connection, Reply, Server, announce
-from asyncrl.wire.service_messages import Error, Score, Scores
+from asyncrl.wire.service_messages import MAX_TEXT_HEADER_BYTES, Score, Scores
 
 log = structlog.get_logger()
 
@@ -30,8 +30,6 @@ REPORT_S = 5.0
 """Pause between two reports of the memory to the replay queue."""
 TICK_S = 0.05
 """Longest wait of the loop, and so the delay of a signal."""
-MAX_VALUES = 1 << 18
-"""Maximum number of values in all lists and maps of a request."""
 RECEIVE_AT_ONCE = 256
 RECEIVE_BYTES_AT_ONCE = 1 << 20
 """Limits of one round, since all its requests are tokenized before any of them is answered."""
@@ -157,8 +155,6 @@ class ModelServer:
             "reward model",
             {Score: self._accept},
             max_frame_bytes=2 * MAX_TEXT_HEADER_BYTES,  # so that a request slightly above the limit gets an answer
-            max_bytes=MAX_TEXT_HEADER_BYTES,
-            max_values=MAX_VALUES,
         )
         announce(endpoints, endpoints.reward_model, self._server.address)
 

@@ -23,7 +23,7 @@ from asyncrl.errors import AsyncrlError, PeerTimeoutError
 from asyncrl.weights.transports import Wait, problem
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.rpc import located
-from asyncrl.wire.store import Store, StoreClient
+from asyncrl.wire.store import RemoteStore, Store
 
 TRANSPORT_KEY = "transport"
 """Key of the name of the transport."""
@@ -105,7 +105,7 @@ class RankWorker:
         if it does not within `timeout_s`."""
         address = located(endpoints, endpoints.weights, timeout_s=timeout_s, own_epoch=True, check=check)
         run_id, keys = endpoints.run_id, endpoints.keys
-        self.store = StoreClient(address, run_id=run_id, keys=keys, timeout_s=timeout_s, check=check)
+        self.store = RemoteStore.connect(address, run_id=run_id, keys=keys, timeout_s=timeout_s, check=check)
         self._rank, self._kinds = rank, kinds
         self._number = 0
         """The number of the next order."""

@@ -69,7 +69,6 @@ from asyncrl.weights.transports import (
     queued,
 )
 from asyncrl.wire import service_messages as messages
-from asyncrl.wire.frames import TO_RECEIVER
 from asyncrl.wire.messages import MAX_NUMBER, Announced, Body, Following
 from asyncrl.wire.rpc import BadServerError, ChannelClient, ServerLostError
 from asyncrl.wire.service_messages import Go, Holding, Left, Loaded, Offer, Ready, Received, Sent, StoreReply, Up
@@ -423,7 +422,9 @@ class SenderSession:
         self._said: dict[type, int] = {}
         """The last round for which `say_once` sent a message, by kind."""
         self._pinged_s = 0.0
-        self.client = ChannelClient(address, TO_RECEIVER, self._handle, run_id=run_id, keys=keys, check=check)
+        self.client = ChannelClient(
+            address, [messages.SenderMessage, StoreReply], self._handle, run_id=run_id, keys=keys, check=check
+        )
         self.store = RemoteStore(self.client)
         """The store through which the members of a group find one another."""
         self.say(messages.Join(rank, device, host_name()))

@@ -81,7 +81,6 @@ from asyncrl.weights.transports import (
 )
 from asyncrl.wire import service_messages as messages
 from asyncrl.wire.endpoints import Endpoints
-from asyncrl.wire.frames import KINDS, TO_SENDER
 from asyncrl.wire.messages import MAX_NUMBER, Body
 from asyncrl.wire.rpc import ChannelServer
 from asyncrl.wire.service_messages import (
@@ -95,8 +94,7 @@ from asyncrl.wire.service_messages import (
     Sent,
     StoreRequest,
 )
-from asyncrl.wire.store import Store
-from asyncrl.wire.torch_store import GROUP_KEYS
+from asyncrl.wire.store import GROUP_KEYS, Store
 
 log = structlog.get_logger()
 
@@ -444,8 +442,8 @@ class Peer:
     """A version that it does not get, since its engine kept another one while the learner waited."""
     failures: int = 0
     """Wrong checksums in a row."""
-    answers: dict[str, messages.Ready | messages.Received | str] = field(default_factory=dict)  # pyright: ignore
-    """By kind, the last answer or, for a bad message, the problem."""
+    answers: dict[type[Any], Any] = field(default_factory=dict[type[Any], Any])
+    """By type, the last `Ready` and `Received` or, for a bad message, the problem."""
     holds: bool = False
     """True if it has sent "holding" since the last deadline."""
     messages: int = 0
@@ -519,14 +517,14 @@ class Membership:
                 case messages.Holding():
                     peer.holds = peer.holds or message.round == peer.round
                 case messages.Ready() | messages.Received():
-                    peer.answers[KINDS[type(message)]] = message
+                    peer.answers[type(message)] = message
                 case messages.Left():
                     self._remove(peer)
                 case _:
                     return
             self._changed.notify_all()
 
-    def refuse(self, sender: bytes, kind: str, problem: str) -> None:
+    def refuse(self, sender: bytes, kind: type[Body], problem: str) -> None:
         """Takes the problem of a message that does not fit: it is a bad answer if one of that kind is waited for."""
         with self._changed:
             if peer := self._ids.get(sender):
@@ -616,7 +614,7 @@ class Membership:
 
         def waiting() -> list[Peer]:
             for peer in peers:
-                answer = peer.answers.get(KINDS[kind])
+                answer = peer.answers.get(kind)
                 if isinstance(answer, str):
                     failed.setdefault(peer, f"({answer})")
                 elif isinstance(answer, kind) and answer.round == peer.round and peer not in failed:
@@ -952,7 +950,9 @@ class WeightSender(BackgroundSender):
         self._expected_generators = expected_generators
         self._transport = transport
         self._start_timeout_s = start_timeout_s or timeout_s
-        self._channel = ChannelServer(address, "weights", TO_SENDER, run_id=run_id, keys=keys)
+        self._channel = ChannelServer(
+            address, "weights", [messages.ReceiverMessage, StoreRequest], run_id=run_id, keys=keys
+        )
         self.address = self._channel.address
         """The ZeroMQ address that it listens on."""
         self._store = Store(self._channel.send)

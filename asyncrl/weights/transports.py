@@ -21,11 +21,10 @@ from torch import Tensor
 from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.util.user_code import resolve
-from asyncrl.wire.store import RemoteStore, Store
-from asyncrl.wire.torch_store import group_store
+from asyncrl.wire.store import RemoteStore, Store, group_store
 
 if TYPE_CHECKING:
-    from asyncrl.wire.torch_store import TorchStore
+    from asyncrl.wire.store import TorchStore
 
 KEY = "weights.transport"
 

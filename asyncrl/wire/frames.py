@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import hmac
 import math
-import re
 import reprlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Annotated, Any, Literal, get_origin
+from typing import Annotated, Any, Literal
 
 import msgpack
 import msgspec
@@ -23,274 +22,30 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from asyncrl.errors import BodyError, ProtocolError, StrangerError
+from asyncrl.errors import ProtocolError, UnknownPeerError
+from asyncrl.wire import service_messages  # noqa: F401 (defines its kinds)
 from asyncrl.wire.messages import (
     MAX_DOCUMENT_CHARACTERS,
     MAX_ITEMS,
-    Announce,
-    Ask,
-    Begin,
-    Begun,
+    MAX_REQUEST_HEADER_BYTES,
+    AnswerBody,
     Body,
-    Commit,
-    Committed,
-    Evaluated,
-    EvaluationResult,
-    Finished,
-    Followers,
-    GroupHeader,
     LeaseHeader,
     Leases,
-    Located,
-    LookUp,
-    Lost,
-    Memory,
     Name,
-    NextEvaluation,
     Number,
-    Publish,
-    ReadStatus,
-    ReadSummary,
-    Release,
-    Scale,
-    ShardHeader,
-    Shutdown,
-    Stop,
-    Take,
+    RequestBody,
     Time,
-)
-from asyncrl.wire.service_messages import (
-    Abort,
-    Closed,
-    Dropped,
-    Error,
-    Go,
-    Holding,
-    Join,
-    Leave,
-    Left,
-    Manifest,
-    Offer,
-    Ok,
-    Patience,
-    Ping,
-    Pong,
-    Ready,
-    Received,
-    Restore,
-    Save,
-    Score,
-    Scores,
-    Sent,
-    StoreReply,
-    StoreRequest,
-    Train,
-    Trained,
-    Turns,
-    Up,
-    Value,
-    Values,
-    Wishes,
 )
 from asyncrl.wire.sockets import MAX_FRAME_BYTES
 
-MAX_PROBLEM_CHARACTERS = 500
-"""Maximum length of a description of a bad message, which is logged and sent back."""
-UNREADABLE = (msgspec.MsgspecError, ValueError, TypeError, RecursionError)
-"""Errors that a decoder raises for invalid data."""
-_PLACE = re.compile(r"(.*) - at `(?:key` in `)?\$\.?(.*)`", re.DOTALL)
-
-
-def make_encoder() -> msgspec.msgpack.Encoder:
-    """Returns an encoder that accepts numpy's float64, which is also a float."""
-    return msgspec.msgpack.Encoder(enc_hook=_plain)
-
-
-def problem_of(error: Exception) -> str:
-    """The problem with the data, after its path if there is one."""
-    text = str(error) or type(error).__name__
-    place = _PLACE.fullmatch(text)
-    if place is not None and place[2]:
-        text = f"{place[2]}: {place[1]}"
-    elif place is not None:
-        text = place[1]
-    return text[:MAX_PROBLEM_CHARACTERS]
-
-
-def _plain(value: Any) -> Any:
-    for kind in (float, str):
-        if isinstance(value, kind):
-            return kind(value)
-    raise NotImplementedError(f"a {type(value).__name__} cannot be sent")
-
-
-def unpack(
-    data: bytes | memoryview, what: str, *, max_bytes: int, max_values: int, max_items: int, max_characters: int
-) -> Any:
-    """Returns the value in untrusted `data`, of at most `max_values` values in all lists and maps together, `max_items`
-    items in one of them, and `max_characters` bytes in one text. Raises ProtocolError that names `what` it is."""
-    size = memoryview(data).nbytes
-    if size > max_bytes:
-        raise ProtocolError(f"a {what} of {size} bytes, at most {max_bytes} are read")
-    # Every value takes at least one byte: a short message cannot have too many.
-    count = _Values(max_values).count if size > max_values else None
-    try:
-        return msgpack.unpackb(
-            data,
-            strict_map_key=True,
-            use_list=True,
-            list_hook=count,
-            object_hook=count,
-            max_array_len=max_items,
-            max_map_len=max_items,
-            max_str_len=max_characters,
-            max_bin_len=max_bytes,
-            max_ext_len=0,
-        )
-    except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
-        problem = str(error) or type(error).__name__
-        raise ProtocolError(f"{what} is not msgpack: {problem[:MAX_PROBLEM_CHARACTERS]}") from None
-
-
-class _Values:
-    """Counts values while unpacking: a value of one byte can take a hundred bytes of memory."""
-
-    def __init__(self, most: int) -> None:
-        self._most = self._left = most
-
-    def count(self, container: Any) -> Any:
-        self._left -= 1 + len(container)
-        if self._left < 0:
-            raise ValueError(f"more than {self._most} values")
-        return container
-
-
-BODIES: dict[str, Any] = {
-    "ask": Ask,
-    "leases": Leases[LeaseHeader],
-    "finish": GroupHeader,
-    "finished": Finished,
-    "evaluated": Evaluated,
-    "release": Release,
-    "begin": Begin,
-    "begun": Begun,
-    "take": Take,
-    "shard": ShardHeader,
-    "commit": Commit,
-    "committed": Committed,
-    "publish": Publish,
-    "followers": Followers,
-    "next_evaluation": NextEvaluation,
-    "evaluation": EvaluationResult,
-    "lost": Lost,
-    "scale": Scale,
-    "memory": Memory,
-    "status": ReadStatus,
-    "summary": ReadSummary,
-    "stop": Stop,
-    "shutdown": Shutdown,
-    "announce": Announce,
-    "look_up": LookUp,
-    "located": Located,
-    "value": Value,
-    "values": Values,
-    "train": Train,
-    "trained": Trained,
-    "save": Save,
-    "restore": Restore,
-    "leave": Leave,
-    "score": Score,
-    "scores": Scores,
-    "turns": Turns,
-    "wishes": Wishes,
-    "store": StoreRequest,
-    "stored": StoreReply,
-    "join": Join,
-    "up": Up,
-    "ready": Ready,
-    "holding": Holding,
-    "received": Received,
-    "left": Left,
-    "ping": Ping,
-    "manifest": Manifest,
-    "offer": Offer,
-    "go": Go,
-    "patience": Patience,
-    "sent": Sent,
-    "abort": Abort,
-    "dropped": Dropped,
-    "closed": Closed,
-    "pong": Pong,
-    "ok": Ok,
-    "error": Error,
-}
-"""Every kind of message, with its body."""
-
-KINDS: dict[type[Body], str] = {get_origin(body) or body: kind for kind, body in BODIES.items()}
-"""The kind of each body."""
-
-ANSWERS: dict[str, str] = {
-    "ask": "leases",
-    "finish": "finished",
-    "evaluated": "finished",
-    "release": "ok",
-    "begin": "begun",
-    "take": "shard",
-    "commit": "committed",
-    "publish": "followers",
-    "next_evaluation": "evaluation",
-    "value": "values",
-    "train": "trained",
-    "save": "ok",
-    "restore": "ok",
-    "score": "scores",
-    "turns": "wishes",
-    "store": "stored",
-    "lost": "ok",
-    "scale": "ok",
-    "memory": "ok",
-    "status": "ok",
-    "summary": "ok",
-    "stop": "ok",
-    "shutdown": "ok",
-    "announce": "ok",
-    "look_up": "located",
-}
-"""The kind of the answer to each request."""
-
-TO_SENDER = frozenset({"join", "up", "ready", "holding", "received", "left", "ping", "store"})
-"""Kinds that a receiver of weights sends."""
-TO_RECEIVER = frozenset({"manifest", "offer", "go", "patience", "sent", "abort", "dropped", "closed", "pong", "stored"})
-"""Kinds that the sender of weights sends."""
-
-REQUESTS = frozenset(BODIES) - frozenset(ANSWERS.values()) - TO_RECEIVER - {"error"}
-"""Kinds that are sent to a listening socket."""
-
-WITH_ARRAYS = frozenset({"leases", "finish", "evaluated", "shard", "value", "values", "train", "turns", "wishes"})
-"""Kinds that may carry arrays."""
-
-MAX_HEADER_BYTES = 1 << 28
-"""Maximum size of an answer's header, which may hold many prompts with their documents."""
-MAX_REQUEST_HEADER_BYTES = 1 << 21
-"""Maximum size of a request's header. Any peer can send one, and nested lists take forty bytes of memory per byte while
-they are decoded. A thousand trajectories with ten reward parts and an error each take less than half of it."""
-MAX_TEXT_HEADER_BYTES = 1 << 26
-"""The same of a request to the reward model, which has prompt and completions as text, and to an environment host,
-which has rows of the data."""
-
-
-def max_header_bytes(kind: str) -> int:
-    """Maximum size of the header of a message of this kind."""
-    if kind in ("score", "turns"):
-        return MAX_TEXT_HEADER_BYTES
-    return MAX_REQUEST_HEADER_BYTES if kind in REQUESTS else MAX_HEADER_BYTES
-
-
-SCHEMA = 9
+SCHEMA = 10
 MAX_FRAMES = 1 << 16
 """Maximum number of frames in a message, and of arrays in a frame."""
-MAX_HEADER_VALUES = 1 << 20
-"""Maximum number of values in all lists and maps of a header: one byte can take a hundred bytes when decoded."""
+MAX_PROBLEM_CHARACTERS = 500
+"""Maximum length of a description of a bad message, which is logged and sent back."""
+UNREADABLE = (msgspec.MsgspecError, msgpack.UnpackException, ValueError, TypeError, RecursionError)
+"""Errors that the decoders raise for invalid data."""
 WAYS_OUT = {
     True: "lower generator.group_size, generator.max_new_tokens or replay.groups_per_step, or give rewards fewer parts",
     False: "shorten the other columns of the data (ground_truth, extra_info), or lower replay.groups_per_step",
@@ -307,30 +62,42 @@ Array = NDArray[Any]
 Buffer = bytes | memoryview
 
 
+Shape = Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=MAX_DIMENSIONS)]
+Specs = Annotated[list[tuple[Literal["i4", "f4", "b1", "u1"], Shape]], Meta(max_length=MAX_FRAMES)]
+"""Dtype and shape of each array in a frame."""
+
+
+def make_encoder() -> msgspec.msgpack.Encoder:
+    """Returns an encoder that accepts numpy's float64, which is also a float."""
+    return msgspec.msgpack.Encoder(enc_hook=_plain)
+
+
+def _plain(value: Any) -> Any:
+    for kind in (float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    raise NotImplementedError(f"a {type(value).__name__} cannot be sent")
+
+
+def _kinds(base: type[Body]) -> list[type[Body]]:
+    """The messages among the subclasses of a base."""
+    return [kind for subclass in base.__subclasses__() for kind in _kinds(subclass)] or [base]
+
+
+BODIES: dict[str, type[Body]] = {body.__name__: body for body in [*_kinds(RequestBody), *_kinds(AnswerBody)]}
+"""The body of each kind of message."""
+_TYPES: dict[str, Any] = {**BODIES, "Leases": Leases[LeaseHeader]}
+_ENCODER = make_encoder()
+
+
 class _Header(msgspec.Struct, forbid_unknown_fields=True):
     v: int
     run: Name
     kind: Name
     seq: Number
     at_s: Time | None
-    body: msgspec.Raw
-    arrays: msgspec.Raw
-
-
-class _RunId(msgspec.Struct):
-    """The part of a header that must be readable for a bad message to be answered."""
-
-    run: Name
-
-
-Shape = Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=MAX_DIMENSIONS)]
-Specs = Annotated[list[tuple[Literal["i4", "f4", "b1", "u1"], Shape]], Meta(max_length=MAX_FRAMES)]
-"""Dtype and shape of each array in a frame."""
-
-_ENCODER = make_encoder()
-_HEADER, _RUN_ID = msgspec.msgpack.Decoder(_Header), msgspec.msgpack.Decoder(_RunId)
-_DECODERS = {kind: msgspec.msgpack.Decoder(body) for kind, body in BODIES.items()}
-_SPECS = msgspec.msgpack.Decoder(Annotated[list[Specs], Meta(max_length=MAX_FRAMES)])
+    body: Any
+    arrays: Annotated[list[Specs], Meta(max_length=MAX_FRAMES)]
 
 
 class Block(list[Array]):
@@ -346,7 +113,6 @@ class Block(list[Array]):
 class Message:
     """A validated message."""
 
-    kind: str
     seq: int
     body: Any
     arrays: Block
@@ -355,6 +121,19 @@ class Message:
     """Routing id of the sender at a server; empty at a client."""
     at_s: float | None = None
     """When it was sent, on the monotonic clock of a server's machine; None for a message that is no reply."""
+
+    @property
+    def kind(self) -> str:
+        """The name of the body's class."""
+        return type(self.body).__name__
+
+
+class BodyError(ProtocolError):
+    """The body of a message does not fit its kind."""
+
+    def __init__(self, body: type[Body], problem: str) -> None:
+        super().__init__(f"{body.__name__}: {problem}")
+        self.body = body
 
 
 Arrays = Array | list[Array]
@@ -367,7 +146,6 @@ def encode(
     """Returns the frames of a message: the header, and one frame for each Block and for each other array. Contiguous
     buffers are not copied. `at_s` is the time on the clock of a server. Raises ProtocolError if the body is too large
     for a header."""
-    kind = KINDS[type(body)]
     specs: list[list[Any]] = []
     frames: list[Buffer] = []
     for part in arrays:
@@ -378,91 +156,68 @@ def encode(
         for array in part if isinstance(part, list) else [part]:
             specs.append([[NAMES[array.dtype], list(array.shape)]])
             frames.append(np.ascontiguousarray(array).data.cast("B"))
+    kind = type(body).__name__
     header = {"v": SCHEMA, "run": run_id, "kind": kind, "seq": seq, "at_s": at_s, "body": body, "arrays": specs}
     packed = _ENCODER.encode(header)
-    if len(packed) > (most := max_header_bytes(kind)):
-        way_out = WAYS_OUT[kind in REQUESTS]
-        raise ProtocolError(f"{kind}: a header of {len(packed)} bytes, at most {most} can be sent; {way_out}")
+    if len(packed) > body.max_header_bytes:
+        raise ProtocolError(
+            f"{kind}: a header of {len(packed)} bytes, at most {body.max_header_bytes} can be sent; "
+            f"{WAYS_OUT[isinstance(body, RequestBody)]}"
+        )
     return [packed, *frames]
 
 
 def decode(
-    run_id: str,
-    frames: Sequence[Buffer],
-    *,
-    peer: bytes = b"",
-    max_bytes: int = MAX_REQUEST_HEADER_BYTES,
-    max_values: int = MAX_HEADER_VALUES,
+    run_id: str, frames: Sequence[Buffer], *, peer: bytes = b"", max_bytes: int = MAX_REQUEST_HEADER_BYTES
 ) -> Message:
-    """Returns the validated message in `frames`, whose header has at most `max_bytes` and `max_values`: an answer may
-    have MAX_HEADER_BYTES. Raises ProtocolError that names the mismatch, and StrangerError for a message without the run
+    """Returns the validated message in `frames`, whose header has at most `max_bytes`: an answer may have
+    MAX_HEADER_BYTES. Raises ProtocolError that names the mismatch, and UnknownPeerError for a message without the run
     id."""
-    header = _header(run_id, frames, max_bytes)
-    kind = header.kind
+    values = _unpack(frames[0], max_bytes) if frames else None
+    run = values.get("run") if isinstance(values, dict) else None
+    if not isinstance(run, str) or not hmac.compare_digest(run.encode(), run_id.encode()):
+        raise UnknownPeerError("the message does not have the id of this run")
+    try:
+        header = msgspec.convert(values, _Header)
+    except UNREADABLE as error:
+        raise ProtocolError(f"header: {_problem(error)}") from None
     if header.v != SCHEMA:
         raise ProtocolError(f"schema version {header.v}, this process speaks {SCHEMA}")
-    if kind not in _DECODERS:
-        raise ProtocolError(f"unknown kind {reprlib.repr(kind)}")
-    # Every value takes at least one byte: a short header cannot have too many.
-    if memoryview(frames[0]).nbytes > max_values:
-        _count_values(frames[0], max_values)
+    if header.kind not in BODIES:
+        raise ProtocolError(f"unknown kind {reprlib.repr(header.kind)}")
     try:
-        body = _DECODERS[kind].decode(header.body)
+        body = msgspec.convert(header.body, _TYPES[header.kind], builtin_types=(bytes,))
     except UNREADABLE as error:
-        raise BodyError(kind, problem_of(error)) from None
-    return Message(kind, header.seq, body, _arrays(kind, header.arrays, frames[1:]), peer, header.at_s)
+        raise BodyError(BODIES[header.kind], _problem(error)) from None
+    return Message(header.seq, body, _arrays(body, header.arrays, frames[1:]), peer, header.at_s)
 
 
-def _header(run_id: str, frames: Sequence[Buffer], max_bytes: int) -> _Header:
-    """The header, with its body and its list of arrays skipped: a stranger's are never decoded."""
-    if not frames:
-        raise StrangerError("empty message")
-    size = memoryview(frames[0]).nbytes
+def _unpack(data: Buffer, max_bytes: int) -> Any:
+    size = memoryview(data).nbytes
     if size > max_bytes:
-        raise StrangerError(f"a header of {size} bytes, at most {max_bytes} are read")
+        raise UnknownPeerError(f"a header of {size} bytes, at most {max_bytes} are read")
     try:
-        header = _HEADER.decode(frames[0])
+        return msgpack.unpackb(
+            data,
+            max_array_len=MAX_ITEMS,
+            max_map_len=MAX_ITEMS,
+            max_str_len=MAX_DOCUMENT_CHARACTERS,
+            max_bin_len=max_bytes,
+            max_ext_len=0,
+        )
     except UNREADABLE as error:
-        kind = ProtocolError if _has_run_id(run_id, frames[0]) else StrangerError
-        raise kind(f"header: {problem_of(error)}") from None
-    if not _same(header.run, run_id):
-        raise StrangerError("the message does not have the id of this run")
-    return header
+        raise UnknownPeerError(f"the header is not msgpack: {_problem(error)}") from None
 
 
-def _has_run_id(run_id: str, frame: Buffer) -> bool:
-    try:
-        return _same(_RUN_ID.decode(frame).run, run_id)
-    except UNREADABLE:
-        return False
+def _problem(error: Exception) -> str:
+    return (str(error) or type(error).__name__)[:MAX_PROBLEM_CHARACTERS]
 
 
-def _same(given: str, run_id: str) -> bool:
-    return hmac.compare_digest(given.encode(), run_id.encode())
-
-
-def _count_values(frame: Buffer, max_values: int) -> None:
-    """Raises ProtocolError if the header has more than `max_values` values in all lists and maps together."""
-    unpack(
-        frame,
-        "header",
-        max_bytes=MAX_HEADER_BYTES,
-        max_values=max_values,
-        max_items=MAX_ITEMS,
-        max_characters=MAX_DOCUMENT_CHARACTERS,
-    )
-
-
-def _arrays(kind: str, packed: msgspec.Raw, frames: Sequence[Buffer]) -> Block:
-    try:
-        specs = _SPECS.decode(packed)
-    except UNREADABLE as error:
-        raise ProtocolError(
-            f"{kind}: an array description does not name a known dtype and a shape: {problem_of(error)}"
-        ) from None
+def _arrays(body: Body, specs: list[Any], frames: Sequence[Buffer]) -> Block:
+    kind = type(body).__name__
     if len(specs) != len(frames):
         raise ProtocolError(f"{kind}: {len(frames)} frames do not fit the header's list of arrays")
-    if specs and kind not in WITH_ARRAYS:
+    if specs and not body.has_arrays:
         raise ProtocolError(f"{kind}: {len(specs)} frames of arrays, this kind has none")
     arrays = Block([], frames[0] if len(frames) == 1 else None)
     for members, frame in zip(specs, frames, strict=True):

@@ -1,14 +1,14 @@
 """The messages between generators, learners, the launcher and the replay queue, and the bounds of their values.
 
-Each body states its sender and its answer; `frames` has the tables of kinds. Numbers, texts and lists have
-bounds, so that a valid message fits the columns and arrays that it is written to.
+The kind of a message is the name of its body's class. Numbers, texts and lists have bounds, so that a valid message
+fits the columns and arrays that it is written to.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any, Generic, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, Self, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -27,7 +27,15 @@ MAX_REWARD = 1e30
 MAX_TEXT_CHARACTERS = 1 << 16
 MAX_DOCUMENT_CHARACTERS = 1 << 24
 MAX_DURATION_S = 3600.0
+MAX_ROUTED = 4096
+"""Upper limit of the layers with experts, and of the experts of a token."""
+MAX_HEADER_BYTES = 1 << 28
+"""Maximum size of an answer's header, which may hold many prompts with their documents."""
+MAX_REQUEST_HEADER_BYTES = 1 << 21
+"""Maximum size of a request's header. Any peer can send one, and nested lists take forty bytes of memory per byte while
+they are decoded. A thousand trajectories with ten reward parts and an error each take less than half of it."""
 
+T = TypeVar("T")
 _T = TypeVar("_T")
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Version = Annotated[int, Meta(ge=NO_VERSION, le=MAX_COUNT)]
@@ -46,15 +54,41 @@ Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARACTERS)]
 Document = Annotated[str, Meta(max_length=MAX_DOCUMENT_CHARACTERS)]
 Items = Annotated[list[_T], Meta(max_length=MAX_ITEMS)]
 Metrics = Annotated[dict[Annotated[str, Meta(max_length=1000)], float], Meta(max_length=MAX_ITEMS)]
+FolderName = Annotated[str, Meta(max_length=19, pattern=r"\Av[0-9]{6,10}-[0-9a-f]{8}\Z")]
+"""The folder of a version in a store."""
+Sha256 = Annotated[str, Meta(max_length=64, pattern=r"\A[0-9a-f]{64}\Z")]
 
 
 class Body(msgspec.Struct, forbid_unknown_fields=True):
     """The body of a message, or a part of one. It has no optional fields: a message has all of them, and no others."""
 
+    max_header_bytes: ClassVar[int] = MAX_HEADER_BYTES
+    has_arrays: ClassVar[bool] = False
+    """True if the message may carry arrays."""
 
-FolderName = Annotated[str, Meta(max_length=19, pattern=r"\Av[0-9]{6,10}-[0-9a-f]{8}\Z")]
-"""The folder of a version in a store."""
-Sha256 = Annotated[str, Meta(max_length=64, pattern=r"\A[0-9a-f]{64}\Z")]
+
+class AnswerBody(Body):
+    """The body of an answer, or of a message that a server sends unasked."""
+
+
+class Ok(AnswerBody):
+    """The answer to requests without a specific answer."""
+
+    result: dict[str, Any]
+    """The requested values; empty if there are none."""
+
+
+class Error(AnswerBody):
+    """The answer to a bad request."""
+
+    text: Text
+
+
+class RequestBody(Body):
+    """The body of a message to a listening socket."""
+
+    max_header_bytes = MAX_REQUEST_HEADER_BYTES
+    answer: ClassVar[type[AnswerBody]] = Ok
 
 
 class Announced(Body):
@@ -79,15 +113,6 @@ class Following(Body):
     """Why."""
 
 
-class Publish(Body):
-    """Sent by learner rank 0 for each version that it has published, and from time to time again; answered by
-    `Followers`."""
-
-    epoch: Count
-    """As in the run's endpoints."""
-    announced: Announced
-
-
 class Follower(Body):
     """Part of `Followers`: a live generator."""
 
@@ -95,16 +120,20 @@ class Follower(Body):
     following: Following
 
 
-class Followers(Body):
+class Followers(AnswerBody):
     """The answer of the queue to `Publish`."""
 
     followers: Items[Follower]
 
 
-T = TypeVar("T")
+class Publish(RequestBody):
+    """Sent by learner rank 0 for each version that it has published, and from time to time again."""
 
-MAX_ROUTED = 4096
-"""Upper limit of the layers with experts, and of the experts of a token."""
+    answer = Followers
+
+    epoch: Count
+    """As in the run's endpoints."""
+    announced: Announced
 
 
 class GeneratorStats(Body):
@@ -163,23 +192,6 @@ class LeaseName(Body):
     evaluation: bool
 
 
-class Ask(Body):
-    """Sent by a generator for more leases, and to renew those it has; answered by `Leases`."""
-
-    generator: Index
-    session: Name
-    """Name of this start of the generator."""
-    number: Number
-    """Number of the ask in its session, increasing; an ask that is sent again has the same number."""
-    version: Version
-    """Policy version loaded; NO_VERSION before the first one."""
-    num_groups: Count
-    num_evaluations: Count
-    stats: GeneratorStats
-    working_on: Items[LeaseName]
-    """Leases to renew: the generator is working on them."""
-
-
 class LeaseHeader(Body):
     """Part of `Leases`: a lease without its prompt tokens, which are an array of the message."""
 
@@ -195,8 +207,10 @@ class LeaseHeader(Body):
     evaluation: bool
 
 
-class Leases(Body, Generic[T]):
+class Leases(AnswerBody, Generic[T]):
     """The answer of the queue to `Ask`; the client replaces every LeaseHeader with its Lease."""
+
+    has_arrays = True
 
     leases: Items[T]
     done: bool
@@ -221,6 +235,25 @@ class Leases(Body, Generic[T]):
     """The newest version of the weights in a store; None unless they come from one."""
 
 
+class Ask(RequestBody):
+    """Sent by a generator for more leases, and to renew those it has."""
+
+    answer = Leases
+
+    generator: Index
+    session: Name
+    """Name of this start of the generator."""
+    number: Number
+    """Number of the ask in its session, increasing; an ask that is sent again has the same number."""
+    version: Version
+    """Policy version loaded; NO_VERSION before the first one."""
+    num_groups: Count
+    num_evaluations: Count
+    stats: GeneratorStats
+    working_on: Items[LeaseName]
+    """Leases to renew: the generator is working on them."""
+
+
 class EpisodeHeader(Body):
     """Part of `GroupHeader`: the fields of `asyncrl.types.EpisodeOutcome`, of one row."""
 
@@ -235,12 +268,22 @@ class EpisodeHeader(Body):
     slow_turns: Count
 
 
-class GroupHeader(Body):
+class Finished(AnswerBody):
+    """The answer of the queue to `GroupHeader` and `Evaluated`: groups and evaluated prompts of one generator that need
+    not be sent again."""
+
+    kept: Items[LeaseName]
+
+
+class GroupHeader(RequestBody):
     """A group without its arrays, which are the tokens, action_mask, behavior_logprobs and versions of all trajectories
-    end to end, and with a `routing` a flat array of theirs. Sent by a generator for each finished group; answered by
-    `Finished`. Also part of `ShardHeader`.
+    end to end, and with a `routing` a flat array of theirs. Sent by a generator for each finished group. Also
+    part of `ShardHeader`.
 
     The lists have an entry for each trajectory, of which a member of the group has one or more: its rows."""
+
+    answer = Finished
+    has_arrays = True
 
     ticket: Number
     attempt: Count
@@ -297,16 +340,12 @@ class GroupHeader(Body):
         return sums
 
 
-class Finished(Body):
-    """The answer of the queue to `GroupHeader` and `Evaluated`: groups and evaluated prompts of one generator that need
-    not be sent again."""
+class Evaluated(RequestBody):
+    """Sent by a generator for each evaluation prompt it has completed. Its arrays are the completions
+    (`asyncrl.replay.evaluation`), or there are none."""
 
-    kept: Items[LeaseName]
-
-
-class Evaluated(Body):
-    """Sent by a generator for each evaluation prompt it has completed; answered by `Finished`. Its arrays are the
-    completions (`asyncrl.replay.evaluation`), or there are none."""
+    answer = Finished
+    has_arrays = True
 
     ticket: Number
     attempt: Count
@@ -335,8 +374,8 @@ class ReleasedEvaluation(Body):
     attempt: Count
 
 
-class Release(Body):
-    """Sent by a generator for leases it will not finish; answered by `Ok`."""
+class Release(RequestBody):
+    """Sent by a generator for leases it will not finish."""
 
     generator: Index
     leases: Items[ReleasedLease]
@@ -347,8 +386,17 @@ TakeOutcome = Literal["shard", "wait", "stop"]
 EvaluationOutcome = Literal["ended", "wait", "none"]
 
 
-class Begin(Body):
-    """Sent by each learner rank when it starts; answered by `Begun`."""
+class Begun(AnswerBody):
+    """The answer of the queue to `Begin`."""
+
+    steps: Count
+    """Committed steps: up to this one the rank takes the same batches again."""
+
+
+class Begin(RequestBody):
+    """Sent by each learner rank when it starts."""
+
+    answer = Begun
 
     rank: Index
     epoch: Count
@@ -357,43 +405,28 @@ class Begin(Body):
     """Step of the checkpoint that the rank starts from; 0 without one."""
 
 
-class Begun(Body):
-    """The answer of the queue to `Begin`."""
-
-    steps: Count
-    """Committed steps: up to this one the rank takes the same batches again."""
-
-
-class Take(Body):
-    """Sent by each learner rank for its part of a step's batch; answered by `ShardHeader`."""
-
-    rank: Index
-    epoch: Count
-    step: Count
-
-
-class ShardHeader(Body):
+class ShardHeader(AnswerBody):
     """The answer of the queue to `Take`. "wait": the batch is not complete, ask again; "stop": there are no more
     batches."""
+
+    has_arrays = True
 
     step: Count
     outcome: TakeOutcome
     groups: Items[GroupHeader]
 
 
-class Commit(Body):
-    """Sent by learner rank 0 after each optimizer step; answered by `Committed`."""
+class Take(RequestBody):
+    """Sent by each learner rank for its part of a step's batch."""
 
+    answer = ShardHeader
+
+    rank: Index
     epoch: Count
     step: Count
-    metrics: Metrics
-    saving: bool
-    """A checkpoint of this step follows: the answer contains the queue's state."""
-    checkpoints: Items[Count]
-    """Steps of the complete checkpoints that exist."""
 
 
-class Committed(Body):
+class Committed(AnswerBody):
     """The answer of the queue to `Commit`."""
 
     metrics: Metrics
@@ -410,15 +443,21 @@ class Committed(Body):
     """The run ends by `learner.on_collapse`: a checkpoint of this step would be of no use."""
 
 
-class NextEvaluation(Body):
-    """Sent by learner rank 0 after its last commit; answered by `EvaluationResult`."""
+class Commit(RequestBody):
+    """Sent by learner rank 0 after each optimizer step."""
+
+    answer = Committed
 
     epoch: Count
-    after: Count
-    """Number of evaluations that the sender has received in this way."""
+    step: Count
+    metrics: Metrics
+    saving: bool
+    """A checkpoint of this step follows: the answer contains the queue's state."""
+    checkpoints: Items[Count]
+    """Steps of the complete checkpoints that exist."""
 
 
-class EvaluationResult(Body):
+class EvaluationResult(AnswerBody):
     """The answer of the queue to `NextEvaluation`. "ended": a result; "wait": evaluations are running, ask again;
     "none": there are no more."""
 
@@ -427,46 +466,56 @@ class EvaluationResult(Body):
     metrics: Metrics
 
 
-class Lost(Body):
-    """Sent by the launcher when the process of a generator has ended; answered by `Ok`."""
+class NextEvaluation(RequestBody):
+    """Sent by learner rank 0 after its last commit."""
+
+    answer = EvaluationResult
+
+    epoch: Count
+    after: Count
+    """Number of evaluations that the sender has received in this way."""
+
+
+class Lost(RequestBody):
+    """Sent by the launcher when the process of a generator has ended."""
 
     generator: Index
 
 
-class Scale(Body):
-    """Sent by `asyncrl scale` to set the number of generators; answered by `Ok`."""
+class Scale(RequestBody):
+    """Sent by `asyncrl scale` to set the number of generators."""
 
     generators: Index
 
 
-class Memory(Body):
-    """Sent by the reward model every few seconds; answered by `Ok`."""
+class Memory(RequestBody):
+    """Sent by the reward model every few seconds."""
 
     role: Literal["reward_model"]
     peak_memory_bytes: Number
     """As `asyncrl.util.processes` measures it."""
 
 
-class ReadStatus(Body):
-    """Sent by the launcher for the state of the run; answered by `Ok` with it."""
+class ReadStatus(RequestBody):
+    """Sent by the launcher for the state of the run, which is in the `Ok`."""
 
 
-class ReadSummary(Body):
-    """Sent by the launcher for the queue's part of the run's summary; answered by `Ok` with it."""
+class ReadSummary(RequestBody):
+    """Sent by the launcher for the queue's part of the run's summary, which is in the `Ok`."""
 
 
-class Stop(Body):
-    """Sent by the launcher to end the run early; answered by `Ok`."""
+class Stop(RequestBody):
+    """Sent by the launcher to end the run early."""
 
     reason: Text
 
 
-class Shutdown(Body):
-    """Sent by the launcher to end the replay process; answered by `Ok`."""
+class Shutdown(RequestBody):
+    """Sent by the launcher to end the replay process."""
 
 
-class Announce(Body):
-    """Sent by a server that listens; answered by `Ok`."""
+class Announce(RequestBody):
+    """Sent by a server that listens."""
 
     name: Name
     address: Name
@@ -475,16 +524,18 @@ class Announce(Body):
     """As in the run's endpoints; a lower one than the name's latest is refused."""
 
 
-class LookUp(Body):
-    """Sent by a client that will connect; answered by `Located`."""
-
-    name: Name
-    epoch: Count
-    """Announcements of earlier epochs do not count."""
-
-
-class Located(Body):
+class Located(AnswerBody):
     """The answer of the queue to `LookUp`."""
 
     address: Name
     """Empty if no process has announced the name."""
+
+
+class LookUp(RequestBody):
+    """Sent by a client that will connect."""
+
+    answer = Located
+
+    name: Name
+    epoch: Count
+    """Announcements of earlier epochs do not count."""

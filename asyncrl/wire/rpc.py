@@ -8,30 +8,29 @@ import select
 import threading
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import structlog
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from asyncrl.errors import BodyError, InvariantError, PeerTimeoutError, ProtocolError, RunError, StrangerError
+from asyncrl.errors import InvariantError, PeerTimeoutError, ProtocolError, RunError, UnknownPeerError
 from asyncrl.wire.endpoints import NAMED, Endpoints
-from asyncrl.wire.frames import (
-    ANSWERS,
-    KINDS,
+from asyncrl.wire.frames import Arrays, BodyError, Message, decode, encode
+from asyncrl.wire.messages import (
     MAX_HEADER_BYTES,
-    MAX_HEADER_VALUES,
     MAX_REQUEST_HEADER_BYTES,
-    Arrays,
-    Message,
-    decode,
-    encode,
+    Announce,
+    AnswerBody,
+    Body,
+    Error,
+    Located,
+    LookUp,
+    RequestBody,
 )
-from asyncrl.wire.messages import Announce, Body, Located, LookUp
-from asyncrl.wire.service_messages import Error
-from asyncrl.wire.sockets import LINGER_S, MAX_FRAME_BYTES, GuardedRouter, bind_router, connect_dealer
+from asyncrl.wire.sockets import LINGER_S, MAX_FRAME_BYTES, CurveRouter, bind_router, connect_dealer
 
 MAX_BAD_MESSAGES = 16
 """A peer that sends more is cut off: it has a defect or is an attacker, and decoding its messages costs time."""
@@ -39,7 +38,7 @@ MAX_PEERS = 4096
 """Peers remembered; the one silent for the longest time is forgotten first."""
 
 
-class BadPeers:
+class MisbehavingPeers:
     """Counts the bad messages of each peer, in bounded memory."""
 
     def __init__(self, *, max_bad_messages: int = MAX_BAD_MESSAGES, max_peers: int = MAX_PEERS) -> None:
@@ -132,9 +131,8 @@ class ClockOffset:
 
 log = structlog.get_logger()
 
-T = TypeVar("T")
 BACK_OFF = 2.0
-LOOK_S = 0.25
+POLL_S = 0.25
 """Interval of the checks for a new connection."""
 
 
@@ -176,7 +174,7 @@ class Connection:
         self._events = self._socket.get_monitor_socket(events) if resends else None
         self._ended_s = self._lost_s = -math.inf
 
-    def send(self, body: Body, arrays: Sequence[Arrays] = (), *, seq: int | None = None) -> int:
+    def send(self, body: RequestBody, arrays: Sequence[Arrays] = (), *, seq: int | None = None) -> int:
         """Sends a request under the next number, or again under the number `seq`. Returns the number. Raises
         ProtocolError for one that is too large, and on a strict connection PeerTimeoutError if too many wait."""
         if seq is None:
@@ -191,11 +189,11 @@ class Connection:
             if self.strict:
                 problem = "takes no more requests, or refused the keys of this process"
                 raise PeerTimeoutError(f"{self.peer} at {self.address} {problem}") from None
-            log.warning("message not sent, too many wait", kind=KINDS[type(body)], peer=self.peer)
+            log.warning("message not sent, too many wait", kind=type(body).__name__, peer=self.peer)
         return seq
 
     def receive(self, timeout_s: float) -> Message | None:
-        """Returns the next readable message that arrives within the time, or None; also one of kind "error"."""
+        """Returns the next readable message that arrives within the time, or None; also an Error."""
         deadline_s = time.monotonic() + timeout_s
         while self._socket.poll(max(0, math.ceil(1000 * (deadline_s - time.monotonic())))):
             frames = self._socket.recv_multipart(copy=False)
@@ -228,26 +226,56 @@ class Connection:
 
     def check(self, message: Message) -> None:
         """Raises RunError if the message is an error."""
-        if message.kind == "error":
+        if isinstance(message.body, Error):
             raise RunError(f"{self.peer} refused a message: {message.body.text}")
 
-    def request(self, body: Body, arrays: Sequence[Arrays] = (), *, timeout_s: float) -> Message:
-        """Sends a request and returns its answer. Raises PeerTimeoutError, and RunError if the peer refuses."""
-        return self.await_answer(body, self.send(body, arrays), arrays, timeout_s=timeout_s)
+    def request(
+        self,
+        body: RequestBody,
+        arrays: Sequence[Arrays] = (),
+        *,
+        timeout_s: float,
+        read: Callable[[Message], Any] = lambda message: message,
+        check: Callable[[], None] = lambda: None,
+    ) -> Any:
+        """Sends a request and returns its answer, as `await_answer` does."""
+        return self.await_answer(body, self.send(body, arrays), arrays, timeout_s=timeout_s, read=read, check=check)
 
-    def await_answer(self, body: Body, seq: int, arrays: Sequence[Arrays] = (), *, timeout_s: float) -> Message:
-        """Returns the answer to the request that was sent with this body and these arrays under the number `seq`.
-        Raises PeerTimeoutError, and RunError if it is refused."""
-        return self._await(body, seq, arrays, lambda message: message, timeout_s=timeout_s)
+    def await_answer(
+        self,
+        body: RequestBody,
+        seq: int,
+        arrays: Sequence[Arrays] = (),
+        *,
+        timeout_s: float,
+        read: Callable[[Message], Any] = lambda message: message,
+        check: Callable[[], None] = lambda: None,
+    ) -> Any:
+        """Returns `read(answer)` of the request that was sent with this body and these arrays under the number `seq`.
+        An answer for which `read` raises ProtocolError is ignored. `check` is called while waiting and may raise.
+        Raises PeerTimeoutError, and RunError if the peer refuses."""
+        resend_s, sent_s = self.resend_s, time.monotonic()
+        deadline_s = sent_s + timeout_s
+        while (now_s := time.monotonic()) < deadline_s:
+            check()
+            if (lost := sent_s < self.lost_s()) or now_s - sent_s >= resend_s:
+                self.send(body, arrays, seq=seq)
+                resend_s, sent_s = resend_s if lost else BACK_OFF * resend_s, time.monotonic()
+            message = self.receive(min(deadline_s, sent_s + resend_s, now_s + POLL_S) - now_s)
+            if message is None or message.seq not in (seq, 0):
+                continue  # 0: the peer could not even read the number
+            self.check(message)
+            try:
+                if not isinstance(message.body, body.answer):
+                    raise ProtocolError(f"{message.kind!r} as the answer to {type(body).__name__!r}")
+                return read(message)
+            except ProtocolError as error:
+                self.ignore(error)
+        raise self.silent(body, timeout_s)
 
-    def call(self, body: Body, read: Callable[[Message], T], *, timeout_s: float) -> T:
-        """Sends a request and returns `read(answer)`. An answer for which `read` raises ProtocolError is ignored, and
-        the wait continues. Raises PeerTimeoutError, and RunError if the peer refuses."""
-        return self._await(body, self.send(body), (), read, timeout_s=timeout_s)
-
-    def silent(self, body: Body, timeout_s: float) -> PeerTimeoutError:
+    def silent(self, body: RequestBody, timeout_s: float) -> PeerTimeoutError:
         """The error for a request that was not answered in time."""
-        kind = KINDS[type(body)]
+        kind = type(body).__name__
         return PeerTimeoutError(f"{self.peer} at {self.address} did not answer {kind!r} within {timeout_s:g} s")
 
     def close(self) -> None:
@@ -257,33 +285,11 @@ class Connection:
             self._events.close()
         self._socket.close()
 
-    def _await(
-        self, body: Body, seq: int, arrays: Sequence[Arrays], read: Callable[[Message], T], *, timeout_s: float
-    ) -> T:
-        kind = KINDS[type(body)]
-        resend_s, sent_s = self.resend_s, time.monotonic()
-        deadline_s = sent_s + timeout_s
-        while (now_s := time.monotonic()) < deadline_s:
-            if (lost := sent_s < self.lost_s()) or now_s - sent_s >= resend_s:
-                self.send(body, arrays, seq=seq)
-                resend_s, sent_s = resend_s if lost else BACK_OFF * resend_s, time.monotonic()
-            message = self.receive(min(deadline_s, sent_s + resend_s, now_s + LOOK_S) - now_s)
-            if message is None or message.seq not in (seq, 0):
-                continue  # 0: the peer could not even read the number
-            self.check(message)
-            try:
-                if message.kind != ANSWERS[kind]:
-                    raise ProtocolError(f"{message.kind!r} as the answer to {kind!r}")
-                return read(message)
-            except ProtocolError as error:
-                self.ignore(error)
-        raise self.silent(body, timeout_s)
-
 
 class Reply(NamedTuple):
     """The body and the arrays of an answer."""
 
-    body: Body
+    body: AnswerBody
     arrays: Sequence[Arrays] = ()
 
 
@@ -292,49 +298,83 @@ Handler = Callable[[Message], Reply | None]
 ProtocolError for a request that does not fit the state: it is answered with an error."""
 
 
-class Server:
-    """A ROUTER socket with a handler for each kind of request.
+class _Listener:
+    """A ROUTER socket that reads messages of the given kinds. Bad ones are counted and logged, one line for each
+    doubling; the messages of a peer that sends many bad ones are dropped without decoding."""
 
-    A bad message is counted, logged and answered with an error; one from outside the run is not answered. The messages
-    of a peer that sends many bad ones are dropped without decoding.
-    """
+    def __init__(
+        self,
+        address: str,
+        what: str,
+        kinds: Iterable[type[RequestBody]],
+        *,
+        run_id: str,
+        keys: str,
+        max_frame_bytes: int,
+    ) -> None:
+        self.what = what
+        self.errors: Counter[str] = Counter()
+        """Bad and dropped messages, by the name of the error."""
+        self.misbehaving_peers = MisbehavingPeers()
+        self._run_id, self._kinds = run_id, tuple(kinds)
+        self._max_bytes = max(kind.max_header_bytes for kind in self._kinds)
+        self._socket = bind_router(address, what, keys=keys, max_frame_bytes=max_frame_bytes)
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        """The ZeroMQ address that it listens on."""
+
+    @property
+    def num_rejected(self) -> int:
+        """Connections without the run's key; 0 for a server without keys."""
+        return self._socket.num_rejected if isinstance(self._socket, CurveRouter) else 0
+
+    def _ignores(self, peer: bytes) -> bool:
+        ignored = self.misbehaving_peers.ignores(peer)
+        self.errors["ignored"] += ignored
+        return ignored
+
+    def _read(self, peer: bytes, frames: Sequence[bytes | memoryview]) -> Message:
+        return decode(self._run_id, frames, peer=peer, max_bytes=self._max_bytes)
+
+    def _check_kind(self, message: Message) -> None:
+        if not isinstance(message.body, self._kinds):
+            raise ProtocolError(f"{message.kind!r} is not a request to the {self.what}")
+
+    def _note(self, peer: bytes, error: Exception) -> None:
+        self.errors[type(error).__name__] += 1
+        is_cut_off = self.misbehaving_peers.note(peer)
+        total = self.misbehaving_peers.bad_messages
+        if total.bit_count() == 1:
+            log.warning(f"bad message to the {self.what}", error=str(error), total=total)
+        if is_cut_off:
+            log.warning(f"a peer of the {self.what} was cut off for its bad messages", peer=peer.hex())
+
+
+class Server(_Listener):
+    """Listens at an address, with a handler for each kind of request. A bad message is answered with an error, unless
+    it is from outside the run."""
 
     def __init__(
         self,
         endpoints: Endpoints,
         address: str,
         what: str,
-        handlers: Mapping[type[Body], Handler],
+        handlers: Mapping[type[RequestBody], Handler],
         *,
         max_frame_bytes: int = MAX_FRAME_BYTES,
-        max_bytes: int = MAX_REQUEST_HEADER_BYTES,
-        max_values: int = MAX_HEADER_VALUES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`what` names the server in errors and logs; `max_bytes` and `max_values` are limits of a request's header.
-        Answers have the time of `clock`."""
-        self.what = what
-        self.errors: Counter[str] = Counter()
-        """Bad and dropped messages, by the name of the error."""
-        self.bad_peers = BadPeers()
-        self.reply: Callable[[bytes, int, Reply], None] = self.send
-        """Receives the answers of handlers; by default it sends them at once."""
-        self._run_id, self._clock = endpoints.run_id, clock
-        self._handlers = {KINDS[body]: handler for body, handler in handlers.items()}
-        self._limits = {"max_bytes": max_bytes, "max_values": max_values}
-        self._socket = bind_router(
+        """`what` names the server in errors and logs. Answers have the time of `clock`."""
+        super().__init__(
             endpoints.listening(address),
             what,
+            handlers,
+            run_id=endpoints.run_id,
             keys=endpoints.keys,
             max_frame_bytes=max_frame_bytes,
         )
-        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        """The ZeroMQ address that it listens on."""
-
-    @property
-    def num_strangers(self) -> int:
-        """Connections without the run's key, which were not let in; 0 for a server without keys."""
-        return self._socket.num_strangers if isinstance(self._socket, GuardedRouter) else 0
+        self.reply: Callable[[bytes, int, Reply], None] = self.send
+        """Receives the answers of handlers; by default it sends them at once."""
+        self._handlers, self._clock = handlers, clock
 
     @property
     def event_fd(self) -> int:
@@ -367,45 +407,25 @@ class Server:
         self._socket.close()
 
     def _handle(self, peer: bytes, frames: list[zmq.Frame]) -> None:
-        if self.bad_peers.ignores(peer):
-            self.errors["ignored"] += 1
+        if self._ignores(peer):
             return
         seq = 0
         try:
-            message = self._read(peer, frames)
+            message = self._read(peer, [frame.buffer for frame in frames])
             seq = message.seq
-            handler = self._handlers.get(message.kind)
-            if handler is None:
-                raise ProtocolError(f"{message.kind!r} is not a request to the {self.what}")
-            reply = handler(message)
+            if message.arrays.frame is not None:
+                message.arrays.frame = frames[-1]  # ZeroMQ forwards a received frame without a copy
+            self._check_kind(message)
+            reply = self._handlers[type(message.body)](message)
         except (ProtocolError, InvariantError) as error:
-            self._refuse(peer, seq, error)
+            self._note(peer, error)
+            if not isinstance(error, UnknownPeerError):
+                self.reply(peer, seq, Reply(Error(str(error))))
             if isinstance(error, InvariantError):
                 raise
             return
         if reply is not None:
             self.reply(peer, seq, reply)
-
-    def _read(self, peer: bytes, frames: list[zmq.Frame]) -> Message:
-        """Returns the validated message. Any failure here is the message's fault: nothing has been changed yet."""
-        try:
-            message = decode(self._run_id, [frame.buffer for frame in frames], peer=peer, **self._limits)
-        except ProtocolError:
-            raise
-        except Exception as error:
-            log.exception("unexpected error while decoding a message")
-            raise ProtocolError(f"a message that cannot be read: {type(error).__name__}: {error}") from error
-        if message.arrays.frame is not None:
-            message.arrays.frame = frames[-1]  # ZeroMQ forwards a received frame without a copy
-        return message
-
-    def _refuse(self, peer: bytes, seq: int, error: Exception) -> None:
-        self.errors[type(error).__name__] += 1
-        log.warning(f"bad message to the {self.what}", error=str(error), total=self.errors.total())
-        if self.bad_peers.note(peer):
-            log.error(f"a peer of the {self.what} was cut off for its bad messages", peer=peer.hex())
-        if not isinstance(error, StrangerError):
-            self.reply(peer, seq, Reply(Error(str(error))))
 
 
 ANSWER_S = 10.0
@@ -466,21 +486,19 @@ class BadServerError(ProtocolError):
     """The server of a channel sent a bad message."""
 
 
-class ChannelServer:
+class ChannelServer(_Listener):
     """Listens at an address. A separate thread reads the messages; any thread may send.
 
     That thread waits for messages, woken by the socket, by `close`, and by `send` if messages have come since; it
     has no deadline.
     """
 
-    def __init__(self, address: str, what: str, accepts: Set[str], *, run_id: str = "", keys: str = "") -> None:
+    def __init__(
+        self, address: str, what: str, accepts: Iterable[type[RequestBody]], *, run_id: str = "", keys: str = ""
+    ) -> None:
         """`what` names the server in errors and logs; `accepts` are the kinds of messages that it handles. With `keys`
         only clients with the run's keys are admitted. Raises ConfigError if the address is in use."""
-        self.bad_peers = BadPeers()
-        self._what, self._accepts, self._run_id = what, accepts, run_id
-        self._socket = bind_router(address, what, keys=keys, max_frame_bytes=MAX_REQUEST_HEADER_BYTES)
-        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        """The ZeroMQ address that it listens on."""
+        super().__init__(address, what, accepts, run_id=run_id, keys=keys, max_frame_bytes=MAX_REQUEST_HEADER_BYTES)
         self._lock = threading.Lock()
         self._wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing = False
@@ -489,10 +507,10 @@ class ChannelServer:
     def start(
         self,
         handle: Callable[[bytes, Any], None],
-        refuse: Callable[[bytes, str, str], None] = lambda peer, kind, problem: None,
+        refuse: Callable[[bytes, type[Body], str], None] = lambda peer, kind, problem: None,
     ) -> None:
         """Starts the thread, which calls `handle(peer, body)`, and `refuse(peer, kind, problem)` for a message of an
-        accepted kind whose body does not fit."""
+        accepted kind whose body is invalid."""
         self._handle, self._refuse = handle, refuse
         self._thread.start()
 
@@ -542,19 +560,17 @@ class ChannelServer:
         return batch
 
     def _receive(self, peer: bytes, frames: list[bytes]) -> None:
-        if self.bad_peers.ignores(peer):
+        if self._ignores(peer):
             return
         try:
-            body = _read(self._run_id, frames, self._accepts, MAX_REQUEST_HEADER_BYTES)
+            message = self._read(peer, frames)
+            self._check_kind(message)
         except ProtocolError as error:
-            self.bad_peers.note(peer)
-            total = self.bad_peers.bad_messages
-            if total.bit_count() == 1:  # one line for each doubling
-                log.warning("bad message", to=self._what, error=str(error), total=total)
-            if isinstance(error, BodyError) and error.kind in self._accepts:
-                self._refuse(peer, error.kind, str(error))
+            self._note(peer, error)
+            if isinstance(error, BodyError) and issubclass(error.body, self._kinds):
+                self._refuse(peer, error.body, str(error))
             return
-        self._handle(peer, body)
+        self._handle(peer, message.body)
 
 
 class ChannelClient:
@@ -563,7 +579,7 @@ class ChannelClient:
     def __init__(
         self,
         address: str,
-        accepts: Set[str],
+        accepts: Iterable[type[Body]],
         handle: Callable[[Any], None],
         *,
         run_id: str = "",
@@ -576,7 +592,7 @@ class ChannelClient:
         self.heard_s = time.monotonic()
         """When the server's last message arrived."""
         self.address = address
-        self._accepts, self._run_id, self._handle = accepts, run_id, handle
+        self._accepts, self._run_id, self._handle = tuple(accepts), run_id, handle
         self._lock = threading.RLock()
         self._lost = False
         self._socket = connect_dealer(address, keys=keys)
@@ -629,15 +645,9 @@ class ChannelClient:
                 frames = self._socket.recv_multipart(zmq.DONTWAIT)
                 self.heard_s = time.monotonic()
                 try:
-                    body = _read(self._run_id, frames, self._accepts, MAX_HEADER_BYTES)
+                    message = decode(self._run_id, frames, max_bytes=MAX_HEADER_BYTES)
+                    if not isinstance(message.body, self._accepts):
+                        raise ProtocolError(f"unexpected kind {message.kind!r}")
                 except ProtocolError as error:
                     raise BadServerError(str(error)) from None
-                self._handle(body)
-
-
-def _read(run_id: str, frames: list[bytes], accepts: Set[str], max_bytes: int) -> Any:
-    """The body of a message. Raises ProtocolError if it is not valid, or not of a kind in `accepts`."""
-    message = decode(run_id, frames, max_bytes=max_bytes)
-    if message.kind not in accepts:
-        raise ProtocolError(f"unexpected kind {message.kind!r}")
-    return message.body
+                self._handle(message.body)

@@ -11,6 +11,7 @@ from asyncrl.wire.messages import (
     MAX_INDEX,
     MAX_NUMBER,
     MAX_PARTS,
+    AnswerBody,
     Body,
     Count,
     Document,
@@ -21,21 +22,36 @@ from asyncrl.wire.messages import (
     Metrics,
     Name,
     Number,
+    RequestBody,
     Reward,
     Text,
     Time,
 )
 
+MAX_TEXT_HEADER_BYTES = 1 << 26
+"""Maximum size of the header of a request to the reward model, which has prompt and completions as text, and to an
+environment host, which has rows of the data."""
 MAX_KEY_CHARACTERS = 512
 MAX_KEYS_ASKED = 1 << 10
 StoreAction = Literal["set", "get", "wait", "add", "delete"]
 
 
-class Value(Body):
-    """Sent by a learner rank to its critic for each step; answered by `Values`.
+class Values(AnswerBody):
+    """The answer of a critic to `Value`; the values are arrays of the message."""
+
+    has_arrays = True
+
+    step: Count
+
+
+class Value(RequestBody):
+    """Sent by a learner rank to its critic for each step.
 
     Packed rows; the frames are the tokens, sequence lengths and positions to value of each row. The answer has the
     values of positions that are not the last of their sequence, then of those that are."""
+
+    answer = Values
+    has_arrays = True
 
     rank: Index
     step: Count
@@ -45,27 +61,24 @@ class Value(Body):
     """Ticket and number of every sequence of each row."""
 
 
-class Values(Body):
-    """The answer of a critic to `Value`; the values are arrays of the message."""
-
-    step: Count
-
-
-class Train(Body):
-    """Sent by a learner rank to its critic with the returns of the step; answered by `Trained`."""
-
-    rank: Index
-    step: Count
-
-
-class Trained(Body):
+class Trained(AnswerBody):
     """The answer of a critic to `Train`: its metrics of the step."""
 
     metrics: Metrics
 
 
-class Save(Body):
-    """Sent by a learner rank to its critic; answered by `Ok`."""
+class Train(RequestBody):
+    """Sent by a learner rank to its critic with the returns of the step."""
+
+    answer = Trained
+    has_arrays = True
+
+    rank: Index
+    step: Count
+
+
+class Save(RequestBody):
+    """Sent by a learner rank to its critic."""
 
     rank: Index
     step: Count
@@ -74,22 +87,34 @@ class Save(Body):
     critic knows the folders."""
 
 
-class Restore(Body):
-    """Sent by a learner rank to its critic before training resumes; answered by `Ok`."""
+class Restore(RequestBody):
+    """Sent by a learner rank to its critic before training resumes."""
 
     rank: Index
     step: Count
     """Step of the checkpoint to load."""
 
 
-class Leave(Body):
+class Leave(RequestBody):
     """Sent by a learner rank to its critic when it ends; not answered."""
 
     rank: Index
 
 
-class Score(Body):
-    """Sent by a reward worker to the reward model for the completions of one prompt; answered by `Scores`."""
+class Scores(AnswerBody):
+    """The answer of the reward model to `Score`."""
+
+    scores: Items[Finite | None]
+    """The score of each completion; None with an error."""
+    errors: Items[str]
+    """The error of each completion; "" with a score."""
+
+
+class Score(RequestBody):
+    """Sent by a reward worker to the reward model for the completions of one prompt."""
+
+    answer = Scores
+    max_header_bytes = MAX_TEXT_HEADER_BYTES
 
     prompt: str | list[dict[str, Any]]
     """Text or messages."""
@@ -100,31 +125,7 @@ class Score(Body):
     """The row's template options, for messages."""
 
 
-class Scores(Body):
-    """The answer of the reward model to `Score`."""
-
-    scores: Items[Finite | None]
-    """The score of each completion; None with an error."""
-    errors: Items[str]
-    """The error of each completion; "" with a score."""
-
-
-class StoreRequest(Body):
-    """Sent to a store by a member of a process group; answered by `StoreReply`.
-
-    Sets the value of a key; gets the values of keys; waits until all of them exist; adds to a counter, which starts at
-    0; deletes a key."""
-
-    number: Number
-    action: StoreAction
-    keys: Annotated[list[Annotated[str, Meta(max_length=MAX_KEY_CHARACTERS)]], Meta(max_length=MAX_KEYS_ASKED)]
-    value: bytes
-    """The value to set; otherwise empty."""
-    amount: Annotated[int, Meta(ge=-MAX_NUMBER, le=MAX_NUMBER)]
-    """The amount to add; otherwise 0."""
-
-
-class StoreReply(Body):
+class StoreReply(AnswerBody):
     """The answer of a store to the `StoreRequest` of the same number."""
 
     number: Number
@@ -136,17 +137,21 @@ class StoreReply(Body):
     """Why the request is refused; "" if it is not."""
 
 
-class Ok(Body):
-    """The answer to requests without a specific answer."""
+class StoreRequest(RequestBody):
+    """Sent to a store by a member of a process group.
 
-    result: dict[str, Any]
-    """The requested values; empty if there are none."""
+    Sets the value of a key; gets the values of keys; waits until all of them exist; adds to a counter, which starts at
+    0; deletes a key."""
 
+    answer = StoreReply
 
-class Error(Body):
-    """The answer to a bad request."""
-
-    text: Text
+    number: Number
+    action: StoreAction
+    keys: Annotated[list[Annotated[str, Meta(max_length=MAX_KEY_CHARACTERS)]], Meta(max_length=MAX_KEYS_ASKED)]
+    value: bytes
+    """The value to set; otherwise empty."""
+    amount: Annotated[int, Meta(ge=-MAX_NUMBER, le=MAX_NUMBER)]
+    """The amount to add; otherwise 0."""
 
 
 MAX_STOPS = 16
@@ -176,14 +181,6 @@ class Said(Body):
     episode: Name
     branch: Index
     status: TurnStatus
-
-
-class Turns(Body):
-    """Sent by a generator to a host. Its lists are the tokens of `started`, then of `said`."""
-
-    started: Items[EpisodeStart]
-    said: Items[Said]
-    dropped: Items[Name]
 
 
 class SayNext(Body):
@@ -228,13 +225,27 @@ class EpisodeEnded(Body):
     and empty if there are none."""
 
 
-class Wishes(Body):
+class Wishes(AnswerBody):
     """Sent by a host to its generator, also as a sign of life."""
+
+    has_arrays = True
 
     says: Items[SayNext]
     ended: Items[EpisodeEnded]
     stuck: Index
     """Calls of the user's methods that did not return in time, and occupy a thread each."""
+
+
+class Turns(RequestBody):
+    """Sent by a generator to a host. Its lists are the tokens of `started`, then of `said`."""
+
+    answer = Wishes
+    has_arrays = True
+    max_header_bytes = MAX_TEXT_HEADER_BYTES
+
+    started: Items[EpisodeStart]
+    said: Items[Said]
+    dropped: Items[Name]
 
 
 MIN_BUCKET_BYTES = 1 << 16
@@ -244,10 +255,11 @@ _Round = Annotated[int, Meta(ge=1, le=MAX_NUMBER)]
 _Rank = Annotated[int, Meta(ge=1, le=MAX_INDEX + 1)]
 
 
-# --- of a receiver
+class ReceiverMessage(RequestBody):
+    """A message of a receiver of weights to their sender."""
 
 
-class Join(Body):
+class Join(ReceiverMessage):
     """Begins a session. The sender answers with "manifest"; a later session of the rank replaces this one."""
 
     rank: _Rank
@@ -255,7 +267,7 @@ class Join(Body):
     host: _Name
 
 
-class Up(Body):
+class Up(ReceiverMessage):
     """The engine runs: the sender may make offers."""
 
 
@@ -266,20 +278,20 @@ class Loaded(Body):
     checksum: Number
 
 
-class Ready(Body):
+class Ready(ReceiverMessage):
     """Staging is free for the next version; sent before the offer if it is free then. The sender answers with "go"."""
 
     round: _Round
     loaded: Loaded | None
 
 
-class Holding(Body):
+class Holding(ReceiverMessage):
     """The engine keeps its version for now, or more buckets have come. Extends the deadline for the next answer."""
 
     round: _Round
 
 
-class Received(Body):
+class Received(ReceiverMessage):
     """The checksum of the bytes received, or the reason why the transfer failed."""
 
     round: _Round
@@ -287,18 +299,19 @@ class Received(Body):
     error: Text
 
 
-class Left(Body):
+class Left(ReceiverMessage):
     """Ends the session."""
 
 
-class Ping(Body):
+class Ping(ReceiverMessage):
     """Asks whether the sender lives; answered by "pong", or by "dropped" if the session has ended."""
 
 
-# --- of the sender
+class SenderMessage(AnswerBody):
+    """A message of the sender of weights to a receiver."""
 
 
-class Manifest(Body):
+class Manifest(SenderMessage):
     """Names, shapes and dtypes of the weights, as JSON (`WeightManifest.to_json`)."""
 
     text: Document
@@ -308,7 +321,7 @@ class Manifest(Body):
     """True if each bucket is a part of one parameter."""
 
 
-class Offer(Body):
+class Offer(SenderMessage):
     """Starts a round. The receiver answers with "ready", unless it has sent that before."""
 
     round: _Round
@@ -319,7 +332,7 @@ class Offer(Body):
     """True if the learner waits for the round: a receiver whose engine keeps its version sends "holding" at once."""
 
 
-class Go(Body):
+class Go(SenderMessage):
     """The rank of the receiver among the `size` members of the link number `group` of each sender, which it connects to
     now."""
 
@@ -329,35 +342,35 @@ class Go(Body):
     size: Annotated[int, Meta(ge=2, le=MAX_INDEX + 2)]
 
 
-class Patience(Body):
+class Patience(SenderMessage):
     """The sender waits for other receivers, or sends to them. Extends the deadline for its next message."""
 
     round: _Round
 
 
-class Sent(Body):
+class Sent(SenderMessage):
     """The checksum of the bytes sent."""
 
     round: _Round
     checksum: Number
 
 
-class Abort(Body):
+class Abort(SenderMessage):
     """The reason why the broadcast was aborted. The receiver answers with "received", unless it has sent that."""
 
     round: _Round
     reason: Text
 
 
-class Dropped(Body):
+class Dropped(SenderMessage):
     """The reason why the sender has ended the session. The receiver joins again."""
 
     reason: Text
 
 
-class Closed(Body):
+class Closed(SenderMessage):
     """The sender closes."""
 
 
-class Pong(Body):
+class Pong(SenderMessage):
     """The sender lives."""

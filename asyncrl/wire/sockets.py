@@ -178,46 +178,46 @@ BYTES_ACKED = 120
 """Offset of `tcpi_bytes_acked`, a uint64, in Linux's `struct tcp_info`."""
 HANDSHAKE_BYTES = 256
 """A server sends 64 + 170 bytes (greeting, WELCOME) before it knows the client's key, and more than 60 (READY) once it
-has let the client in."""
+has admitted the client."""
 REASONS = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: FOREIGN_KEY,
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: NO_KEYS,
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: NO_KEYS,
 }
-"""Why connections end before they are let in. Those that do not begin as ZeroMQ does are only counted."""
+"""Why connections are rejected. Those that do not speak ZeroMQ are only counted."""
 
 
-class GuardedRouter(zmq.Socket[bytes]):
-    """A ROUTER with CURVE and a guard. ZeroMQ asks one guard for each context, so it has a separate context; guard
-    and context end with the socket."""
+class CurveRouter(zmq.Socket[bytes]):
+    """A ROUTER socket that admits only peers with one public key. ZeroMQ has one authenticator for each context, so the
+    socket has a separate context; authenticator and context end with the socket."""
 
-    guard: Guard | None = None
+    authenticator: CurveAuthenticator | None = None
 
     def close(self, linger: int | None = None) -> None:
-        guard, self.guard = self.guard, None
-        if guard is not None:
-            guard.stop()
+        authenticator, self.authenticator = self.authenticator, None
+        if authenticator is not None:
+            authenticator.stop()
         super().close(linger)
-        if guard is not None:
+        if authenticator is not None:
             self.context.term()
 
     @property
-    def num_strangers(self) -> int:
-        """Connections that were not let in so far."""
-        return self.guard.num_strangers if self.guard is not None else 0
+    def num_rejected(self) -> int:
+        """Connections without the key so far."""
+        return self.authenticator.num_rejected if self.authenticator is not None else 0
 
 
-class Guard(threading.Thread):
-    """Answers which keys may come in, and follows the connections. Its waits have no deadline: it is woken by ZeroMQ
-    and by `stop`."""
+class CurveAuthenticator(threading.Thread):
+    """Answers ZeroMQ's questions whether a key is admitted, and follows the connections. Its waits have no deadline: it
+    is woken by ZeroMQ and by `stop`."""
 
-    def __init__(self, router: GuardedRouter, client_public: str) -> None:
-        super().__init__(name="guard", daemon=True)
+    def __init__(self, router: CurveRouter, client_public: str) -> None:
+        super().__init__(name="curve-authenticator", daemon=True)
         self._admitted = client_public.encode()
-        self._num_accepted = self._num_let_in = 0
+        self._num_accepted = self._num_admitted = 0
         self._refused: Counter[str] = Counter()
         self._accepted: dict[int, None] = {}
-        """Descriptors of open connections, the oldest first; those let in are removed when there are many."""
+        """Descriptors of open connections, the oldest first; admitted ones are removed when there are many."""
         self._max_handshakes = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // HANDSHAKE_PART
         self._asked = router.context.socket(zmq.REP, socket_class=zmq.Socket)
         self._asked.bind(ZAP)
@@ -229,9 +229,9 @@ class Guard(threading.Thread):
         self._ends = os.eventfd(0, os.EFD_CLOEXEC)
 
     @property
-    def num_strangers(self) -> int:
-        """Connections that were not let in so far. One in its handshake counts until that has succeeded."""
-        return self._num_accepted - self._num_let_in
+    def num_rejected(self) -> int:
+        """Connections without the key so far. One in its handshake counts until that has succeeded."""
+        return self._num_accepted - self._num_admitted
 
     def stop(self) -> None:
         """Ends the thread, before its router is closed."""
@@ -266,7 +266,7 @@ class Guard(threading.Thread):
                 if len(self._accepted) > self._max_handshakes:
                     self._drop_handshakes()
             case zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._num_let_in += 1
+                self._num_admitted += 1
             case zmq.EVENT_DISCONNECTED:
                 self._accepted.pop(event["value"], None)
             case kind:
@@ -284,17 +284,17 @@ class Guard(threading.Thread):
     def _count(self, reason: str) -> None:
         self._refused[reason] += 1
         if self._refused[reason].bit_count() == 1:  # it reconnects continually: one line for each doubling
-            log.warning("a stranger was refused", reason=reason, refused=self._refused[reason])
+            log.warning("a connection was rejected", reason=reason, rejected=self._refused[reason])
 
 
-def guarded_router(client_public: str, server_secret: str) -> GuardedRouter:
-    """Returns a socket that lets in only peers with this public key."""
+def curve_router(client_public: str, server_secret: str) -> CurveRouter:
+    """Returns a socket that admits only peers with this public key."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=IO_THREADS)
-    router = GuardedRouter(context, zmq.ROUTER)
+    router = CurveRouter(context, zmq.ROUTER)
     router.setsockopt(zmq.CURVE_SERVER, 1)
     router.setsockopt(zmq.CURVE_SECRETKEY, server_secret.encode())
-    router.guard = Guard(router, client_public)
-    router.guard.start()
+    router.authenticator = CurveAuthenticator(router, client_public)
+    router.authenticator.start()
     return router
 
 
@@ -362,9 +362,7 @@ def bind_router(
         check_socket(path, what)
         _await_unused(path, what)
     pair = read_keys(keys) if keys else None
-    router = (
-        guarded_router(pair.client_public, pair.server_secret) if pair else zmq.Context.instance().socket(zmq.ROUTER)
-    )
+    router = curve_router(pair.client_public, pair.server_secret) if pair else zmq.Context.instance().socket(zmq.ROUTER)
     _limit(router, max_frame_bytes)
     router.setsockopt(zmq.RCVHWM, RECEIVE_MESSAGES)
     router.setsockopt(zmq.ROUTER_MANDATORY, 0)

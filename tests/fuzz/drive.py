@@ -20,7 +20,7 @@ import psutil
 import zmq
 
 from asyncrl.launch.machine import find_port
-from asyncrl.wire.frames import ANSWERS, KINDS
+from asyncrl.wire.frames import BODIES
 from asyncrl.wire.messages import MAX_COUNT, Body, ReadStatus, ReadSummary, Take
 from tests.fuzz import frames as sound
 from tests.fuzz.mutate import Frames, Mutator
@@ -111,10 +111,10 @@ class Honest:
             if self._socket.poll(round(left_s * 1000)):
                 header = msgpack.unpackb(self._socket.recv_multipart()[0])
                 if header["seq"] == seq:
-                    return None if header["kind"] == "error" else header["body"]
+                    return None if header["kind"] == "Error" else header["body"]
             if self.child.poll() is not None:
                 raise FuzzError(f"{self.report.what}: ended with {self.child.returncode}")
-        raise FuzzError(f"{self.report.what}: {KINDS[type(body)]} was not answered within {timeout_s} s")
+        raise FuzzError(f"{self.report.what}: {type(body).__name__} was not answered within {timeout_s} s")
 
     def status(self, timeout_s: float = STATUS_S) -> dict[str, Any]:
         start_s = time.monotonic()
@@ -289,7 +289,7 @@ def _answers(mutator: Mutator, request: Frames) -> list[Frames]:
     header = msgpack.unpackb(request[0])
     kind, body = header["kind"], header["body"]
     pool = sound.answers(header["seq"], ticket=body.get("ticket", 0), attempt=body.get("attempt", 0), step=1)
-    fitting = pool[ANSWERS.get(kind, "ok")]
+    fitting = pool[BODIES[kind].answer.__name__]
     answers = [mutator.mutant([fitting, fitting, *pool.values()]) for _ in range(MUTANTS_PER_ANSWER)]
     answers.insert(header["seq"] % (MUTANTS_PER_ANSWER + 1), fitting)
     return answers

@@ -10,7 +10,7 @@ from asyncrl.replay.codec import pack_group, pack_leases
 from asyncrl.replay.evaluation import EvaluatedRow, pack_rows
 from asyncrl.types import Lease, Prompt
 from asyncrl.wire import service_messages as weights
-from asyncrl.wire.frames import KINDS, Arrays, encode, pack_lists
+from asyncrl.wire.frames import Arrays, encode, pack_lists
 from asyncrl.wire.messages import (
     Announce,
     Announced,
@@ -20,6 +20,7 @@ from asyncrl.wire.messages import (
     Body,
     Commit,
     Committed,
+    Error,
     Evaluated,
     EvaluationResult,
     Finished,
@@ -34,6 +35,7 @@ from asyncrl.wire.messages import (
     Lost,
     Memory,
     NextEvaluation,
+    Ok,
     Publish,
     ReadStatus,
     ReadSummary,
@@ -49,9 +51,7 @@ from asyncrl.wire.messages import (
 from asyncrl.wire.service_messages import (
     EpisodeEnded,
     EpisodeStart,
-    Error,
     Leave,
-    Ok,
     Restore,
     Said,
     Save,
@@ -204,12 +204,12 @@ def requests(step: int = 0) -> dict[str, list[bytes]]:
         weights.Ping(),
     ]
     return {
-        **{KINDS[type(body)]: frames_of(body) for body in bodies},
-        "finish": finish_frames(0, 0, 0, step),
-        "evaluated": frames_of(evaluated_body(0, 0, step), pack_rows([EvaluatedRow(0, [1, 2, 3])], limit=2)),
-        "value": frames_of(value, rows),
-        "train": frames_of(Train(0, 1), [np.ones(3, dtype=np.float32)]),
-        "turns": frames_of(TURNS, pack_lists([np.ones(3, dtype=np.int32), np.ones(2, dtype=np.int32)])),
+        **{type(body).__name__: frames_of(body) for body in bodies},
+        "GroupHeader": finish_frames(0, 0, 0, step),
+        "Evaluated": frames_of(evaluated_body(0, 0, step), pack_rows([EvaluatedRow(0, [1, 2, 3])], limit=2)),
+        "Value": frames_of(value, rows),
+        "Train": frames_of(Train(0, 1), [np.ones(3, dtype=np.float32)]),
+        "Turns": frames_of(TURNS, pack_lists([np.ones(3, dtype=np.int32), np.ones(2, dtype=np.int32)])),
     }
 
 
@@ -248,4 +248,4 @@ def answers(seq: int = 1, *, ticket: int = 0, attempt: int = 0, step: int = 1) -
         *((body, []) for body in PUSHED),
         (Error("it broke"), []),
     ]
-    return {KINDS[type(body)]: frames_of(body, arrays, seq=seq) for body, arrays in bodies}
+    return {type(body).__name__: frames_of(body, arrays, seq=seq) for body, arrays in bodies}

@@ -14,7 +14,7 @@ from asyncrl.errors import ProtocolError
 from asyncrl.wire.frames import decode
 from tests.fuzz.frames import RUN_ID
 
-ENDING = frozenset({"shutdown", "stop", "scale"})
+ENDING = frozenset({"Shutdown", "Stop", "Scale"})
 """Kinds that end or change the run when they are sound: they are sent unsound only."""
 
 BOUNDARIES: list[Any] = [

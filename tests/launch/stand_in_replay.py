@@ -11,7 +11,7 @@ import zmq
 
 from asyncrl.launch.worker import read_spec
 from asyncrl.wire.frames import decode, encode
-from asyncrl.wire.service_messages import Ok
+from asyncrl.wire.messages import Ok
 
 
 def main() -> None:
@@ -20,16 +20,16 @@ def main() -> None:
     socket = zmq.Context.instance().socket(zmq.ROUTER)
     socket.bind(spec.endpoints.replay)
     run_id, kind = spec.endpoints.run_id, ""
-    while kind != "shutdown":
+    while kind != "Shutdown":
         identity, *frames = socket.recv_multipart(copy=False)
         message = decode(run_id, [frame.buffer for frame in frames])
         kind = message.kind
-        if kind == "stop":
+        if kind == "Stop":
             stopped.touch()
         done = time.time() > until_s or stopped.exists()
         answers = {
-            "status": status(done),
-            "summary": {"idle": {"generator": 0.0, "environments": 0.0, "learner": 0.0}, "steps": 3},
+            "ReadStatus": status(done),
+            "ReadSummary": {"idle": {"generator": 0.0, "environments": 0.0, "learner": 0.0}, "steps": 3},
         }
         socket.send_multipart([identity.bytes, *encode(run_id, Ok(answers.get(kind, {})), seq=message.seq)])
     socket.close(linger=500)

@@ -17,9 +17,9 @@ import numpy as np
 import zmq
 
 from asyncrl.wire.endpoints import Endpoints
-from asyncrl.wire.frames import TO_SENDER, Message, encode
+from asyncrl.wire.frames import Message, encode
 from asyncrl.wire.rpc import ChannelServer, Connection, Reply, Server
-from asyncrl.wire.service_messages import Join, StoreRequest, Train, Trained
+from asyncrl.wire.service_messages import Join, ReceiverMessage, StoreRequest, Train, Trained
 from asyncrl.wire.sockets import connect_dealer
 from asyncrl.wire.store import StoreServer
 
@@ -51,10 +51,10 @@ def serve(keys: str, requests: str, channel: str, store: str) -> None:
         return None
 
     server = Server(endpoints(keys, requests), requests, "server", {Train: answer})
-    channels = [ChannelServer(channel, "channel", TO_SENDER, run_id=RUN_ID, keys=keys)]
+    channels = [ChannelServer(channel, "channel", [ReceiverMessage], run_id=RUN_ID, keys=keys)]
     channels[0].start(lambda peer, body: say(taken=type(body).__name__))
     channels.append(StoreServer(store, "store", run_id=RUN_ID, keys=keys).channel)
-    routers: list[Any] = [server, *(one._socket for one in channels)]
+    routers = [server, *channels]
     said_s = 0.0
     while True:
         if server.poll(0.02):
@@ -65,8 +65,8 @@ def serve(keys: str, requests: str, channel: str, store: str) -> None:
             server.send(*key, waiting.pop(key))
         if now_s - said_s > SAY_S:
             said_s = now_s
-            bad = server.errors.total() + sum(one.bad_peers.bad_messages for one in channels)
-            say(strangers=[router.num_strangers for router in routers], bad=bad)
+            bad = server.errors.total() + sum(one.misbehaving_peers.bad_messages for one in channels)
+            say(strangers=[router.num_rejected for router in routers], bad=bad)
 
 
 def ask(keys: str, address: str, connections: int, num_bytes: int) -> None:

@@ -18,9 +18,8 @@ from asyncrl.replay.client import GeneratorClient, LearnerClient, LeaseReply
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.server import MAX_NAMES, Directory, run_replay
 from asyncrl.wire.endpoints import Endpoints
-from asyncrl.wire.messages import GeneratorStats, Stop
+from asyncrl.wire.messages import GeneratorStats, Ok, Stop
 from asyncrl.wire.rpc import Reply, Server, announce, located
-from asyncrl.wire.service_messages import Ok
 from tests.helpers.replay import EndlessPrompts, loopback_endpoints, make_group, small_config
 
 NAMES = {"weights": "run:weights", "learners": "run:learners"}

@@ -24,13 +24,13 @@ from asyncrl.wire.frames import Array, decode, encode
 from asyncrl.wire.messages import (
     MAX_NUMBER,
     MAX_REWARD,
+    Error,
     GeneratorStats,
     GroupHeader,
     ReleasedEvaluation,
     ReleasedLease,
     Take,
 )
-from asyncrl.wire.service_messages import Error
 from tests.helpers.replay import (
     PROMPT_TOKENS,
     EndlessPrompts,

@@ -27,8 +27,7 @@ from asyncrl.replay.server import ReplayServer
 from asyncrl.types import Lease
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.frames import Block, Message, encode
-from asyncrl.wire.messages import GeneratorStats, ShardHeader
-from asyncrl.wire.service_messages import Error, Ok
+from asyncrl.wire.messages import Error, GeneratorStats, Ok, ShardHeader
 from asyncrl.wire.sockets import bind_router
 from tests.helpers.messages import raw_frames
 from tests.helpers.replay import EndlessPrompts, kill_queue, loopback_endpoints, make_group, small_config
@@ -274,7 +273,7 @@ def client_lease(ticket: int) -> Lease:
     [
         lambda seq: [b"rubbish"],
         lambda seq: [bytes(f) for f in encode("test", Ok({}), seq=seq)],
-        lambda seq: raw_frames("test", "shard", {"step": 1}, seq=seq),
+        lambda seq: raw_frames("test", "ShardHeader", {"step": 1}, seq=seq),
         damaged_shard,
     ],
 )
@@ -286,13 +285,13 @@ def test_answers_without_sense_are_counted_and_end_at_the_deadline(
         learner = LearnerClient(endpoints, 0, timeout_s=1.0)
         with (
             structlog.testing.capture_logs() as logs,
-            pytest.raises(PeerTimeoutError, match="did not answer 'take' within 1 s"),
+            pytest.raises(PeerTimeoutError, match="did not answer 'Take' within 1 s"),
         ):
             learner.take(1)
         assert [log["event"] for log in logs].count("bad answer") >= 2, "the request was sent again"
         generator = GeneratorClient(endpoints, 0, timeout_s=1.0)
         generator.ask(0, 1, GeneratorStats.of())
-        with pytest.raises(PeerTimeoutError, match="did not answer 'ask' within 1 s"):
+        with pytest.raises(PeerTimeoutError, match="did not answer 'Ask' within 1 s"):
             leased(generator)
         learner.close()
         generator.close(linger_s=0.0)
@@ -300,7 +299,7 @@ def test_answers_without_sense_are_counted_and_end_at_the_deadline(
         peer.close()
 
 
-@pytest.mark.parametrize("kind", ["ask", "take"])
+@pytest.mark.parametrize("kind", ["Ask", "Take"])
 def test_requests_without_an_answer_are_sent_again_less_and_less_often(
     endpoints: Endpoints, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
@@ -309,7 +308,7 @@ def test_requests_without_an_answer_are_sent_again_less_and_less_often(
     generator, learner = GeneratorClient(endpoints, 0, timeout_s=1.4), LearnerClient(endpoints, 0, timeout_s=1.4)
     try:
         with pytest.raises(PeerTimeoutError, match=f"did not answer '{kind}'"):
-            if kind == "take":
+            if kind == "Take":
                 learner.take(1)
             else:
                 generator.ask(0, 1, GeneratorStats.of())
@@ -328,7 +327,7 @@ def test_requests_without_an_answer_are_sent_again_less_and_less_often(
 def test_an_error_for_something_that_was_answered_is_left_aside(replay: Replay, endpoints: Endpoints) -> None:
     generator = GeneratorClient(endpoints, 0)
     text = Error("late")
-    assert generator._take(Message("error", 77, text, Block([], None))) is None
+    assert generator._take(Message(77, text, Block([], None))) is None
     with pytest.raises(RunError, match="refused a message: late"):
-        generator._take(Message("error", 0, text, Block([], None)))
+        generator._take(Message(0, text, Block([], None)))
     generator.close()

@@ -221,7 +221,7 @@ def test_no_answer_names_the_process_and_the_time(tmp_path: Path) -> None:
     with pytest.raises(PeerTimeoutError) as raised:
         ModelClient(endpoints_at(tmp_path / "nobody")).score("p", ["c"], 0.2)
     assert str(raised.value) == (
-        f"the reward model process at ipc://{tmp_path}/nobody did not answer 'score' within 0.2 s "
+        f"the reward model process at ipc://{tmp_path}/nobody did not answer 'Score' within 0.2 s "
         "(generator.reward_timeout_s)"
     )
 

@@ -65,12 +65,12 @@ def test_a_listener_takes_frames_of_its_size_and_no_larger_ones(encrypted: bool)
     router.close()
 
 
-def test_a_guarded_socket_ends_with_its_guard(echo: tuple[zmq.Socket[bytes], str, str]) -> None:
+def test_a_socket_ends_with_its_authenticator(echo: tuple[zmq.Socket[bytes], str, str]) -> None:
     router, address, keys = echo
-    context, guard = router.context, getattr(router, "guard")  # noqa: B009
-    assert guard.is_alive()
+    context, authenticator = router.context, getattr(router, "authenticator")  # noqa: B009
+    assert authenticator.is_alive()
     router.close()
-    assert context.closed and not guard.is_alive()
+    assert context.closed and not authenticator.is_alive()
     again = bind_router(address, "echo", keys=keys)
     again.close()
 

@@ -22,8 +22,7 @@ from asyncrl.wire.frames import SCHEMA
 from asyncrl.wire.rpc import MAX_BAD_MESSAGES, ServerLostError
 from asyncrl.wire.service_messages import StoreRequest
 from asyncrl.wire.sockets import FOREIGN_KEY, NO_KEYS, new_keys
-from asyncrl.wire.store import Store, StoreClient, StoreError, StoreServer
-from asyncrl.wire.torch_store import TorchStore
+from asyncrl.wire.store import RemoteStore, Store, StoreError, StoreServer, TorchStore
 from tests.helpers.messages import raw_frames
 
 
@@ -48,13 +47,13 @@ def server(address: str) -> Iterator[StoreServer]:
 
 
 @pytest.fixture
-def client(address: str, server: StoreServer) -> Iterator[StoreClient]:
-    client = StoreClient(address, timeout_s=10.0)
+def client(address: str, server: StoreServer) -> Iterator[RemoteStore]:
+    client = RemoteStore.connect(address, timeout_s=10.0)
     yield client
     client.close()
 
 
-def test_holder_and_callers_see_the_same(server: StoreServer, client: StoreClient) -> None:
+def test_holder_and_callers_see_the_same(server: StoreServer, client: RemoteStore) -> None:
     client.ask("set", ["a"], b"\0\xff")
     server.ask("set", ["b"], b"text")
     for one in (server, client):
@@ -71,7 +70,7 @@ def test_holder_and_callers_see_the_same(server: StoreServer, client: StoreClien
     assert len(server) == 2
 
 
-def test_torch_sees_what_is_there(server: StoreServer, client: StoreClient) -> None:
+def test_torch_sees_what_is_there(server: StoreServer, client: RemoteStore) -> None:
     here, there = TorchStore(server, "a/", 1.0), TorchStore(client, "a/", 1.0)
     here.set("key", "text")
     there.set("raw", b"\0")
@@ -85,9 +84,9 @@ def test_torch_sees_what_is_there(server: StoreServer, client: StoreClient) -> N
 
 @pytest.mark.parametrize("setter", ["holder", "another"])
 def test_a_wait_ends_when_the_last_key_is_there_or_at_its_deadline(
-    address: str, server: StoreServer, client: StoreClient, setter: str
+    address: str, server: StoreServer, client: RemoteStore, setter: str
 ) -> None:
-    other = StoreClient(address, timeout_s=10.0)
+    other = RemoteStore.connect(address, timeout_s=10.0)
     who = server if setter == "holder" else other
     for one in (server, client):
         started = time.monotonic()
@@ -105,21 +104,21 @@ def test_a_wait_ends_when_the_last_key_is_there_or_at_its_deadline(
 
 
 @pytest.mark.parametrize("what", ["answer", "push"])
-def test_a_holder_that_is_gone_is_noticed_at_once(server: StoreServer, client: StoreClient, what: str) -> None:
+def test_a_holder_that_is_gone_is_noticed_at_once(server: StoreServer, client: RemoteStore, what: str) -> None:
     timer = threading.Timer(0.1, server.close)
     timer.start()
     started = time.monotonic()
     with pytest.raises(ServerLostError, match="is gone"):
-        client.ask("wait", ["never"], within_s=60.0) if what == "answer" else client.channel.listen(60.0)
+        client.ask("wait", ["never"], within_s=60.0) if what == "answer" else client.client.listen(60.0)
     assert time.monotonic() - started < 10.0
     timer.join()
 
 
 def test_a_holder_that_never_comes_or_does_not_answer_has_a_deadline(address: str) -> None:
     with pytest.raises(ServerLostError, match=rf"nobody answered at {address} within 0\.1 s"):
-        StoreClient(address, timeout_s=0.1)
-    calls: list[StoreClient] = []
-    caller = threading.Thread(target=lambda: calls.append(StoreClient(address, timeout_s=20.0)))
+        RemoteStore.connect(address, timeout_s=0.1)
+    calls: list[RemoteStore] = []
+    caller = threading.Thread(target=lambda: calls.append(RemoteStore.connect(address, timeout_s=20.0)))
     caller.start()  # before somebody listens
     server = StoreServer(address, "weights")
     caller.join()
@@ -134,19 +133,19 @@ def test_a_holder_that_never_comes_or_does_not_answer_has_a_deadline(address: st
     server.close()
 
 
-def test_a_wait_can_be_given_up(client: StoreClient) -> None:
+def test_a_wait_can_be_given_up(client: RemoteStore) -> None:
     class GivenUpError(Exception):
         pass
 
     def give_up() -> None:
         raise GivenUpError
 
-    client.channel.check = give_up
+    client.client.check = give_up
     with pytest.raises(GivenUpError):
         client.ask("wait", ["never"], within_s=60.0)
 
 
-def test_it_holds_so_much_and_no_more(client: StoreClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_holds_so_much_and_no_more(client: RemoteStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_BYTES", 1000)
     monkeypatch.setattr(module, "MAX_KEYS", 20)
     client.ask("set", ["large"], bytes(900))
@@ -175,14 +174,14 @@ def test_it_holds_so_much_and_no_more(client: StoreClient, monkeypatch: pytest.M
 
 
 def test_of_too_many_callers_that_wait_the_one_that_waits_longest_is_forgotten(
-    address: str, server: StoreServer, client: StoreClient, monkeypatch: pytest.MonkeyPatch
+    address: str, server: StoreServer, client: RemoteStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_WAITING", 1)
-    client.channel.send(StoreRequest(7, "wait", ["later"], b"", 0))
+    client.client.send(StoreRequest(7, "wait", ["later"], b"", 0))
     assert client.ask("get", ["later"]).values == [None], "its next request ends the wait"
-    client.channel.send(StoreRequest(8, "wait", ["later"], b"", 0))
+    client.client.send(StoreRequest(8, "wait", ["later"], b"", 0))
     await_true(lambda: len(server._waiting) == 1, "it does not wait")
-    other = StoreClient(address, timeout_s=10.0)
+    other = RemoteStore.connect(address, timeout_s=10.0)
     waits = threading.Thread(target=other.ask, args=("wait", ["later"]), kwargs={"within_s": 10.0})
     waits.start()
     await_true(lambda: [ask.number for ask in server._waiting.values()] != [8], "it is not forgotten")
@@ -190,12 +189,12 @@ def test_of_too_many_callers_that_wait_the_one_that_waits_longest_is_forgotten(
     server.ask("set", ["later"])
     waits.join(5.0)
     assert not waits.is_alive()
-    assert not client.channel.listen(0.1), "it is not answered"
+    assert not client.client.listen(0.1), "it is not answered"
     assert client.ask("add", ["n"], amount=1).count == 1, "it is served when it asks"
     other.close()
 
 
-def packed(fields: object, *, kind: str = "store", run_id: str = "", v: int = SCHEMA) -> bytes:
+def packed(fields: object, *, kind: str = "StoreRequest", run_id: str = "", v: int = SCHEMA) -> bytes:
     (frame,) = raw_frames(run_id, kind, fields)
     return msgspec.msgpack.encode(msgspec.msgpack.decode(frame) | {"v": v})
 
@@ -214,14 +213,14 @@ RUBBISH = [
     [packed(HELLO), b""],
     [packed({**HELLO, "amount": 1 << 63})],
     [packed({**HELLO, "other": 1})],
-    [packed(HELLO, kind="stored")],
+    [packed(HELLO, kind="StoreReply")],
     [packed(HELLO, run_id="of another run")],
     [packed(HELLO, v=SCHEMA + 1)],
 ]
 
 
 def test_rubbish_is_counted_and_not_answered_and_who_sends_much_of_it_is_cut_off(
-    address: str, server: StoreServer, client: StoreClient
+    address: str, server: StoreServer, client: RemoteStore
 ) -> None:
     stranger = zmq.Context.instance().socket(zmq.DEALER)
     stranger.connect(address)
@@ -230,14 +229,17 @@ def test_rubbish_is_counted_and_not_answered_and_who_sends_much_of_it_is_cut_off
             stranger.send_multipart(frames)
         stranger.send(packed(HELLO))
         deadline = time.monotonic() + 10.0
-        while server.channel.bad_peers.bad_messages <= MAX_BAD_MESSAGES:
+        while server.channel.misbehaving_peers.bad_messages <= MAX_BAD_MESSAGES:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         assert not stranger.poll(200)
     assert client.ask("add", ["n"], amount=1).count == 1
-    assert server.channel.bad_peers.bad_messages == MAX_BAD_MESSAGES + 1
-    assert {entry["event"] for entry in logs} == {"bad message"}
-    assert [entry["total"] for entry in logs] == [1, 2, 4, 8, 16], "one line for each doubling"
+    assert server.channel.misbehaving_peers.bad_messages == MAX_BAD_MESSAGES + 1
+    assert {entry["event"] for entry in logs} == {
+        "bad message to the weights",
+        "a peer of the weights was cut off for its bad messages",
+    }
+    assert [entry["total"] for entry in logs if "total" in entry] == [1, 2, 4, 8, 16], "one line for each doubling"
     assert len(server) == 1
     stranger.close(linger=0)
 
@@ -274,11 +276,11 @@ def test_with_keys_a_stranger_gets_nothing_changes_nothing_and_is_counted() -> N
                     raise ServerLostError(reason)
 
             with pytest.raises(ServerLostError):  # the connection may end before this is noticed
-                StoreClient(address, keys=wrong, timeout_s=20.0, check=end_when_refused)
+                RemoteStore.connect(address, keys=wrong, timeout_s=20.0, check=end_when_refused)
             await_true(lambda reason=reason: any(one["reason"] == reason for one in logs), "it is not noticed")
-    assert {entry["event"] for entry in logs} == {"a stranger was refused"}
-    assert server.channel._socket.num_strangers >= 2  # type: ignore[attr-defined]
-    client = StoreClient(address, keys=keys, timeout_s=10.0)
+    assert {entry["event"] for entry in logs} == {"a connection was rejected"}
+    assert server.channel.num_rejected >= 2
+    client = RemoteStore.connect(address, keys=keys, timeout_s=10.0)
     assert client.ask("get", ["x"]).values == [None]
     client.close()
     server.close()

@@ -24,8 +24,7 @@ from asyncrl.weights import ipc
 from asyncrl.weights.ipc import IpcLink
 from asyncrl.weights.sender import WeightSender
 from asyncrl.weights.transports import Interrupted
-from asyncrl.wire.store import Store
-from asyncrl.wire.torch_store import TorchStore
+from asyncrl.wire.store import Store, TorchStore
 
 CUDA = torch.device("cuda", 0)
 SIZES = (5000, 1, 4096, 100, 9000)
@@ -208,7 +207,7 @@ def test_a_version_that_was_given_up_is_sent_once_more(address: str, cleanup: li
 def test_a_generator_on_another_device_is_dropped(address: str, cleanup: list) -> None:
     learner = Learner(1, address, cleanup)
     far = RawReceiver(address, cleanup).join(1, device="cuda far 1", host="far")
-    far.say("up", {})
+    far.say("Up", {})
     learner.first._delivery.transport, learner.first._transport = ipc.IPC, "ipc"
     joined(learner.first, 1, up=True)
     with capture_logs() as logs:
@@ -216,7 +215,7 @@ def test_a_generator_on_another_device_is_dropped(address: str, cleanup: list) -
         learner.update()
     (reason,) = [entry["reason"] for entry in logs if entry["event"] == "a generator is dropped"]
     assert reason.startswith("generator 0 is on cuda far 1 of far, and ipc needs all on cpu of ")
-    assert far.next()[0] == "dropped"
+    assert far.next()[0] == "Dropped"
 
 
 # --- what a GPU would need

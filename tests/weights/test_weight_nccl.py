@@ -24,8 +24,7 @@ from asyncrl.weights.groups import GlooLink, NcclLink
 from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.sender import WeightSender
 from asyncrl.weights.transports import device_name, transport_of, with_index
-from asyncrl.wire.store import Store
-from asyncrl.wire.torch_store import TorchStore
+from asyncrl.wire.store import Store, TorchStore
 
 CPU = torch.device("cpu")
 

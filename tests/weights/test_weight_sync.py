@@ -264,7 +264,7 @@ def test_a_stuck_broadcast_does_not_hold_up_the_exit_of_the_process() -> None:
     code = """
 import threading, time, torch
 from asyncrl.wire.store import Store
-from asyncrl.wire.torch_store import TorchStore
+from asyncrl.wire.store import TorchStore
 from asyncrl.weights.groups import GlooLink
 from asyncrl.weights.transports import Interrupted
 from asyncrl.weights.transports import Member

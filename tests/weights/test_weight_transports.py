@@ -24,11 +24,9 @@ from asyncrl.errors import RunError
 from asyncrl.weights.groups import GlooLink
 from asyncrl.weights.receiver import SenderSession
 from asyncrl.weights.transports import Interrupted, RoundAborted, host_name
-from asyncrl.wire.frames import TO_SENDER
 from asyncrl.wire.rpc import ChannelServer
-from asyncrl.wire.service_messages import Join, Offer
-from asyncrl.wire.store import Store
-from asyncrl.wire.torch_store import TorchStore
+from asyncrl.wire.service_messages import Join, Offer, ReceiverMessage
+from asyncrl.wire.store import Store, TorchStore
 
 
 def two(**options: Any) -> list[GlooLink]:
@@ -71,7 +69,7 @@ def test_work_that_ends_just_after_the_time_is_over_has_not_failed() -> None:
 
 
 def test_a_round_is_over_when_the_next_offer_is_there(address: str, cleanup: list) -> None:
-    server = ChannelServer(address, "weights", TO_SENDER)
+    server = ChannelServer(address, "weights", [ReceiverMessage])
     cleanup.append(server.close)
     joins: list[tuple[bytes, Join]] = []
     server.start(lambda peer, message: joins.append((peer, message)))

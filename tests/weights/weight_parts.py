@@ -21,7 +21,7 @@ from asyncrl.weights.receiver import BackgroundReceiver, StagedReceive, StagedWe
 from asyncrl.weights.sender import WeightSender
 from asyncrl.weights.transports import Member
 from asyncrl.wire.sockets import connect_dealer
-from asyncrl.wire.torch_store import TorchStore
+from asyncrl.wire.store import TorchStore
 from tests.helpers.forked_scripts import fork_script
 from tests.helpers.messages import raw_frames
 
@@ -186,8 +186,8 @@ class RawReceiver:
         self._socket.send_multipart(frames)
 
     def join(self, rank: int, device: str = "cpu", host: str = "host-1") -> RawReceiver:
-        self.say("join", {"rank": rank, "device": device, "host": host})
-        assert self.next()[0] == "manifest"
+        self.say("Join", {"rank": rank, "device": device, "host": host})
+        assert self.next()[0] == "Manifest"
         return self
 
     def next(self, timeout_s: float = 10.0) -> tuple[str, dict[str, Any]]:

@@ -51,7 +51,6 @@ class TrainedModel:
         self.adapters = adapters
         """The only trained parameters; None if all are trained."""
         self.network = network.to(ranks.device)
-        gather_experts_together(model)
         options = config.learner.optimizer_options
         self.optimizer = AdamW(
             [parameter for parameter in self.network.parameters() if parameter.requires_grad],
@@ -151,10 +150,10 @@ class TrainedModel:
             count, shape = (sizes.ds_numel, sizes.ds_shape) if self.partitioned else (sizes.numel(), sizes.shape)
             first, last = slice_of(count, rank, ranks)
             if self.partitioned:
-                own: Tensor = sizes.ds_tensor
-                if own.numel() != slice_of(count, 0, ranks)[1]:
-                    raise InvariantError(f"{name}: DeepSpeed has {own.numel()} of {count} elements on rank {rank}")
-                flat = own.detach()[: last - first]
+                shard: Tensor = sizes.ds_tensor
+                if shard.numel() != slice_of(count, 0, ranks)[1]:
+                    raise InvariantError(f"{name}: DeepSpeed has {shard.numel()} of {count} elements on rank {rank}")
+                flat = shard.detach()[: last - first]
             else:
                 flat = parameter.detach().reshape(-1)[first:last]
             yield name, flat if ranks > 1 else flat.view(shape)
@@ -227,18 +226,8 @@ class TrainedModel:
         return [p.grad for p in self.network.parameters() if p.grad is not None]
 
 
-def gather_experts_together(model: nn.Module) -> None:
-    """Makes DeepSpeed gather the weights of a layer's experts at once. Otherwise it gathers those of an expert when a
-    token visits it, on all ranks, and a rank without such a token would be waited for. The experts of transformers are
-    one module with stacked weights, and need nothing."""
-    blocks = {type(one) for one in model.modules() if any(isinstance(m, nn.ModuleList) and name == "experts"
-                                                         for name, m in one.named_children())}  # fmt: skip
-    if blocks:
-        deepspeed.utils.set_z3_leaf_modules(model, sorted(blocks, key=lambda one: one.__name__))
-
-
 def _described(named: Iterator[tuple[str, nn.Parameter]]) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-    return [(name, one.dtype, tuple(getattr(one, "ds_shape", one.shape))) for name, one in named]
+    return [(name, weight.dtype, tuple(getattr(weight, "ds_shape", weight.shape))) for name, weight in named]
 
 
 def _with_adapter(factors: Factors | None, weight: Tensor) -> Tensor:
