@@ -29,7 +29,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import structlog
@@ -39,8 +39,7 @@ from asyncrl.colocate import NoLock
 from asyncrl.config.config import Config
 from asyncrl.errors import PeerTimeoutError
 from asyncrl.generator.engine import Engine, WeightSwaps
-from asyncrl.generator.group_runner import GroupRunner
-from asyncrl.generator.groups import GroupInProgress, evaluated_rows, make_evaluated, make_group
+from asyncrl.generator.groups import GroupInProgress, GroupRunner, evaluated_rows, make_evaluated, make_group
 from asyncrl.replay.client import GeneratorClient, LeaseReply
 from asyncrl.replay.evaluation import pack_rows
 from asyncrl.types import NO_VERSION
@@ -74,14 +73,6 @@ _STEPS_KEPT = 512
 list per power keeps the cost of steps with few sequences known."""
 _MIN_STEPS = 32
 """Steps needed for a fit."""
-
-
-class _LastAsk(NamedTuple):
-    """The loaded version, and the numbers of groups and evaluation prompts requested."""
-
-    version: int = NO_VERSION
-    groups: int = 0
-    evaluations: int = 0
 
 
 class GeneratorLoop:
@@ -124,7 +115,8 @@ class GeneratorLoop:
         self.done = False
         self._pinned = False
         """True while the loaded version is being evaluated and evaluation prompts may be left to lease."""
-        self._asked = _LastAsk()
+        self._asked = NO_VERSION, 0, 0
+        """Of the last ask: the loaded version, and the numbers of groups and evaluation prompts."""
         self._denied = False
         """True when the last reply had fewer training groups than asked for."""
         self._next_ask_s = self._heartbeat_s = 0.0
@@ -186,7 +178,7 @@ class GeneratorLoop:
         if running:
             now_s = time.monotonic()
             self._count_costs(now_s, spent_s + now_s - began_s, running)
-        leases_come = self.client.outstanding and bool(self._asked.groups + self._asked.evaluations)
+        leases_come = self.client.outstanding and any(self._asked[1:])
         idle = self._denied and not self.engine.num_running
         self.turn.sleep_after_step(busy=leases_come or self._keeps_version, idle=idle)
 
@@ -290,7 +282,7 @@ class GeneratorLoop:
         groups, evaluations = self._free_capacity()
         renews = now_s >= self._heartbeat_s
         if renews or (groups + evaluations and now_s >= self._next_ask_s):
-            self._asked = _LastAsk(self.engine.version, groups, evaluations)
+            self._asked = self.engine.version, groups, evaluations
             seconds = self._watch.seconds() | self._phases.seconds()
             del seconds[_OTHER]
             for name, spent_s in seconds.items():
@@ -313,13 +305,13 @@ class GeneratorLoop:
             self.groups.start(lease)
         self.groups.flush()
         self._phases.switch("messages")
-        asked = self._asked
-        if asked.version != self.engine.version:
+        version, groups, evaluations = self._asked
+        if version != self.engine.version:
             return
         self.turn.batches = reply.batches
         self._pinned = self._pinned and reply.evaluations_left
-        self._denied = sum(not lease.evaluation for lease in reply.leases) < asked.groups
-        if len(reply.leases) < asked.groups + asked.evaluations:
+        self._denied = sum(not lease.evaluation for lease in reply.leases) < groups
+        if len(reply.leases) < groups + evaluations:
             self._next_ask_s = now_s + max(reply.pause_s, _DENIED_S if self.groups.running else _DENIED_IDLE_S)
 
     def _free_capacity(self) -> tuple[int, int]:
