@@ -29,7 +29,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
 
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from asyncrl.learner.distributed import Ranks
-    from asyncrl.learner.step import Trainer
     from asyncrl.weights.receiver import BackgroundReceiver
 
 log = structlog.get_logger()
@@ -246,7 +245,7 @@ class NoLock:
     def woken(self) -> None:
         """Generator: the new version is loaded: generation continues, once the device is there."""
 
-    def holds(self, trainer: Trainer, committed: int) -> None:
+    def holds(self, trainer: _Trainer, committed: int) -> None:
         """Learner: reports the tensors on the device, and the last step that was committed before this start: until
         then steps are trained again, and not sent."""
 
@@ -380,6 +379,10 @@ def generator_locks(config: Config, index: int, run_dir: Path) -> list[DeviceLoc
     return [DeviceLock(device_path(run_dir, device), f"generator-{index}") for device in devices]
 
 
+class _Trainer(Protocol):
+    def tensors(self) -> Iterable[Tensor]: ...
+
+
 class LearnerTurn(NoLock):
     """The device of a rank, which a generator uses in turn with it."""
 
@@ -388,7 +391,7 @@ class LearnerTurn(NoLock):
         self._config, self._ranks, self._lock = config, ranks, lock
         self.hands_over = config.hands_over
         self._memory = HostMemory(ranks.device)
-        self._trainer: Trainer | None = None
+        self._trainer: _Trainer | None = None
         self._committed = 0
         self._watch = Stopwatch(PHASES)
         lock.acquire(config.launch.progress_timeout_s)
@@ -397,7 +400,7 @@ class LearnerTurn(NoLock):
     def can_hand_over(self) -> bool:  # type: ignore[override]
         return self.hands_over and not self._lock.held
 
-    def holds(self, trainer: Trainer, committed: int) -> None:
+    def holds(self, trainer: _Trainer, committed: int) -> None:
         self._trainer, self._committed = trainer, committed
         self._watch.lap()
 

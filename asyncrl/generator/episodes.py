@@ -19,12 +19,12 @@ import structlog
 from asyncrl.config.config import Config
 from asyncrl.errors import InvariantError
 from asyncrl.generator.engine import Completion, Engine
+from asyncrl.generator.groups import GroupInProgress
 from asyncrl.types import NO_VERSION, EpisodeOutcome, Status
 from asyncrl.wire.service_messages import EpisodeEnded
 
 if TYPE_CHECKING:
     from asyncrl.environments.pool import EnvironmentPool, NextTurn
-    from asyncrl.generator.groups import GroupInProgress
 
 log = structlog.get_logger()
 

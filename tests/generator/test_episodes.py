@@ -21,8 +21,7 @@ from transformers import Qwen2ForCausalLM
 from asyncrl.environments.pool import NextTurn
 from asyncrl.generator import episodes
 from asyncrl.generator.engine import Engine
-from asyncrl.generator.groups import Evaluator, GroupInProgress
-from asyncrl.generator.loop import GeneratorLoop
+from asyncrl.generator.loop import Evaluator, GeneratorLoop, GroupInProgress
 from asyncrl.replay.codec import pack_group
 from asyncrl.replay.live_group import refund_reason
 from asyncrl.types import Group, Prompt

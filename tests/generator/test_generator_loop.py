@@ -18,8 +18,7 @@ from asyncrl.config.config import Config
 from asyncrl.errors import PeerTimeoutError
 from asyncrl.generator import loop as loop_module
 from asyncrl.generator.engine import Engine
-from asyncrl.generator.groups import GroupRunner
-from asyncrl.generator.loop import _DENIED_IDLE_S, _MIN_STEPS, StepCosts, non_negative
+from asyncrl.generator.loop import _DENIED_IDLE_S, _MIN_STEPS, GroupRunner, StepCosts, non_negative
 from asyncrl.replay.client import LeaseReply
 from asyncrl.types import NO_VERSION, Lease
 
