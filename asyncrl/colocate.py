@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from asyncrl.learner.distributed import Ranks
     from asyncrl.weights.receiver import BackgroundReceiver
 
 log = structlog.get_logger()
@@ -379,6 +378,14 @@ def generator_locks(config: Config, index: int, run_dir: Path) -> list[DeviceLoc
     return [DeviceLock(device_path(run_dir, device), f"generator-{index}") for device in devices]
 
 
+class _Ranks(Protocol):
+    @property
+    def rank(self) -> int: ...
+    @property
+    def device(self) -> torch.device: ...
+    def any(self, flag: bool) -> bool: ...
+
+
 class _Trainer(Protocol):
     def tensors(self) -> Iterable[Tensor]: ...
 
@@ -386,7 +393,7 @@ class _Trainer(Protocol):
 class LearnerTurn(NoLock):
     """The device of a rank, which a generator uses in turn with it."""
 
-    def __init__(self, config: Config, ranks: Ranks, lock: DeviceLock) -> None:
+    def __init__(self, config: Config, ranks: _Ranks, lock: DeviceLock) -> None:
         """Waits for the device: the models are built on it."""
         self._config, self._ranks, self._lock = config, ranks, lock
         self.hands_over = config.hands_over
