@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from asyncrl.cli.bench import python_path
+from asyncrl.cli.planning import python_path
 from benchmarks.frame import origin_here
 
 ROOT = Path(__file__).parents[1]

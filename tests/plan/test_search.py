@@ -41,14 +41,6 @@ def test_devices_are_split_by_the_work(generating_s: float, training_s: float, g
     assert 0.85 * ideal < best.tokens_per_s / (float(LENGTHS.completions.mean()) * 48) < 1.1 * ideal
 
 
-def test_of_equal_limits_the_lowest_is_the_best() -> None:
-    found = search(job(10.0, 0.1), SETUP, devices=2, max_staleness=8)
-    first, best = found[0].prediction, max(c.prediction.tokens_per_s for c in found)
-    assert first.tokens_per_s >= 0.98 * best
-    assert first.setup.max_staleness < 8
-    assert found[0].bottleneck == "generators"
-
-
 def test_limits_to_try() -> None:
     assert limits(0) == [0]
     assert limits(3) == [0, 1, 2, 3]
@@ -148,17 +140,6 @@ def test_the_simulation_of_a_run_that_collapsed_warns(tmp_path: Path) -> None:
         out.getvalue().startswith(f"{run} collapsed at step 12: so. Lower it\n")
         and "trained tokens/s" in out.getvalue()
     )
-
-
-def test_the_cost_of_sharing_a_device_can_be_set(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "r", generators_per_device=2)
-    more = {"generators": 4}
-    cheap, dear = (show_simulation(printed()[0], run, [], dict(more), turns=turns) for turns in (1.0, 1.5))
-    apart, nearer = (
-        show_simulation(printed()[0], run, [], more | {"generators_per_device": 1}, turns=turns) for turns in (1.0, 1.5)
-    )
-    assert cheap.tokens_per_s < dear.tokens_per_s < 1.15 * cheap.tokens_per_s  # the measured run itself shared a device
-    assert nearer.tokens_per_s > 1.2 * apart.tokens_per_s
 
 
 def test_simulation_of_numbers() -> None:
