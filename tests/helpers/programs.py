@@ -9,7 +9,7 @@ from typing import Any
 
 from asyncrl.config.sections import Options
 from asyncrl.environments.environment import Task
-from asyncrl.environments.episode import Limits, Turn
+from asyncrl.environments.episode import Limits, PolicyTurn
 from asyncrl.environments.gateway.server import Gateway
 from asyncrl.environments.programs.program_player import ProgramPlayer
 from asyncrl.environments.table import load_environment
@@ -74,7 +74,7 @@ async def _play(
         one.wishes.append(wish)
         branch += said
         asyncio.get_running_loop().call_later(
-            0.01, player.receive, wish.branch, Turn(said, "truncated" if cut else "completed")
+            0.01, player.receive, wish.branch, PolicyTurn(said, "truncated" if cut else "completed")
         )
 
     await gateway.start()
