@@ -26,15 +26,6 @@ APART = 0.05
 """Minimum difference of the idle fractions that makes one side the bottleneck."""
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A simulated setup, and its bottleneck."""
-
-    prediction: Prediction
-    bottleneck: str
-    """The bottleneck: "generators", "learners", "staleness" or "nothing"."""
-
-
 def predict(workload: Workload, setup: Setup) -> Prediction:
     """Simulates the setup over a number of steps that suffices for a prediction, instead of the setup's number."""
     turns = 1.0 if workload.lengths.episodes is None else workload.lengths.episodes.mean_turns
@@ -43,7 +34,7 @@ def predict(workload: Workload, setup: Setup) -> Prediction:
     return simulate(workload, replace(setup, steps=steps))
 
 
-def search(workload: Workload, setup: Setup, *, devices: int, max_staleness: int) -> list[Candidate]:
+def search(workload: Workload, setup: Setup, *, devices: int, max_staleness: int) -> list[Prediction]:
     """Simulates all splits of `devices` devices, with staleness limits up to `max_staleness`; returns the best first.
 
     Each generator and each learner rank has its own device; the other settings are those of `setup`. Raises ConfigError
@@ -56,22 +47,18 @@ def search(workload: Workload, setup: Setup, *, devices: int, max_staleness: int
         )
     if max_staleness < 0:
         raise ConfigError(f"max_staleness = {max_staleness}: must not be negative")
-    candidates = [
-        Candidate(p, bottleneck_of(p))
-        for p in (predict(workload, split) for split in _setups(setup, devices, max_staleness))
-    ]
-    best = max(candidate.prediction.signal_tokens_per_s for candidate in candidates)
+    predictions = [predict(workload, split) for split in _setups(setup, devices, max_staleness)]
+    best = max(prediction.signal_tokens_per_s for prediction in predictions)
 
-    def rank(candidate: Candidate) -> tuple[bool, float, float]:
-        behind = candidate.prediction.signal_tokens_per_s < (1 - AS_GOOD) * best
-        limit = 0 if behind else candidate.prediction.setup.max_staleness
-        return behind, limit, -candidate.prediction.signal_tokens_per_s
+    def rank(prediction: Prediction) -> tuple[bool, float, float]:
+        behind = prediction.signal_tokens_per_s < (1 - AS_GOOD) * best
+        return behind, 0 if behind else prediction.setup.max_staleness, -prediction.signal_tokens_per_s
 
-    return sorted(candidates, key=rank)
+    return sorted(predictions, key=rank)
 
 
 def bottleneck_of(prediction: Prediction) -> str:
-    """Returns the bottleneck: the side that waits less, or "staleness" if both wait."""
+    """Returns the side that waits less, "generators" or "learners", "staleness" if both wait, or "nothing"."""
     generator, learner = prediction.generator_idle + prediction.environments, prediction.learner_idle
     if generator > APART and learner > 2 * APART:
         return "staleness"
