@@ -36,7 +36,7 @@ from asyncrl.wire.store import StoreServer
 BUCKET_BYTES = 8 << 20
 TIMEOUT_S = 120.0
 VERSIONS = 2
-STORED = {"float32": 2, "bfloat16": 6}
+STORED = {"float32": 2, "bfloat16": 3}
 """Versions in folders, by dtype."""
 LOOK_S = 0.001
 
@@ -72,7 +72,7 @@ class Peak:
 
 def make_sender(
     rank: int, ranks: int, places: Endpoints, manifest: WeightManifest, *, copies: bool
-) -> BackgroundSender[Any]:
+) -> BackgroundSender:
     options: dict[str, Any] = {"ranks": ranks, "bucket_bytes": BUCKET_BYTES, "timeout_s": TIMEOUT_S, "copies": copies}
     if rank:
         return RankShareSender(manifest, places, rank=rank, **options)
@@ -113,7 +113,7 @@ def make_policy(model: str, group: Ranks, dtype: str = "float32") -> Policy:
     return Policy(config, group)
 
 
-def send(group: Ranks, policy: Policy, sender: BackgroundSender[Any], versions: int) -> dict[str, Any]:
+def send(group: Ranks, policy: Policy, sender: BackgroundSender, versions: int) -> dict[str, Any]:
     """Returns the memory that it takes to send this many versions, of which those in bfloat16 differ."""
     group.barrier()
     peak = Peak()
