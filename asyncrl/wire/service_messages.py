@@ -259,18 +259,10 @@ class Up(Body):
     """The engine runs: the sender may make offers."""
 
 
-class Loaded(Body):
-    """Part of "ready": the version that the engine runs on, if it arrived in this session."""
-
-    version: Number
-    checksum: Number
-
-
 class Ready(Body):
     """Staging is free for the next version; sent before the offer if it is free then. The sender answers with "go"."""
 
     round: _Round
-    loaded: Loaded | None
 
 
 class Holding(Body):

@@ -113,7 +113,7 @@ class Announcer:
 STEPS = 4
 asyncrl.replay.client.LearnerClient = Client  # pyright: ignore[reportAttributeAccessIssue]
 asyncrl.weights.sender.WeightSender = Sender  # pyright: ignore[reportAttributeAccessIssue]
-asyncrl.weights.sender.RankShareSender = Sender  # pyright: ignore[reportAttributeAccessIssue]
+asyncrl.weights.ranks.RankShareSender = Sender  # pyright: ignore[reportAttributeAccessIssue]
 asyncrl.replay.history.JournalBatches = JournalBatches  # pyright: ignore[reportAttributeAccessIssue]
 asyncrl.replay.client.Announcer = Announcer  # pyright: ignore[reportAttributeAccessIssue]
 torch.set_num_threads(1)

@@ -21,11 +21,12 @@ from worlds import endpoints, make_config, make_groups, make_trainer, pack_group
 from asyncrl.config.config import Config
 from asyncrl.learner.distributed import Ranks, process_group
 from asyncrl.learner.model.engine import TrainedModel
+from asyncrl.weights.background import BackgroundSender
 from asyncrl.weights.files import FileSender, RankFileSender, Written
 from asyncrl.weights.layout import WeightManifest
-from asyncrl.weights.ranks import RankCoordinator
+from asyncrl.weights.ranks import RankCoordinator, RankShareSender
 from asyncrl.weights.receiver import WeightReceiver
-from asyncrl.weights.sender import BackgroundSender, RankShareSender, WeightSender
+from asyncrl.weights.sender import WeightSender
 from asyncrl.weights.version_store import Folder, Reader, manifest_key
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.messages import Announced, Follower

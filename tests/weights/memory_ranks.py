@@ -25,11 +25,12 @@ import torch
 from asyncrl.config.config import Config
 from asyncrl.learner.distributed import Ranks, process_group
 from asyncrl.learner.model.policy import Policy
-from asyncrl.weights.files import FileSender, RankFileSender, SliceSender, Written
+from asyncrl.weights.background import BackgroundSender
+from asyncrl.weights.files import FileSender, RankFileSender, Written
 from asyncrl.weights.layout import WeightManifest
-from asyncrl.weights.ranks import RankCoordinator
+from asyncrl.weights.ranks import RankCoordinator, RankShareSender
 from asyncrl.weights.receiver import WeightReceiver
-from asyncrl.weights.sender import BackgroundSender, RankShareSender, WeightSender
+from asyncrl.weights.sender import WeightSender
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.store import StoreServer
 
@@ -83,7 +84,7 @@ def make_sender(
     return sender
 
 
-def make_file_sender(rank: int, ranks: int, places: Endpoints, manifest: WeightManifest, url: str) -> SliceSender:
+def make_file_sender(rank: int, ranks: int, places: Endpoints, manifest: WeightManifest, url: str) -> BackgroundSender:
     if rank:
         return RankFileSender(manifest, url, places, rank=rank, ranks=ranks, timeout_s=TIMEOUT_S)
     store = StoreServer(places.weights, "shares of weights", run_id=places.run_id)
