@@ -23,8 +23,9 @@ from torch._C._distributed_c10d import TCPStore
 
 from asyncrl.launch.machine import find_port
 from asyncrl.weights.layout import WeightManifest
-from asyncrl.weights.receiver import StagedWeights, WeightReceiver
+from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.sender import WeightSender
+from asyncrl.weights.staging import StagedWeights
 from asyncrl.wire.sockets import socket_folder
 from benchmarks.demo import prepare_cold
 from benchmarks.frame import CannotRun, Limit, Round, Row

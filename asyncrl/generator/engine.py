@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from asyncrl.weights.layout import WeightPart
-    from asyncrl.weights.receiver import BackgroundReceiver, BucketRound, StagedWeights
+    from asyncrl.weights.receiver import BackgroundReceiver
+    from asyncrl.weights.staging import BucketRound, StagedWeights
 
 log = structlog.get_logger()
 

@@ -50,7 +50,7 @@ from asyncrl.replay.client import LearnerClient
 from asyncrl.replay.history import JournalBatches, SampleBatches
 from asyncrl.types import Shard
 from asyncrl.util.processes import Stopwatch
-from asyncrl.weights.sender import BackgroundSender
+from asyncrl.weights.background import BackgroundSender
 from asyncrl.wire.messages import Committed
 
 log = structlog.get_logger()

@@ -25,8 +25,8 @@ from asyncrl.wire.rpc import announce
 from asyncrl.wire.store import StoreServer
 
 if TYPE_CHECKING:
+    from asyncrl.weights.background import BackgroundSender
     from asyncrl.weights.layout import WeightManifest
-    from asyncrl.weights.sender import BackgroundSender
 
 log = structlog.get_logger()
 
@@ -68,7 +68,8 @@ def _make_sender(
 ) -> BackgroundSender:
     """The sender of this rank's weights: to the generators, or to a store."""
     from asyncrl.weights.layout import WeightManifest
-    from asyncrl.weights.sender import RankShareSender, WeightSender
+    from asyncrl.weights.ranks import RankShareSender
+    from asyncrl.weights.sender import WeightSender
     from asyncrl.weights.transports import goes_by_files, transport_of
 
     policy = trainer.policy

@@ -34,10 +34,12 @@ from asyncrl.config.config import Config
 from asyncrl.errors import PeerTimeoutError, RunError
 from asyncrl.types import NO_VERSION
 from asyncrl.weights import deltas, transports
-from asyncrl.weights.layout import BUCKET_BYTES, RankSlices, WeightBuffer, WeightManifest, empty_buffer, slices_of
-from asyncrl.weights.ranks import RankCoordinator, RankWorker
-from asyncrl.weights.receiver import BackgroundReceiver, StagedWeights
-from asyncrl.weights.sender import BackgroundSender
+from asyncrl.weights.background import BackgroundSender
+from asyncrl.weights.buffers import WeightBuffer, empty_buffer, host_buffer
+from asyncrl.weights.layout import RankSlices, WeightManifest, slices_of
+from asyncrl.weights.ranks import Answer, Order, RankCoordinator, RankSender
+from asyncrl.weights.receiver import BackgroundReceiver
+from asyncrl.weights.staging import StagedWeights
 from asyncrl.weights.transports import Transport, Wait
 from asyncrl.weights.version_store import (
     CHUNK_BYTES,
@@ -46,7 +48,6 @@ from asyncrl.weights.version_store import (
     Earlier,
     Folder,
     Manifest,
-    Part,
     Reader,
     Stamp,
     StoredFile,
@@ -77,8 +78,6 @@ SHARD_BYTES = 1 << 30
 _CHECK_INTERVAL_S = 1.0
 """Interval at which a sender checks a published version, and pause before one is written, announced or read again."""
 _POLL_S = 0.05
-_ORDER_S = 0.02
-"""Wait for an order for a version that is published: the learner may wait for it."""
 _IDLE_S = 0.2
 """Longest wait for an announcement between two checks whether this receiver is closed."""
 _MAX_CHARACTERS = 4000
@@ -98,31 +97,24 @@ def store_url(config: Config, run_dir: Path) -> str:
 # --- writing
 
 
-class Write(Part, frozen=True, tag="write"):
+class Write(Order, frozen=True):
     """Order to write a version to a folder."""
 
-    version: int
     folder: str
     base: Stamp | None
     """The version from which there is to be a delta."""
     full: bool
 
 
-class Published(Part, frozen=True, tag="published"):
+class Published(Order, frozen=True):
     """States that a version is published. With a stamp its bits are kept, as the base of the next delta."""
 
-    version: int
     stamp: Stamp | None
 
 
-Order = Write | Published
-
-
-class Written(Part, frozen=True):
+class Written(Answer, frozen=True):
     """A rank's answer to an order."""
 
-    problem: str = ""
-    """Why it cannot write; empty if it can."""
     sums: list[str] = msgspec.field(default_factory=list)
     delta: StoredFile | None = None
     """None if it would have more than half of the bytes."""
@@ -147,7 +139,7 @@ class ShareWriter:
         self._bits = np.empty(0, np.uint16)
         """The bits of the base."""
 
-    def carry_out(self, order: Order, own: NDArray[np.uint8]) -> Written:
+    def carry_out(self, order: Write | Published, own: NDArray[np.uint8]) -> Written:
         """Carries out an order with the slices in the buffer `own`. Returns the answer."""
         try:
             if isinstance(order, Published):
@@ -298,7 +290,7 @@ class Publisher:
         fulls = [index for index, old in enumerate(self._history) if old.is_full and old.stamp.version <= needed]
         return self._history[min(max(fulls, default=0), max(len(self._history) + 1 - self._keep, 0)) :]
 
-    def _command(self, order: Order, weights: NDArray[np.uint8]) -> list[Written]:
+    def _command(self, order: Write | Published, weights: NDArray[np.uint8]) -> list[Written]:
         """Has all ranks carry out the order. Returns their answers in the order of the ranks. Raises OSError if one of
         them cannot write, or its files are not in this store."""
         if self._others is not None:
@@ -322,25 +314,10 @@ class Publisher:
 # --- senders
 
 
-class SliceSender(BackgroundSender):
-    """Copies this rank's slices of each version, and has a thread write them to a store."""
+class FileSender(BackgroundSender):
+    """Publishes policy weights while the learner continues to train. Runs in learner rank 0."""
 
     _receivers = "the store"
-
-    def __init__(self, slices: RankSlices, *, timeout_s: float, device: str) -> None:
-        super().__init__(slices.layout, timeout_s=timeout_s, device=device, check_interval_s=_CHECK_INTERVAL_S)
-
-    def _make_buffer(self) -> WeightBuffer:
-        pinned = self._device.type == "cuda"
-        return WeightBuffer(self._manifest, torch.device("cpu"), pinned=pinned, bucket_bytes=BUCKET_BYTES)
-
-    def _await_copy(self, buffer: WeightBuffer) -> None:
-        for _ in buffer.buckets(timeout_s=self._timeout_s, check=self._raise_if_stopping):
-            pass
-
-
-class FileSender(SliceSender):
-    """Publishes policy weights while the learner continues to train. Runs in learner rank 0."""
 
     def __init__(
         self,
@@ -371,7 +348,8 @@ class FileSender(SliceSender):
             keeps=keeps,
             others=others,
         )
-        super().__init__(self._publisher.writer.slices, timeout_s=timeout_s, device=device)
+        layout = self._publisher.writer.slices.layout
+        super().__init__(layout, timeout_s=timeout_s, device=device, check_interval_s=_CHECK_INTERVAL_S)
         self._announce = announce
         self._announced: Announced | None = None
         self._announced_s = 0.0
@@ -380,6 +358,9 @@ class FileSender(SliceSender):
         self._renewed: int | None = None
         """The last version that was published again for a receiver that could not read it."""
         self._thread.start()
+
+    def _make_buffer(self) -> WeightBuffer:
+        return host_buffer(self._manifest, self._device)
 
     def _wants(self, version: int) -> bool:
         return time.monotonic() - self._announced_s >= _CHECK_INTERVAL_S
@@ -404,7 +385,7 @@ class FileSender(SliceSender):
                 self._collect()
 
     def _publish(self, version: int, buffer: WeightBuffer) -> None:
-        self._await_copy(buffer)
+        buffer.await_full(timeout_s=self._timeout_s, check=self._raise_if_stopping)
         deadline_s = time.monotonic() + self._timeout_s
         while (error := self._try_to_write(version, buffer)) is not None:
             if time.monotonic() > deadline_s:
@@ -462,8 +443,12 @@ class FileSender(SliceSender):
             log.warning("old versions of the weights cannot be removed", store=self._folder.url, reason=str(error))
 
 
-class RankFileSender(SliceSender):
-    """Writes the slices of a learner rank other than 0, by rank 0's orders."""
+class RankFileSender(RankSender):
+    """Writes the slices of a learner rank other than 0."""
+
+    _orders = Write | Published
+    _last_order = Published
+    _receivers = "the store"
 
     def __init__(
         self,
@@ -474,56 +459,23 @@ class RankFileSender(SliceSender):
         rank: int,
         ranks: int,
         timeout_s: float,
+        start_timeout_s: float | None = None,
         device: str = "cpu",
     ) -> None:
         """`layout` describes all weights; `send` takes this rank's slices of them."""
         slices = slices_of(layout, rank, ranks)
-        super().__init__(slices, timeout_s=timeout_s, device=device)
-        self._writer = ShareWriter(Folder(url, check=self._raise_if_stopping), rank, slices)
-        self._rank = rank
-        self._endpoints = endpoints
-        self._worker: RankWorker | None = None
-        self._done: int | None = None
-        """The last version that is published."""
+        self._writer = ShareWriter(Folder(url, check=self._check), rank, slices)
+        super().__init__(
+            slices.layout, endpoints, rank, timeout_s=timeout_s, start_timeout_s=start_timeout_s, device=device
+        )
         self._thread.start()
 
-    def _wants(self, version: int) -> bool:
-        return True  # a version that a generator cannot read is published again
+    def _make_buffer(self) -> WeightBuffer:
+        return host_buffer(self._manifest, self._device)
 
-    def _deliver(self, version: int, buffer: WeightBuffer) -> None:
-        if self._worker is None:
-            check = super()._raise_if_stopping
-            self._worker = RankWorker(self._endpoints, self._rank, Order, timeout_s=self._timeout_s, check=check)
-        if version == self._done:
-            self._obey(self._worker, version, buffer, within_s=_ORDER_S)
-            return
-        self._await_copy(buffer)
-        while not self._obey(self._worker, version, buffer):
-            self._raise_if_stopping()
-        self._done = version
-
-    def _obey(self, worker: RankWorker, version: int, buffer: WeightBuffer, **options: float) -> bool:
-        """Carries out the next order, if it comes in time. True if it states that the version is published."""
-        order: Order | None = worker.next(**options)
-        if order is None or order.version > version:  # this rank has not reached that version yet
-            return False
-        is_late = order.version < version
-        answer = Written(problem=f"already has version {version}")
-        if not is_late:
-            answer = self._writer.carry_out(order, buffer.data.numpy())
-        if answer.problem:
-            answer = Written(problem=f"learner rank {self._rank}: {answer.problem}")
-        worker.answer(answer)
-        return isinstance(order, Published) and not is_late
-
-    def _raise_if_stopping(self) -> None:
-        super()._raise_if_stopping()
-        if self._worker is not None:
-            self._worker.beat()
-
-    def _leave(self) -> None:
-        if self._worker is not None:
-            self._worker.close()
+    def _carry_out(self, order: Write | Published, buffer: WeightBuffer) -> Written:
+        buffer.await_full(timeout_s=self._timeout_s, check=self._check)
+        return self._writer.carry_out(order, buffer.data.numpy())
 
 
 # --- the receiver

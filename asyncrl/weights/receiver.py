@@ -24,36 +24,28 @@ from __future__ import annotations
 import math
 import threading
 import time
-import uuid
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import structlog
 import torch
-from torch import Tensor
 
-from asyncrl.errors import AsyncrlError, ConfigError, InvariantError, RunError
+from asyncrl.errors import AsyncrlError, ConfigError, RunError
 from asyncrl.util.processes import normal_priority
 from asyncrl.weights import transports
-from asyncrl.weights.layout import (
-    ALIGN_BYTES,
-    PlannedBucket,
-    RankShare,
-    RunningChecksum,
-    WeightManifest,
-    WeightPart,
-    empty_buffer,
-    in_byte_order,
-    in_turn,
-    plan_buckets,
-    shares_of_ranks,
+from asyncrl.weights.layout import WeightManifest, shares_of_ranks
+from asyncrl.weights.staging import (
+    BucketLoader,
+    BucketRound,
+    Incoming,
+    StagedReceive,
+    StagedWeights,
+    Staging,
+    StreamedReceive,
 )
 from asyncrl.weights.transports import (
-    POLL_S,
     Interrupted,
     Link,
     Member,
@@ -66,12 +58,11 @@ from asyncrl.weights.transports import (
     host_name,
     link_of,
     problem,
-    queued,
 )
 from asyncrl.wire import service_messages as messages
-from asyncrl.wire.messages import MAX_NUMBER, Announced, Body, Following
+from asyncrl.wire.messages import Announced, Body, Following
 from asyncrl.wire.rpc import BadServerError, ChannelClient, ServerLostError
-from asyncrl.wire.service_messages import Go, Holding, Left, Loaded, Offer, Ready, Received, Sent, StoreReply, Up
+from asyncrl.wire.service_messages import Go, Holding, Left, Offer, Ready, Received, Sent, StoreReply, Up
 from asyncrl.wire.store import RemoteStore
 
 log = structlog.get_logger()
@@ -82,216 +73,8 @@ PING_S = 3.0
 """Longest time without a sign of life for the sender."""
 _LOCAL_POLL_S = 0.02
 """Interval of the checks while waiting for the engine of this process."""
-_BUCKET_POLL_S = 0.01
-"""Interval of calls of `check` while the engine loads a bucket."""
 _REJOIN_S = 1.0
 """Pause between two sessions."""
-
-
-# --- between the two threads
-
-
-@dataclass(frozen=True, slots=True)
-class StagedWeights:
-    """One complete version; `tensors` are views of staging, valid until `loaded`."""
-
-    version: int
-    checksum: int
-    tensors: list[tuple[str, Tensor]]
-    session: str = ""
-    """The receiver's session in which it arrived."""
-
-
-class Staging:
-    """The version that waits to be loaded, and whether the engine is reading one."""
-
-    def __init__(self, keeps: Callable[[int], bool]) -> None:
-        """A version for which `keeps` is true is not replaced by a newer one, unless nothing has been loaded yet."""
-        self.keeps = keeps
-        self.held_s = 0.0
-        """When `hold` was last called."""
-        self._loaded: StagedWeights | None = None
-        self._staged: StagedWeights | None = None
-        self._in_use = False
-        self._copies: torch.cuda.Event | None = None
-        """Follows the copies from staging that a GPU may still run."""
-        self._handover = threading.Lock()
-
-    @property
-    def free(self) -> bool:
-        """True if no version waits and none is being read."""
-        return self._staged is None and not self._is_read
-
-    @property
-    def has_version(self) -> bool:
-        """True if a version waits."""
-        return self._staged is not None
-
-    @property
-    def _is_read(self) -> bool:
-        return self._in_use or (self._copies is not None and not self._copies.query())
-
-    # --- the receiver's thread
-
-    def put(self, staged: StagedWeights) -> None:
-        """Makes a complete version available to the engine."""
-        self._staged = staged
-
-    def loaded_in(self, session: str) -> Loaded | None:
-        """The version that the engine runs on, if it arrived in this session."""
-        loaded = self._loaded
-        return Loaded(loaded.version, loaded.checksum) if loaded is not None and loaded.session == session else None
-
-    def reclaim(self) -> bool:
-        """Frees staging for the next version, dropping one that was not taken. False while one is in use or kept."""
-        with self._handover:
-            kept = self._staged is not None and self._loaded is not None and self.keeps(self._staged.version)
-            if self._is_read or kept:
-                return False
-            self._staged = None
-            return True
-
-    # --- the engine's thread
-
-    def take(self) -> StagedWeights | None:
-        """Returns the version that waits, once; None if there is none."""
-        with self._handover:
-            staged, self._staged = self._staged, None
-            self._in_use = self._in_use or staged is not None
-        return staged
-
-    def release(self, staged: StagedWeights, copies: torch.cuda.Event | None = None) -> None:
-        """The engine runs on this version now and no longer reads staging, once `copies` has happened."""
-        self._copies = copies
-        self._loaded = replace(staged, tensors=[])
-        self._in_use = False
-
-    def hold(self) -> None:
-        """The engine keeps its version for now."""
-        self.held_s = time.monotonic()
-
-
-class BucketLoader(Protocol):
-    """The facts that a receiver needs about an engine that loads versions bucket by bucket."""
-
-    def takes_rows(self, name: str) -> bool:
-        """True if the engine loads some rows of this parameter at a time."""
-        ...
-
-    def bucket_memory(self, num_bytes: int) -> Tensor | None:
-        """Returns host memory (uint8) that all processes of the engine have; None if it has no other process."""
-        ...
-
-
-@dataclass
-class BucketMemory:
-    """Two buckets, used in turn by one round after another."""
-
-    both: tuple[Tensor, Tensor]
-    readers: list[torch.cuda.Event | None] = field(default_factory=lambda: [None, None])
-    """Each follows the copies that a GPU may still make from the bucket."""
-
-    @classmethod
-    def of(cls, memory: Tensor) -> BucketMemory:
-        """Divides the memory."""
-        first, second = memory.chunk(2)
-        return cls((first, second))
-
-    def is_read(self, slot: int) -> bool:
-        """True while a GPU copies from the bucket."""
-        reader = self.readers[slot]
-        return reader is not None and not reader.query()
-
-
-class BucketRound:
-    """One version on its way from the receiver's thread into the engine, through two buckets.
-
-    receiver's thread                              engine's thread, between two steps
-
-    an offer: a round is there       ------->      `accept`: the engine stands still until the round is over
-    reports ready, waits for "go"
-    `memory`: a free bucket
-    receives its pieces
-    `put`                            ------->      `take`: loads the parameters of the bucket
-                                     <-------      `give_back`: the bucket is free
-    the checksums agree: `commit`    ------->      `committed`: the engine runs on the version
-    else: `end`                      ------->      `is_over`: the engine has parts of it if it has loaded something
-    """
-
-    def __init__(
-        self, version: int, shapes: dict[str, tuple[int, ...]], memory: BucketMemory, device: torch.device
-    ) -> None:
-        """The engine is on the device."""
-        self.version = version
-        self.shapes = shapes
-        """Shapes of all parameters, by name."""
-        self.accepted = False
-        """True once the engine stands still."""
-        self.committed: StagedWeights | None = None
-        """The version, once its bytes are proven; it has no tensors."""
-        self.is_over = False
-        self._memory, self._device = memory, device
-        self._changed = threading.Condition()
-        self._full: deque[tuple[int, list[WeightPart]]] = deque()
-        self._used = [False, False]
-        self._next = 0
-        """The bucket that is filled next."""
-
-    # --- the receiver's thread
-
-    def memory(self, check: Callable[[], None]) -> Tensor:
-        """Returns the next bucket's memory once the engine has loaded its last contents. `check` is called during the
-        wait, and may raise."""
-        while True:
-            with self._changed:
-                if not self._used[self._next] and not self._memory.is_read(self._next):
-                    return self._memory.both[self._next]
-                self._changed.wait(_BUCKET_POLL_S)
-            check()
-
-    def put(self, bucket: PlannedBucket) -> None:
-        """Passes the bucket that was filled on to the engine."""
-        slot, self._next = self._next, 1 - self._next
-        parts = bucket.parts(self._memory.both[slot])
-        with self._changed:
-            self._used[slot] = True
-            self._full.append((slot, parts))
-            self._changed.notify_all()
-
-    def commit(self, staged: StagedWeights) -> None:
-        """States that all buckets are those that were sent."""
-        with self._changed:
-            self.committed = staged
-            self._changed.notify_all()
-
-    def end(self) -> None:
-        """States that nothing more will come."""
-        with self._changed:
-            self.is_over = True
-            self._changed.notify_all()
-
-    # --- the engine's thread
-
-    def accept(self) -> None:
-        """States that the engine makes no step until the round is over."""
-        self.accepted = True
-
-    def take(self, seconds: float) -> list[WeightPart] | None:
-        """Returns the parameters of the next bucket, in memory that is valid until `give_back`; None if there is none
-        within this time, or none will follow."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._full or self.committed or self.is_over, seconds)
-            return self._full[0][1] if self._full else None
-
-    def give_back(self) -> None:
-        """States that the parameters of the last bucket are loaded. Call it in the thread that copied them: a GPU may
-        still run its copies."""
-        copies = queued(self._device)
-        with self._changed:
-            slot, _ = self._full.popleft()
-            self._memory.readers[slot] = copies
-            self._used[slot] = False
-            self._changed.notify_all()
 
 
 class BackgroundReceiver(ABC):
@@ -363,7 +146,7 @@ class BackgroundReceiver(ABC):
     def loaded(self, staged: StagedWeights) -> None:
         """States that the engine runs on this version now, which frees staging for the next one. Call it in the thread
         that copied the weights: a GPU may still run its copies, and staging is free when they are done."""
-        self._staging.release(staged, transports.queued(self._device))
+        self._staging.release(transports.queued(self._device))
 
     def close(self) -> None:
         """Leaves at once, in any state; idempotent."""
@@ -409,7 +192,6 @@ class SenderSession:
         self, address: str, *, run_id: str, keys: str, rank: int, device: str, timeout_s: float,
         check: Callable[[], None],
     ) -> None:  # fmt: skip
-        self.id = uuid.uuid4().hex
         self.round = 0
         """The current round, or the last one."""
         self.phase = "let this generator join"
@@ -428,10 +210,6 @@ class SenderSession:
         self.store = RemoteStore(self.client)
         """The store through which the members of a group find one another."""
         self.say(messages.Join(rank, device, host_name()))
-
-    def silent_s(self) -> float:
-        """Time since the last message of the sender; 0 before it has admitted this receiver."""
-        return time.monotonic() - self.client.heard_s if self.manifest else 0.0
 
     def say(self, message: Body) -> None:
         """Sends a message."""
@@ -515,234 +293,6 @@ class SenderSession:
             self._told[type(message)] = message
 
 
-# --- where the bytes of a round go
-
-
-@dataclass(frozen=True, slots=True)
-class Incoming:
-    """The versions of a sender, as they arrive."""
-
-    manifest: WeightManifest
-    shares: list[RankShare]
-    """The share that each learner rank sends."""
-    bucket_bytes: int
-    device: torch.device
-    """The device on which the transport receives."""
-    pinned: bool
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that arrive over all links."""
-        return sum(share.num_bytes for share in self.shares)
-
-    def memory(self, num_bytes: int, device: torch.device | None = None) -> Tensor:
-        """Returns memory on the transport's device, or on another one."""
-        return empty_buffer(num_bytes, device or self.device, pinned=self.pinned)
-
-
-class PieceStreams:
-    """Receives a version over links of members with `reuses_memory`, one piece at a time, in an order and into memory
-    that the caller chooses."""
-
-    def __init__(self, links: Sequence[Link], version: int) -> None:
-        self._wanted: list[deque[Tensor]] = [deque() for _ in links]
-        """The memory of the pieces that each link takes, each when it is wanted."""
-        self._are_all = False
-        self._streams = [
-            link.receive(version, self._targets(wanted)) for link, wanted in zip(links, self._wanted, strict=True)
-        ]
-        self._total = RunningChecksum()
-
-    def take(self, sender: int, target: Tensor, start: int) -> None:
-        """Fills the target with the next piece of a sender, which begins at byte `start` of all weights."""
-        self._wanted[sender].append(target)
-        if next(self._streams[sender], None) is None:
-            raise RunError("weights: the transport ended before all buckets had come")
-        self._total.add(target, start)
-
-    def finish(self, num_bytes: int) -> int:
-        """Returns the checksum of all pieces when all members have them. Raises RunError unless they have `num_bytes`
-        bytes."""
-        self._are_all = True
-        for stream in self._streams:
-            for _ in stream:
-                raise RunError("weights: the transport yielded more buckets than were asked for")
-        return self._total.of(num_bytes) % MAX_NUMBER
-
-    def _targets(self, wanted: deque[Tensor]) -> Iterator[Tensor]:
-        while wanted or not self._are_all:
-            if not wanted:
-                raise InvariantError(
-                    "weights: the transport has taken a bucket before it yielded the one before, although its members "
-                    "reuse memory; use weights.staging=whole"
-                )
-            yield wanted.popleft()
-
-
-class StagedReceive:
-    """Receives each version into staging in memory of the transport's device, while the engine decodes."""
-
-    reuses_memory = False
-    round: BucketRound | None = None
-    """Always: the engine takes no part."""
-
-    def __init__(self, staging: Staging) -> None:
-        self._staging = staging
-        self._buffer = torch.empty(0)
-
-    def prepare(self, incoming: Incoming) -> None:
-        """Makes the memory for a sender's versions."""
-        self._incoming = incoming
-        self._allocate(incoming.device)
-
-    def _allocate(self, device: torch.device) -> None:
-        num_bytes = self._incoming.manifest.num_bytes
-        if self._buffer.numel() != num_bytes or self._buffer.device.type != device.type:
-            self._buffer = self._incoming.memory(num_bytes, device)
-
-    @property
-    def is_free_early(self) -> bool:
-        """True if the next version may come before it is offered."""
-        return self._staging.free
-
-    def begin(self, version: int) -> None:
-        """Begins a round."""
-
-    def is_free(self) -> bool:
-        """True if the version of the round may come. Drops one that the engine has not taken."""
-        return self._staging.reclaim()
-
-    def fill(self, links: Sequence[Link], version: int, check: Callable[[], None], told: Callable[[], None]) -> int:
-        """Receives a version. Returns the checksum of its bytes. `check` is called in waits for the engine, `told`
-        after each piece."""
-        total = RunningChecksum()
-        streams: list[Iterator[Tensor]] = []
-        for link, share in zip(links, self._incoming.shares, strict=True):
-            targets = [self._buffer[cut.start : cut.start + cut.num_bytes] for cut in share.cuts]
-            streams.append(total.over(link.receive(version, targets), [cut.start for cut in share.cuts]))
-        for _ in in_turn(streams):
-            told()
-        return total.of(self._incoming.num_bytes) % MAX_NUMBER
-
-    def commit(self, version: int, checksum: int, session: str) -> None:
-        """States that the bytes are those that were sent."""
-        tensors = self._incoming.manifest.views(self._buffer)
-        self._staging.put(StagedWeights(version, checksum, tensors, session))
-
-    def end(self) -> None:
-        """Ends the round."""
-
-
-class HostReceive(StagedReceive):
-    """Receives each version into host memory; from a transport that receives on a device through two buckets there."""
-
-    def __init__(self, staging: Staging) -> None:
-        super().__init__(staging)
-        self._memory: BucketMemory | None = None
-
-    @property
-    def reuses_memory(self) -> bool:  # type: ignore[override]
-        """True if the transport receives on a device."""
-        return self._memory is not None
-
-    def prepare(self, incoming: Incoming) -> None:
-        """As `StagedReceive.prepare`."""
-        self._incoming = incoming
-        self._allocate(torch.device("cpu"))
-        self._memory = None
-        if incoming.device.type != "cpu":
-            largest = max(cut.num_bytes for share in incoming.shares for cut in share.cuts)
-            self._memory = BucketMemory.of(incoming.memory(2 * largest))
-
-    def fill(self, links: Sequence[Link], version: int, check: Callable[[], None], told: Callable[[], None]) -> int:
-        """As `StagedReceive.fill`."""
-        memory = self._memory
-        if memory is None:
-            return super().fill(links, version, check, told)
-        streams = PieceStreams(links, version)
-        for number, (start, sender, num_bytes) in enumerate(in_byte_order(self._incoming.shares)):
-            slot = number % 2
-            self._await_copied(memory, slot, check)
-            piece = memory.both[slot][:num_bytes]
-            streams.take(sender, piece, start)
-            self._buffer[start : start + num_bytes].copy_(piece, non_blocking=True)
-            memory.readers[slot] = transports.queued(piece.device)
-            told()
-        for slot in (0, 1):
-            self._await_copied(memory, slot, check)
-        return streams.finish(self._incoming.num_bytes)
-
-    @staticmethod
-    def _await_copied(memory: BucketMemory, slot: int, check: Callable[[], None]) -> None:
-        while memory.is_read(slot):
-            check()
-            time.sleep(POLL_S)
-
-
-class StreamedReceive:
-    """Receives versions into an engine that loads them bucket by bucket. Used by the receiver's thread; the engine's
-    thread reads `round`."""
-
-    reuses_memory = True
-    is_free_early = False
-    """Always: an engine stands still only for a version that is there."""
-
-    def __init__(self, loader: BucketLoader, device: torch.device) -> None:
-        """The engine is on the device."""
-        self._loader, self._device = loader, device
-        self.round: BucketRound | None = None
-        """The current one."""
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self._plan: list[PlannedBucket] = []
-        self._memory: BucketMemory | None = None
-        self._num_bytes = 0
-
-    def prepare(self, incoming: Incoming) -> None:
-        """Makes the memory for the buckets of a sender's versions."""
-        manifest = incoming.manifest
-        self._shapes = {entry.name: entry.shape for entry in manifest.entries}
-        self._plan = plan_buckets(manifest, incoming.shares, incoming.bucket_bytes, self._loader.takes_rows)
-        largest = max(bucket.num_bytes for bucket in self._plan)
-        num_bytes = 2 * (-(-largest // ALIGN_BYTES) * ALIGN_BYTES)
-        if self._memory is None or self._num_bytes != num_bytes:
-            shared = self._loader.bucket_memory(num_bytes) if incoming.device.type == "cpu" else None
-            self._memory = BucketMemory.of(incoming.memory(num_bytes) if shared is None else shared)
-            self._num_bytes = num_bytes
-
-    def begin(self, version: int) -> None:
-        """Begins a round, which the engine's thread sees."""
-        assert self._memory is not None
-        self.round = BucketRound(version, self._shapes, self._memory, self._device)
-
-    def is_free(self) -> bool:
-        """True if the engine stands still for the round."""
-        return self.round is not None and self.round.accepted
-
-    def fill(self, links: Sequence[Link], version: int, check: Callable[[], None], told: Callable[[], None]) -> int:
-        """Receives all buckets, and passes each on to the engine. Returns the checksum of all bytes. `check` is called
-        in waits for the engine, `told` after each piece."""
-        assert self.round is not None
-        streams = PieceStreams(links, version)
-        for bucket in self._plan:
-            memory = self.round.memory(check)
-            for piece in bucket.pieces:
-                streams.take(piece.sender, memory[piece.at : piece.at + piece.num_bytes], piece.start)
-                told()
-            self.round.put(bucket)
-        return streams.finish(sum(piece.num_bytes for bucket in self._plan for piece in bucket.pieces))
-
-    def commit(self, version: int, checksum: int, session: str) -> None:
-        """States that the buckets of the round are those that were sent."""
-        assert self.round is not None
-        self.round.commit(StagedWeights(version, checksum, [], session))
-
-    def end(self) -> None:
-        """Ends the round, if there is one."""
-        if self.round is not None:
-            self.round.end()
-            self.round = None
-
-
 # --- the receiver
 
 
@@ -771,11 +321,11 @@ class WeightReceiver(BackgroundReceiver):
         keys: str = "",
         on_host: bool = False,
     ) -> None:
-        """The sender's address; empty if `locate` returns it. Weights of more than `max_bytes` are
-        refused before memory is allocated for them, and so are adapters of another `base` (`base.py`) and, if there is
-        one, complete weights. A version for which `keeps` is true is not overwritten by a newer one before it is
-        loaded, unless nothing has been loaded yet. `keys` are the run's CURVE keys, if the sender requires them.
-        With `on_host` versions are staged in host memory whatever the transport."""
+        """The sender's address; empty if `locate` returns it. Weights of more than `max_bytes` are refused before
+        memory is allocated for them, and so are adapters of another `base` (`fingerprint_of`) and, if there is one,
+        complete weights. A version for which `keeps` is true is not overwritten by a newer one before it is loaded,
+        unless nothing has been loaded yet. `keys` are the run's CURVE keys, if the sender requires them. With `on_host`
+        versions are staged in host memory whatever the transport."""
         if rank < 1:
             raise RunError(f"weight receiver: rank {rank} is not at least 1 (generator index + 1)")
         super().__init__(device=device, keeps=keeps)
@@ -784,7 +334,6 @@ class WeightReceiver(BackgroundReceiver):
         self._transport = transport
         self._timeout_s = timeout_s
         self._run_id, self._keys = run_id, keys
-        self._session: SenderSession | None = None
         self._incoming: Incoming | None = None
         self._transport_type: Transport | None = None
         """Known once the sender has named it."""
@@ -792,10 +341,7 @@ class WeightReceiver(BackgroundReceiver):
         """The links in which they send."""
         self._group_number = 0
         """The number of the links, from "go"."""
-        self._warned = False
-        self._into: StagedReceive | StreamedReceive = (
-            HostReceive(self._staging) if on_host else StagedReceive(self._staging)
-        )
+        self._into: StagedReceive | StreamedReceive = StagedReceive(self._staging, on_host=on_host)
 
     def engine_is_up(self, loader: BucketLoader | None = None) -> None:
         """As `BackgroundReceiver.engine_is_up`."""
@@ -813,15 +359,6 @@ class WeightReceiver(BackgroundReceiver):
         was replaced."""
         if address and address != self._address:
             self._address = address
-
-    def _check(self) -> None:
-        super()._check()
-        session = self._session
-        silent_s = 0.0 if session is None else session.silent_s()
-        is_silent = silent_s > 1.25 * self._timeout_s and self._thread.is_alive()
-        warns, self._warned = is_silent and not self._warned, is_silent
-        if warns and session is not None:
-            log.warning("learner rank 0 is silent", silent_s=round(silent_s, 1), phase=session.phase)
 
     # --- the background thread
 
@@ -850,7 +387,6 @@ class WeightReceiver(BackgroundReceiver):
         try:
             try:
                 session.await_manifest()
-                self._session = session
                 self._serve(session)
             finally:
                 session.say(Left())
@@ -861,7 +397,6 @@ class WeightReceiver(BackgroundReceiver):
         except ServerLostError as error:
             log.warning("learner rank 0 is gone", phase=session.phase, reason=str(error))
         finally:
-            self._session = None
             session.client.close()
             self._drop_links()
         self._stop.wait(_REJOIN_S)
@@ -878,7 +413,7 @@ class WeightReceiver(BackgroundReceiver):
             if offer is None:
                 is_ready = self._incoming is not None and self._into.is_free_early
                 if is_ready:
-                    self._say_ready(session, session.round + 1)  # the next version need not wait for that
+                    session.say_once(Ready(session.round + 1))  # the next version need not wait for that
                 session.listen(IDLE_S if is_ready else _LOCAL_POLL_S)
                 continue
             try:
@@ -899,7 +434,7 @@ class WeightReceiver(BackgroundReceiver):
 
     def _run_round(self, session: SenderSession, offer: Offer) -> None:
         self._await_memory(session, urgent=offer.urgent)
-        self._say_ready(session, offer.round)
+        session.say_once(Ready(offer.round))
         # Twice the deadline: the other generators have a separate timeout_s to become ready.
         go = session.wait_for(Go, f"start to send version {offer.version}", 2 * self._timeout_s)
         try:
@@ -911,10 +446,7 @@ class WeightReceiver(BackgroundReceiver):
         session.say_once(Received(offer.round, checksum, ""))
         sent = session.wait_for(Sent, "report the outcome of a version", self._timeout_s)
         if sent.checksum == checksum:
-            self._into.commit(offer.version, checksum, session.id)
-
-    def _say_ready(self, session: SenderSession, number: int) -> None:
-        session.say_once(Ready(number, self._staging.loaded_in(session.id)))
+            self._into.commit(offer.version, checksum)
 
     def _await_memory(self, session: SenderSession, *, urgent: bool) -> None:
         """Returns when the next version has somewhere to go."""
@@ -934,7 +466,7 @@ class WeightReceiver(BackgroundReceiver):
         if self._incoming is not None:
             return
         sent = session.await_manifest()
-        if isinstance(self._into, StreamedReceive) and not sent.by_parameter:
+        if self._into.is_streamed and not sent.by_parameter:
             raise RunError(
                 "weights.staging = 'buckets': the learner sends copies, as with weights.staging=whole; start both "
                 "sides with the same config"

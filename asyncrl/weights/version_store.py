@@ -42,6 +42,8 @@ from asyncrl.wire.messages import MAX_INDEX, Announced, Count, FolderName, Index
 
 log = structlog.get_logger()
 
+FORMAT = 1
+"""The format of the manifests that this version of asyncrl writes and reads."""
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 64 << 20
 SUM_BYTES = 64 << 20
@@ -303,7 +305,7 @@ class Manifest(Part, frozen=True):
     def signed(self, key: bytes) -> bytes:
         """The manifest as JSON, with its signature."""
         text = msgspec.json.encode(self)
-        return msgspec.json.encode(Signed(_hmac(key, text), msgspec.Raw(text)))
+        return msgspec.json.encode(Signed(FORMAT, _hmac(key, text), msgspec.Raw(text)))
 
     def listed(self, folder: str, sha256: str) -> Earlier:
         """The version as later manifests list it."""
@@ -311,9 +313,16 @@ class Manifest(Part, frozen=True):
         return Earlier(folder, sha256, self.stamp, edges)
 
 
+class Formatted(msgspec.Struct, frozen=True):
+    """The part of a stored manifest that all formats have."""
+
+    format: int
+
+
 class Signed(Part, frozen=True):
     """A manifest as it is stored."""
 
+    format: int
     hmac: Sha256
     """HMAC-SHA256 of its text."""
     manifest: msgspec.Raw
@@ -335,6 +344,11 @@ def read_manifest(folder: Folder, name: str, sha256: str, key: bytes) -> Manifes
     if (actual := hashlib.sha256(data).hexdigest()) != sha256:
         raise BadFileError(f"{folder.at(name)}: its sha256 is {actual}, announced was {sha256}")
     try:
+        if (found := msgspec.json.decode(data, type=Formatted).format) != FORMAT:
+            raise BadFileError(
+                f"{folder.at(name)}: has format {found}, this process reads {FORMAT}; learner and generators must have "
+                "the same version of asyncrl"
+            )
         signed = msgspec.json.decode(data, type=Signed)
         if not hmac.compare_digest(signed.hmac, _hmac(key, signed.manifest)):
             raise BadFileError(

@@ -271,18 +271,10 @@ class Up(ReceiverMessage):
     """The engine runs: the sender may make offers."""
 
 
-class Loaded(Body):
-    """Part of "ready": the version that the engine runs on, if it arrived in this session."""
-
-    version: Number
-    checksum: Number
-
-
 class Ready(ReceiverMessage):
     """Staging is free for the next version; sent before the offer if it is free then. The sender answers with "go"."""
 
     round: _Round
-    loaded: Loaded | None
 
 
 class Holding(ReceiverMessage):

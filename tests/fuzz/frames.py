@@ -197,7 +197,7 @@ def requests(step: int = 0) -> dict[str, list[bytes]]:
         StoreRequest(1, "add", ["group/1/rank"], b"", 2),
         weights.Join(1, "cpu", "host-1"),
         weights.Up(),
-        weights.Ready(2, weights.Loaded(3, 1 << 60)),
+        weights.Ready(2),
         weights.Holding(2),
         weights.Received(2, 1 << 60, "it broke"),
         weights.Left(),

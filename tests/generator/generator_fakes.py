@@ -16,7 +16,7 @@ from asyncrl.replay.client import LeaseReply
 from asyncrl.rewards.calling import PlayedEpisode
 from asyncrl.rewards.pool import Scored
 from asyncrl.types import Group, Lease, Prompt
-from asyncrl.weights.receiver import StagedWeights
+from asyncrl.weights.staging import StagedWeights
 from asyncrl.wire.messages import Evaluated, GeneratorStats
 
 

@@ -25,7 +25,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from asyncrl.generator.engine import ENGINES, make_engine
 from asyncrl.launch.machine import find_port
 from asyncrl.learner.model.logprob_head import LogprobHead
-from asyncrl.weights.layout import WeightBuffer, WeightManifest
+from asyncrl.weights.buffers import WeightBuffer
+from asyncrl.weights.layout import WeightManifest
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(200)]
 

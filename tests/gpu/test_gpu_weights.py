@@ -14,7 +14,8 @@ import torch
 from weight_parts import manifest_of, weights
 
 from asyncrl.launch.machine import find_port, visible_gpus
-from asyncrl.weights.layout import ROW_BYTES, checksum
+from asyncrl.weights.buffers import checksum
+from asyncrl.weights.layout import ROW_BYTES
 from asyncrl.weights.sender import WeightSender
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]

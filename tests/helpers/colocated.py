@@ -24,8 +24,8 @@ from asyncrl.learner.loop import Learner
 from asyncrl.replay.client import LeaseReply
 from asyncrl.rewards.pool import Scored
 from asyncrl.types import NO_VERSION, Group, Lease, Prompt, Shard
-from asyncrl.weights.receiver import StagedWeights
-from asyncrl.weights.sender import WeightSyncStats
+from asyncrl.weights.background import WeightSyncStats
+from asyncrl.weights.staging import StagedWeights
 from asyncrl.wire.messages import Committed
 
 TOKENS = 4

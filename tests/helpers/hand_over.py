@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from asyncrl.weights.background import WeightSyncStats
 from asyncrl.weights.layout import Entry, PlannedBucket, WeightPart
-from asyncrl.weights.receiver import BucketMemory, BucketRound, StagedWeights
-from asyncrl.weights.sender import WeightSyncStats
+from asyncrl.weights.staging import BucketMemory, BucketRound, StagedWeights
 from tests.helpers.colocated import BYTES, DEADLINE_S, CountingEngine, FakeCard, World
 
 CPU = torch.device("cpu")

@@ -14,8 +14,9 @@ from weight_parts import joined, make_receiver, weights
 
 from asyncrl.generator.engine import WeightSwaps
 from asyncrl.types import NO_VERSION
+from asyncrl.weights.background import BackgroundSender
 from asyncrl.weights.layout import WeightPart
-from asyncrl.weights.sender import BackgroundSender, WeightSender
+from asyncrl.weights.sender import WeightSender
 
 
 class LoadingEngine:
@@ -131,4 +132,4 @@ def assert_versions_come(senders: Sequence[BackgroundSender], address: str, clea
             sender.copied()
         for generator in generators:
             generator.await_version(version)
-    assert (first.stats.count, first.stats.dropped, first._delivery.group_number) == (3, 0, 1)
+    assert (first.stats.count, first.stats.dropped, first._group) == (3, 0, 1)

@@ -25,18 +25,19 @@ import torch
 from asyncrl.config.config import Config
 from asyncrl.learner.distributed import Ranks, process_group
 from asyncrl.learner.model.policy import Policy
-from asyncrl.weights.files import FileSender, RankFileSender, SliceSender, Written
+from asyncrl.weights.background import BackgroundSender
+from asyncrl.weights.files import FileSender, RankFileSender, Written
 from asyncrl.weights.layout import WeightManifest
-from asyncrl.weights.ranks import RankCoordinator
+from asyncrl.weights.ranks import RankCoordinator, RankShareSender
 from asyncrl.weights.receiver import WeightReceiver
-from asyncrl.weights.sender import BackgroundSender, RankShareSender, WeightSender
+from asyncrl.weights.sender import WeightSender
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.store import StoreServer
 
 BUCKET_BYTES = 8 << 20
 TIMEOUT_S = 120.0
 VERSIONS = 2
-STORED = {"float32": 2, "bfloat16": 6}
+STORED = {"float32": 2, "bfloat16": 3}
 """Versions in folders, by dtype."""
 LOOK_S = 0.001
 
@@ -72,7 +73,7 @@ class Peak:
 
 def make_sender(
     rank: int, ranks: int, places: Endpoints, manifest: WeightManifest, *, copies: bool
-) -> BackgroundSender[Any]:
+) -> BackgroundSender:
     options: dict[str, Any] = {"ranks": ranks, "bucket_bytes": BUCKET_BYTES, "timeout_s": TIMEOUT_S, "copies": copies}
     if rank:
         return RankShareSender(manifest, places, rank=rank, **options)
@@ -83,7 +84,7 @@ def make_sender(
     return sender
 
 
-def make_file_sender(rank: int, ranks: int, places: Endpoints, manifest: WeightManifest, url: str) -> SliceSender:
+def make_file_sender(rank: int, ranks: int, places: Endpoints, manifest: WeightManifest, url: str) -> BackgroundSender:
     if rank:
         return RankFileSender(manifest, url, places, rank=rank, ranks=ranks, timeout_s=TIMEOUT_S)
     store = StoreServer(places.weights, "shares of weights", run_id=places.run_id)
@@ -113,7 +114,7 @@ def make_policy(model: str, group: Ranks, dtype: str = "float32") -> Policy:
     return Policy(config, group)
 
 
-def send(group: Ranks, policy: Policy, sender: BackgroundSender[Any], versions: int) -> dict[str, Any]:
+def send(group: Ranks, policy: Policy, sender: BackgroundSender, versions: int) -> dict[str, Any]:
     """Returns the memory that it takes to send this many versions, of which those in bfloat16 differ."""
     group.barrier()
     peak = Peak()

@@ -17,8 +17,10 @@ import torch
 from weight_parts import BUCKET_BYTES, manifest_of, sliced, weights
 
 from asyncrl.errors import AsyncrlError
-from asyncrl.weights import layout as buckets
-from asyncrl.weights.sender import BackgroundSender, RankShareSender, WeightSender
+from asyncrl.weights import buffers as buckets
+from asyncrl.weights.background import BackgroundSender
+from asyncrl.weights.ranks import RankShareSender
+from asyncrl.weights.sender import WeightSender
 from asyncrl.wire.endpoints import Endpoints
 from tests.helpers.forked_scripts import print_json
 

@@ -15,7 +15,7 @@ import time
 import torch
 from weight_parts import described
 
-from asyncrl.weights import layout as buckets
+from asyncrl.weights import buffers as buckets
 from asyncrl.weights.receiver import WeightReceiver
 from tests.helpers.forked_scripts import print_json
 

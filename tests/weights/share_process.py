@@ -21,9 +21,9 @@ from stored_parts import trained
 from weight_parts import manifest_of, sliced
 
 from asyncrl.errors import AsyncrlError
-from asyncrl.weights.files import FileSender, Order, Published, RankFileSender, ShareWriter, Written
+from asyncrl.weights.background import BackgroundSender
+from asyncrl.weights.files import FileSender, Published, RankFileSender, ShareWriter, Written
 from asyncrl.weights.ranks import RankCoordinator
-from asyncrl.weights.sender import BackgroundSender
 from asyncrl.weights.version_store import Folder
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.messages import Announced, Follower
@@ -64,7 +64,7 @@ def kill_in_write(count: int) -> None:
 def kill_at_order(moment: str) -> None:
     carry_out = ShareWriter.carry_out
 
-    def killing(self: ShareWriter, order: Order, own: Any) -> Any:
+    def killing(self: ShareWriter, order: Any, own: Any) -> Any:
         answer = carry_out(self, order, own) if moment != "ordered" else None
         if moment != "kept" or isinstance(order, Published):
             os._exit(KILLED)

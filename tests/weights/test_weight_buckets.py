@@ -10,7 +10,8 @@ import torch
 from weight_parts import manifest_of
 
 from asyncrl.errors import ConfigError, InvariantError, ProtocolError, RunError
-from asyncrl.weights.layout import MAX_MANIFEST_BYTES, ROW_BYTES, WeightBuffer, WeightManifest, checksum, weighted_sum
+from asyncrl.weights.buffers import WeightBuffer, checksum, weighted_sum
+from asyncrl.weights.layout import MAX_MANIFEST_BYTES, ROW_BYTES, WeightManifest
 from asyncrl.weights.transports import choose_transport
 
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from asyncrl.errors import ProtocolError, RunError
 from asyncrl.replay.server import StoredVersions
 from asyncrl.types import NO_VERSION
 from asyncrl.weights.files import FileReceiver, FileSender
-from asyncrl.weights.receiver import StagedWeights
+from asyncrl.weights.staging import StagedWeights
 from asyncrl.weights.version_store import BadFileError, Folder
 from asyncrl.wire.messages import Announced, Follower
 

@@ -186,17 +186,17 @@ def test_a_version_that_was_given_up_is_sent_once_more(address: str, cleanup: li
         nonlocal loads
         loads += 1
         if loads % 10 == 5:
-            sender._delivery.timeout_s = 0.0  # given up after the first round
-            link = sender._delivery.link
+            sender._timeout_s = 0.0  # given up after the first round
+            link = sender._link
             assert isinstance(link, IpcLink)
             link._sockets[0].shutdown(socket.SHUT_RDWR)
 
     generator.engine.on_load = fail
     sender.send(0, own)
     sender.copied()
-    assert sender._delivery.gone == 0 and sender.is_missed and generator.engine.updating
+    assert sender._gone == 0 and sender.is_missed and generator.engine.updating
     generator.engine.on_load = lambda: None
-    sender._delivery.timeout_s = 20.0
+    sender._timeout_s = 20.0
     joined(sender, 1, up=True)
     sender.send(0, own)
     sender.copied()
@@ -208,7 +208,7 @@ def test_a_generator_on_another_device_is_dropped(address: str, cleanup: list) -
     learner = Learner(1, address, cleanup)
     far = RawReceiver(address, cleanup).join(1, device="cuda far 1", host="far")
     far.say("Up", {})
-    learner.first._delivery.transport, learner.first._transport = ipc.IPC, "ipc"
+    learner.first._transport, learner.first._transport_name = ipc.IPC, "ipc"
     joined(learner.first, 1, up=True)
     with capture_logs() as logs:
         learner.send(0)

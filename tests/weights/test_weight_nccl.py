@@ -17,9 +17,8 @@ from weight_parts import joined, load_next, make_receiver, make_sender, manifest
 
 from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError, PeerTimeoutError
-from asyncrl.weights import sender as background
+from asyncrl.weights import background, transports
 from asyncrl.weights import sender as delivery
-from asyncrl.weights import transports
 from asyncrl.weights.groups import GlooLink, NcclLink
 from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.sender import WeightSender
@@ -128,8 +127,10 @@ def test_an_error_of_nccl_in_the_learner_is_a_failed_round(
     learner = joined(make_sender(address, cleanup, timeout_s=1.0), 1)
     if where == "connect":
         NcclLike.dead.add(0)
-        conclude = delivery.Delivery._conclude
-        monkeypatch.setattr(delivery.Delivery, "_conclude", lambda *args: (NcclLike.dead.clear(), conclude(*args))[-1])
+        conclude = delivery.WeightSender._conclude
+        monkeypatch.setattr(
+            delivery.WeightSender, "_conclude", lambda *args: (NcclLike.dead.clear(), conclude(*args))[-1]
+        )
     else:
         NcclLike.fail_at = 3
     with capture_logs() as logs:

@@ -13,9 +13,11 @@ from weight_parts import assert_holds, joined, load_next, make_receiver, next_st
 
 from asyncrl.errors import ConfigError, InvariantError
 from asyncrl.weights import sender as references
+from asyncrl.weights.background import BackgroundSender
+from asyncrl.weights.buffers import WeightReferences, buffer_of
 from asyncrl.weights.groups import GLOO
 from asyncrl.weights.layout import ROW_BYTES, WeightManifest, share_of
-from asyncrl.weights.sender import BackgroundSender, WeightReferences, WeightSender, buffer_of
+from asyncrl.weights.sender import WeightSender
 
 
 def make_ranks(ranks: int, address: str, cleanup: list) -> tuple[WeightSender, list[BackgroundSender]]:
@@ -62,7 +64,7 @@ def test_what_arrives_is_the_version_though_the_weights_change_behind_it(
         for receiver in receivers:
             load_next(receiver, version)
     stats = learner.first.stats
-    assert (stats.count, stats.dropped, learner.first._delivery.group_number) == (4, 0, 1)
+    assert (stats.count, stats.dropped, learner.first._group) == (4, 0, 1)
 
 
 class StreamEvents:
@@ -168,7 +170,7 @@ def test_a_generator_that_comes_after_the_update_of_another_rank_gets_the_next_v
         sender.wait()
     learner.senders[1].copied()
     receiver = make_receiver(address, cleanup)
-    await_true(lambda: learner.first._delivery.gone == 0, "it is found")
+    await_true(lambda: learner.first._gone == 0, "it is found")
     learner.update()
     learner.send(1)
     load_next(receiver, 1)

@@ -12,8 +12,8 @@ from nccl_like import await_true
 from weight_parts import joined, load_next, make_receiver, make_sender, staging_of, weights
 
 from asyncrl.errors import AsyncrlError
-from asyncrl.weights import receiver as into_staging
 from asyncrl.weights import sender as delivery
+from asyncrl.weights import staging as into_staging
 from asyncrl.weights import transports
 from asyncrl.weights.receiver import WeightReceiver
 
@@ -74,7 +74,7 @@ def test_an_error_that_nobody_foresaw_in_the_sender_is_raised_as_it_is(
     def fail(*_: object) -> int:
         raise ValueError("a defect")
 
-    monkeypatch.setattr(delivery.Delivery, "_round", fail)
+    monkeypatch.setattr(delivery.WeightSender, "_round", fail)
     make_receiver(address, cleanup)
     sender = joined(make_sender(address, cleanup), 1, up=True)
     sender.send(0, weights(0))

@@ -15,8 +15,8 @@ from test_weight_references import Learner
 from weight_parts import BUCKET_BYTES, joined, load_next, make_receiver
 
 from asyncrl.errors import PeerTimeoutError, RunError
-from asyncrl.weights.receiver import BucketMemory, HostReceive, Incoming, PieceStreams
 from asyncrl.weights.sender import WeightSender
+from asyncrl.weights.staging import BucketMemory, PieceStreams, StagedReceive
 
 
 def close_all(learner: Learner) -> None:
@@ -121,7 +121,7 @@ def test_a_version_that_does_not_arrive_is_given_up(
     learner.send(0)
     learner.update()
     generator.await_version(0)
-    monkeypatch.setattr(learner.first._delivery, "timeout_s", 1.0)
+    monkeypatch.setattr(learner.first, "_timeout_s", 1.0)
     take, calls = PieceStreams.take, 0
 
     def fail(*arguments: Any) -> None:
@@ -135,7 +135,7 @@ def test_a_version_that_does_not_arrive_is_given_up(
     monkeypatch.setattr(PieceStreams, "take", fail)
     learner.send(1)
     learner.update()
-    assert generator.engine.updating and generator.engine.versions == [0] and learner.first._delivery.gone == 1
+    assert generator.engine.updating and generator.engine.versions == [0] and learner.first._gone == 1
     assert calls == 10, "one round"
     learner.send(2)
     learner.update()
@@ -197,13 +197,11 @@ def test_versions_are_staged_in_host_memory_through_two_buckets(
     copies: bool, address: str, cleanup: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a GPU does with NCCL and weights.staging: host, with host memory in place of that of the GPU."""
-    prepare = HostReceive.prepare
-
-    def prepare_as_on_a_gpu(self: HostReceive, incoming: Incoming) -> None:
-        prepare(self, incoming)
-        self._memory = BucketMemory.of(torch.empty(2 * BUCKET_BYTES, dtype=torch.uint8))
-
-    monkeypatch.setattr(HostReceive, "prepare", prepare_as_on_a_gpu)
+    monkeypatch.setattr(
+        StagedReceive,
+        "_make_buckets",
+        lambda *_: BucketMemory.of(torch.empty(2 * BUCKET_BYTES, dtype=torch.uint8)),
+    )
     senders = [make_rank(rank, 2, address, copies=copies) for rank in (0, 1)]
     cleanup.extend(sender.close for sender in senders)
     receiver = make_receiver(address, cleanup, on_host=True)

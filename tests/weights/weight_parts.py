@@ -17,8 +17,9 @@ import msgspec
 import torch
 
 from asyncrl.weights.layout import WeightManifest, slice_of
-from asyncrl.weights.receiver import BackgroundReceiver, StagedReceive, StagedWeights, WeightReceiver
+from asyncrl.weights.receiver import BackgroundReceiver, WeightReceiver
 from asyncrl.weights.sender import WeightSender
+from asyncrl.weights.staging import StagedReceive, StagedWeights
 from asyncrl.weights.transports import Member
 from asyncrl.wire.sockets import connect_dealer
 from asyncrl.wire.store import TorchStore
