@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+from msgspec import structs
 
 from asyncrl.config.config import Config
 from asyncrl.errors import InvariantError
@@ -158,7 +159,7 @@ def make_group(
             weight = 0.0 if error else scored.environment_weight
             outcome = running.outcomes[index][row]
             turn_rewards = [weight * reward for reward in outcome.turn_rewards]
-            trajectory.episode = replace(outcome, turn_rewards=turn_rewards)
+            trajectory.episode = structs.replace(outcome, turn_rewards=turn_rewards)
         if not error:
             trajectory.reward, trajectory.reward_parts = scored.rewards[index], scored.parts[index]
         elif not counts_as_0 or running.environment_failed(index):

@@ -41,11 +41,11 @@ from asyncrl.errors import PeerTimeoutError
 from asyncrl.generator.engine import Engine, WeightSwaps
 from asyncrl.generator.group_runner import GroupRunner
 from asyncrl.generator.groups import GroupInProgress, evaluated_rows, make_evaluated, make_group
-from asyncrl.replay.client import GeneratorClient, LeaseReply
+from asyncrl.replay.client import GeneratorClient
 from asyncrl.replay.evaluation import pack_rows
 from asyncrl.types import NO_VERSION
 from asyncrl.util.processes import GENERATOR_ACTIVITIES, GENERATOR_PHASES, Stopwatch
-from asyncrl.wire.messages import GeneratorStats
+from asyncrl.wire.messages import GeneratorStats, Leases
 
 if TYPE_CHECKING:
     from asyncrl.environments.pool import EnvironmentPool
@@ -307,7 +307,7 @@ class GeneratorLoop:
             if renews:
                 self._heartbeat_s = now_s + _HEARTBEAT_S
 
-    def _take(self, reply: LeaseReply, now_s: float) -> None:
+    def _take(self, reply: Leases, now_s: float) -> None:
         self._phases.switch("requests")
         for lease in reply.leases:
             self.groups.start(lease)

@@ -32,7 +32,6 @@ from typing import Any
 import structlog
 
 from asyncrl.errors import InvariantError, ProtocolError, observer_failures, observing
-from asyncrl.replay.codec import pack_leases
 from asyncrl.replay.evaluation import EvalSamples, unpack_rows
 from asyncrl.replay.journal import FRAME_BYTES, SYNCED, Position
 from asyncrl.replay.queue import ReplayQueue
@@ -231,9 +230,8 @@ class ReplayServer:
         leases, reason = queue.ask(body)
         if reason != "session":
             self._versions.report(body.generator, body.stats.weights)
-        headers, prompts = pack_leases(leases)
         answer = Leases(
-            leases=headers,
+            leases=leases,
             done=queue.done,
             leave=queue.leaves(body.generator, body.session),
             reason=reason,
@@ -244,7 +242,7 @@ class ReplayServer:
             weights=self._directory.address(WEIGHTS),
             stored=self._versions.newest,
         )
-        return Reply(answer, [prompts])
+        return Reply(answer)
 
     def _finish(self, message: Message) -> Reply:
         body: GroupHeader = message.body

@@ -20,8 +20,9 @@ import psutil
 import zmq
 
 from asyncrl.launch.machine import find_port
+from asyncrl.types import MAX_COUNT
 from asyncrl.wire.frames import BODIES
-from asyncrl.wire.messages import MAX_COUNT, Body, ReadStatus, ReadSummary, Take
+from asyncrl.wire.messages import Body, ReadStatus, ReadSummary, Take
 from tests.fuzz import frames as sound
 from tests.fuzz.mutate import Frames, Mutator
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from asyncrl.replay.codec import pack_group, pack_leases
+from asyncrl.replay.codec import pack_group
 from asyncrl.replay.evaluation import EvaluatedRow, pack_rows
 from asyncrl.types import Lease, Prompt
 from asyncrl.wire import service_messages as weights
@@ -216,9 +216,8 @@ def requests(step: int = 0) -> dict[str, list[bytes]]:
 def answers(seq: int = 1, *, ticket: int = 0, attempt: int = 0, step: int = 1) -> dict[str, list[bytes]]:
     """By kind, what roles are answered."""
     lease = Lease(ticket, attempt, prompt(ticket))
-    headers, tokens = pack_leases([lease])
     leases = Leases(
-        leases=headers,
+        leases=[lease],
         done=False,
         leave=False,
         reason="staleness",
@@ -231,7 +230,7 @@ def answers(seq: int = 1, *, ticket: int = 0, attempt: int = 0, step: int = 1) -
     )
     header, arrays = pack_group(make_group(lease, 0))
     bodies: list[tuple[Body, Sequence[Arrays]]] = [
-        (leases, [tokens]),
+        (leases, []),
         (Finished([LeaseName(ticket, attempt, evaluation=False)]), []),
         (ShardHeader(step, "shard", [header]), [arrays]),
         (Begun(step), []),

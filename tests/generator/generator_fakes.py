@@ -12,12 +12,11 @@ import torch
 from msgspec import structs
 from numpy.typing import NDArray
 
-from asyncrl.replay.client import LeaseReply
 from asyncrl.rewards.calling import PlayedEpisode
 from asyncrl.rewards.pool import Scored
 from asyncrl.types import Group, Lease, Prompt
 from asyncrl.weights.receiver import StagedWeights
-from asyncrl.wire.messages import Evaluated, GeneratorStats
+from asyncrl.wire.messages import Evaluated, GeneratorStats, Leases
 
 
 def lease(ticket: int, tokens: Sequence[int] = (5, 6, 7), attempt: int = 0) -> Lease:
@@ -25,20 +24,20 @@ def lease(ticket: int, tokens: Sequence[int] = (5, 6, 7), attempt: int = 0) -> L
     return Lease(ticket, attempt, prompt)
 
 
-def lease_reply(leases: list[Lease], done: bool, reason: str, **others: Any) -> LeaseReply:
+def lease_reply(leases: list[Lease], done: bool, reason: str, **others: Any) -> Leases:
     """Returns an answer to an ask, by default of a run that continues."""
     usual = {
         "leave": False, "evaluations_left": False, "progress": 0, "batches": 0,
         "pause_s": 0.0, "weights": "", "stored": None,
     }  # fmt: skip
-    return LeaseReply(leases=leases, done=done, reason=reason, **(usual | others))
+    return Leases(leases=leases, done=done, reason=reason, **(usual | others))
 
 
 @dataclass
 class FakeClient:
     """Answers each ask at the next poll with what `answer` says."""
 
-    answer: Callable[[int, int], LeaseReply]
+    answer: Callable[[int, int], Leases]
     """(version, number of groups) -> reply"""
     asks: list[tuple[int, int, GeneratorStats]] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)
@@ -69,7 +68,7 @@ class FakeClient:
         self.asks.append((version, num_groups, structs.replace(stats, stall_ms=list(stats.stall_ms))))
         self.outstanding = True
 
-    def poll(self, timeout_s: float = 0.0) -> LeaseReply | None:
+    def poll(self, timeout_s: float = 0.0) -> Leases | None:
         if not self.outstanding:
             return None
         self.outstanding = False

@@ -20,7 +20,7 @@ from asyncrl.launch.machine import find_port
 from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay import history as history_module
 from asyncrl.replay import server as server_module
-from asyncrl.replay.client import GeneratorClient, LauncherClient, LearnerClient, LeaseReply
+from asyncrl.replay.client import GeneratorClient, LauncherClient, LearnerClient
 from asyncrl.replay.codec import pack_group
 from asyncrl.replay.journal import FRAME_BYTES, Flush, Journal
 from asyncrl.replay.ledger import State
@@ -34,6 +34,7 @@ from asyncrl.wire.messages import (
     Evaluated,
     Finished,
     GeneratorStats,
+    Leases,
     Lost,
     Memory,
     Ok,
@@ -64,7 +65,7 @@ def served(endpoints: Endpoints, tmp_path: Path) -> Iterator[ReplayQueue]:
     assert not thread.is_alive()
 
 
-def wait_for(client: GeneratorClient, timeout_s: float = 5.0) -> LeaseReply:
+def wait_for(client: GeneratorClient, timeout_s: float = 5.0) -> Leases:
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
         reply = client.poll(0.05)
