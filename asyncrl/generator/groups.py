@@ -15,7 +15,6 @@ from asyncrl.config.config import Config
 from asyncrl.errors import InvariantError
 from asyncrl.generator.engine import Completion, Sampling
 from asyncrl.replay.codec import group_block
-from asyncrl.replay.evaluation import EvaluatedRow
 from asyncrl.replay.ledger import wanted_groups
 from asyncrl.types import NO_VERSION, EpisodeOutcome, Group, Lease, Prompt, Trajectory
 from asyncrl.wire.frames import Block
@@ -218,21 +217,21 @@ def make_evaluated(running: GroupInProgress, scored: Scored) -> Evaluated:
         rewards=[0.0 if bad else reward for bad, reward in zip(failed, scored.rewards, strict=True)],
         status=["failed" if bad else first.status for bad, first in zip(failed, running.firsts, strict=True)],
         tokens=sum(completion.num_action_tokens for completion in completions),
+        recorded=None,
     )
 
 
-def evaluated_rows(running: GroupInProgress, scored: Scored) -> list[EvaluatedRow]:
-    """Returns the record of a complete evaluation lease: its completions, or the rows of its episodes."""
-    if not running.ends:
-        return [EvaluatedRow(member, completion.tokens) for member, completion in enumerate(running.firsts)]
+def recorded_group(running: GroupInProgress, scored: Scored, *, limit: int) -> Group | None:
+    """Returns the first `limit` members of a complete evaluation lease, without their routing; None without a limit.
+    They are smaller than a group of as many members, which is the limit of a message."""
+    if not limit:
+        return None
     group = make_group(running, scored, generator=0)
-    rows: list[EvaluatedRow] = []
-    for member, row in zip(group.members, group.trajectories, strict=True):
-        rewards = [] if row.episode is None else row.episode.turn_rewards
-        # The last turns of an episode that failed before they had a reward get 0.
-        rewards = [*rewards, *[0.0] * (row.num_turns - len(rewards))]
-        rows.append(EvaluatedRow(member, row.tokens, row.action_mask, rewards))
-    return rows
+    group.trajectories = [row for row in group.trajectories if row.member is not None and row.member < limit]
+    for trajectory in group.trajectories:
+        trajectory.routing = None
+    group.arrays = None
+    return group
 
 
 def _trajectories(prompt: Prompt, completions: Sequence[Completion]) -> tuple[list[Trajectory], Block]:

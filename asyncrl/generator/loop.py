@@ -40,9 +40,8 @@ from asyncrl.config.config import Config
 from asyncrl.errors import PeerTimeoutError
 from asyncrl.generator.engine import Engine, WeightSwaps
 from asyncrl.generator.group_runner import GroupRunner
-from asyncrl.generator.groups import GroupInProgress, evaluated_rows, make_evaluated, make_group
+from asyncrl.generator.groups import GroupInProgress, make_evaluated, make_group, recorded_group
 from asyncrl.replay.client import GeneratorClient
-from asyncrl.replay.evaluation import pack_rows
 from asyncrl.types import NO_VERSION
 from asyncrl.util.processes import GENERATOR_ACTIVITIES, GENERATOR_PHASES, Stopwatch
 from asyncrl.wire.messages import GeneratorStats, Leases
@@ -334,8 +333,7 @@ class GeneratorLoop:
         self._costs.scored(time.monotonic() - group.complete_s)
         if group.lease.evaluation:
             limit = self.config.generator.group_size if self.config.observe.samples else 0
-            rows = pack_rows(evaluated_rows(group, scored), limit=limit)
-            self.client.evaluated(make_evaluated(group, scored), rows)
+            self.client.evaluated(make_evaluated(group, scored), recorded_group(group, scored, limit=limit))
             return
         self.stats.rewards_failed += sum(map(bool, scored.errors))
         penalty, failed = self.config.algorithm.truncated_penalty, self.config.replay.failed

@@ -156,9 +156,13 @@ class GeneratorClient:
         header.finished_s += offset_s
         self._unacknowledged[False, group.ticket, group.attempt] = self._send(header, [block])
 
-    def evaluated(self, result: Evaluated, completions: Sequence[Arrays] = ()) -> None:
-        """Sends an evaluated prompt with what `pack_rows` returns, as `finish` does a group."""
-        self._unacknowledged[True, result.ticket, result.attempt] = self._send(result, completions)
+    def evaluated(self, result: Evaluated, recorded: Group | None = None) -> None:
+        """Sends an evaluated prompt, with the completions that are recorded, as `finish` does a group."""
+        arrays: list[Arrays] = []
+        if recorded is not None:
+            header, block = pack_group(recorded)
+            result, arrays = structs.replace(result, recorded=header), [block]
+        self._unacknowledged[True, result.ticket, result.attempt] = self._send(result, arrays)
 
     def release(self, leases: Sequence[tuple[int, int, int]], *, evaluations: Sequence[tuple[int, int]] = ()) -> None:
         """Releases unfinished leases: (ticket, attempt, action tokens generated so far), and (ticket, attempt) of

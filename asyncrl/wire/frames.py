@@ -28,7 +28,7 @@ from asyncrl.wire import service_messages  # noqa: F401 (defines its kinds)
 from asyncrl.wire.messages import MAX_REQUEST_HEADER_BYTES, AnswerBody, Body, RequestBody
 from asyncrl.wire.sockets import MAX_FRAME_BYTES
 
-SCHEMA = 10
+SCHEMA = 11
 MAX_FRAMES = 1 << 16
 """Maximum number of frames in a message, and of arrays in a frame."""
 MAX_PROBLEM_CHARACTERS = 500
@@ -184,8 +184,8 @@ def decode(
 
 def _tokens(kind: Any, data: Any) -> Array:
     """The tokens of a prompt, the only arrays in a header."""
-    if not isinstance(data, bytes):
-        raise ValueError(f"expected tokens as bytes, got `{type(data).__name__}`")
+    if not isinstance(data, bytes) or len(data) % 4:
+        raise ValueError(f"Expected `bytes`, got `{type(data).__name__}` that is no list of tokens")
     return np.frombuffer(data, dtype=np.int32)
 
 

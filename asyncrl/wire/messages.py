@@ -307,8 +307,7 @@ class GroupHeader(RequestBody):
 
 
 class Evaluated(RequestBody):
-    """Sent by a generator for each evaluation prompt it has completed. Its arrays are the completions
-    (`asyncrl.replay.evaluation`), or there are none."""
+    """Sent by a generator for each evaluation prompt it has completed. Its arrays are those of `recorded`."""
 
     answer = Finished
     has_arrays = True
@@ -323,6 +322,8 @@ class Evaluated(RequestBody):
     status: Items[Status]
     tokens: Count
     """Tokens of all completions."""
+    recorded: GroupHeader | None
+    """The first completions, for the samples of the run; they are not stored in the journal."""
 
 
 class ReleasedLease(Body):

@@ -138,7 +138,7 @@ class Honest:
                 body = sound.evaluated_body(lease["ticket"], lease["attempt"], self.step)
                 found.append(sound.frames_of(body))
             else:
-                found.append(sound.finish_frames(lease["ticket"], lease["attempt"], lease["row"], self.step))
+                found.append(sound.finish_frames(lease["ticket"], lease["attempt"], lease["prompt"]["row"], self.step))
         return found
 
     def finish(self, work: list[Frames]) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from msgspec import structs
-from numpy.typing import NDArray
 
 from asyncrl.rewards.calling import PlayedEpisode
 from asyncrl.rewards.pool import Scored
@@ -43,7 +42,7 @@ class FakeClient:
     groups: list[Group] = field(default_factory=list)
     released: list[tuple[int, int, int]] = field(default_factory=list)
     evaluations: list[Evaluated] = field(default_factory=list)
-    completions: list[Sequence[NDArray[np.int32]]] = field(default_factory=list)
+    recorded: list[Group | None] = field(default_factory=list)
     """The completions that were sent with each evaluation."""
     released_evaluations: list[tuple[int, int]] = field(default_factory=list)
     num_evaluations: int = 0
@@ -78,9 +77,9 @@ class FakeClient:
     def finish(self, group: Group) -> None:
         self.groups.append(group)
 
-    def evaluated(self, result: Evaluated, completions: Sequence[NDArray[np.int32]]) -> None:
+    def evaluated(self, result: Evaluated, recorded: Group | None) -> None:
         self.evaluations.append(result)
-        self.completions.append(completions)
+        self.recorded.append(recorded)
 
     def release(self, leases: Sequence[tuple[int, int, int]], *, evaluations: Sequence[tuple[int, int]] = ()) -> None:
         self.released.extend(leases)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from torch import Tensor
 from worlds import VOCABULARY, gradients_before_step, make_config, make_trainer
 
@@ -50,7 +50,7 @@ def make_row(rng: np.random.Generator, member: int, reward: float, turns: Sequen
         versions=np.where(mask, 0, NO_VERSION).astype(np.int32),
         status="completed",
         reward=reward,
-        episode=replace(NOTHING, turn_rewards=[own for _, own in turns]),
+        episode=structs.replace(NOTHING, turn_rewards=[own for _, own in turns]),
         member=member,
     )
 
@@ -347,7 +347,7 @@ def test_rows_without_action_tokens_are_left_out() -> None:
     empty = groups[0].trajectories[1]
     assert empty.episode is not None
     empty.action_mask[:], empty.behavior_logprobs[:], empty.versions[:] = False, 0.0, NO_VERSION
-    empty.episode = replace(empty.episode, turn_rewards=[])
+    empty.episode = structs.replace(empty.episode, turn_rewards=[])
     batch = pack(groups)
     assert (batch.num_sequences, batch.num_trained) == (6, 4)
     micro_batches = batch.micro_batches

@@ -17,6 +17,7 @@ import zmq
 
 from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
 from asyncrl.launch.machine import find_port
+from asyncrl.observe.samples import read_evaluated
 from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay import history as history_module
 from asyncrl.replay import server as server_module
@@ -395,10 +396,11 @@ def test_port_taken(endpoints: Endpoints, tmp_path: Path) -> None:
 
 def test_evaluation_over_the_wire(endpoints: Endpoints, tmp_path: Path) -> None:
     config = small_config(data__eval="eval.parquet", steps=1)
-    prompts = [next(EndlessPrompts()) for _ in range(3)]
+    prompts = [EndlessPrompts().prompt(row) for row in range(3)]
     queue = ReplayQueue(config, EndlessPrompts(), TraceWriter(tmp_path / "trace.parquet"), prompts)
     stop = threading.Event()
-    thread = threading.Thread(target=run_replay, args=(queue, endpoints, stop.is_set))
+    recording = {"samples_dir": tmp_path}
+    thread = threading.Thread(target=run_replay, args=(queue, endpoints, stop.is_set), kwargs=recording)
     thread.start()
     generator, learner = GeneratorClient(endpoints, 0), LearnerClient(endpoints, 0)
     try:
@@ -410,10 +412,16 @@ def test_evaluation_over_the_wire(endpoints: Endpoints, tmp_path: Path) -> None:
         again = wait_for(generator)
         assert ([lease.attempt for lease in again.leases], again.evaluations_left) == ([0, 1], False)
         for lease in (reply.leases[0], *again.leases):
-            generator.evaluated(Evaluated(lease.ticket, lease.attempt, 0, "test", [1.0], ["completed"], 3))
+            recorded = make_group(lease, 0, rewards=(1.0,), completion_tokens=(2,)) if lease.ticket != 1 else None
+            result = Evaluated(lease.ticket, lease.attempt, 0, "test", [1.0], ["completed"], 3, None)
+            generator.evaluated(result, recorded)
         results = learner.evaluations(lambda: False)
         step, metrics = next(results)
         assert (step, metrics["eval/pass@1"], metrics["eval/prompts"]) == (0, 1.0, 3.0)
+        samples = read_evaluated(tmp_path, 0)
+        assert [tokens.tolist() for tokens in samples["tokens"]] == [[0, 1, 2, 3, 4]] * 2
+        rows = samples.table.select(["ticket", "reward", "end_version", "num_action_tokens", "outcome"]).to_pylist()
+        assert [tuple(row.values()) for row in rows] == [(n, 1.0, 0, 2, "evaluated") for n in (0, 2)]
         queue.stop("end of test")
         assert list(results) == []
     finally:

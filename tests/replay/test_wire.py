@@ -117,7 +117,7 @@ def frame_with(arrays: object, num_bytes: int) -> list[bytes]:
         ([], "does not have the id of this run"),
         ([b"\xc1"], "header is not msgpack"),
         ([b"\x01"], "does not have the id of this run"),
-        (changed_header(v=9), "schema version 9, this process speaks 10"),
+        (changed_header(v=9), "schema version 9, this process speaks 11"),
         (changed_header(run="other"), "the message does not have the id of this run"),
         (changed_header(run="ru"), "the message does not have the id of this run"),
         (changed_header(run=["run"]), "the message does not have the id of this run"),
@@ -224,7 +224,8 @@ def test_a_body_has_no_optional_fields_and_refuses_unknown_ones(kind: str) -> No
     for part in parts_of(inspect.type_info(BODIES[kind])):
         if isinstance(part, inspect.StructType):
             assert part.forbid_unknown_fields
-            assert [field.name for field in part.fields if not field.required] == []
+            if part.cls.__module__ != "asyncrl.types":  # whose structs are also made by hand
+                assert [field.name for field in part.fields if not field.required] == []
 
 
 @pytest.mark.parametrize(
