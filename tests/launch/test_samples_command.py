@@ -255,13 +255,13 @@ def test_completions_of_evaluations_are_shown_by_version(tmp_path: Path) -> None
 def test_the_rows_of_the_dataset_are_counted_by_source(made: Path, tmp_path: Path) -> None:
     shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     assert "rows:" not in printed(tmp_path), "a run that was killed does not tell"
-    sums = {"solved": 1200, "learning": 3, "hopeless": 4}
-    prompts = {"solved": 1201, "learning": 3, "hopeless": 4, "unseen": 5, "skipped": 6, "by_source": {"sums": sums}}
+    sums = {"solved": 1200, "learning": 3, "never_solved": 4}
+    prompts = {"solved": 1201, "learning": 3, "never_solved": 4, "unseen": 5, "skipped": 6, "by_source": {"sums": sums}}
     summary = {"status": "finished", "prompts": prompts}
     (tmp_path / "runs/first/summary.json").write_text(json.dumps(summary))
-    assert printed(tmp_path).endswith("rows: 1,201 solved, 3 learning, 4 hopeless, 5 unseen\n")
-    prompts["by_source"] |= {"code": {"solved": 1, "learning": 0, "hopeless": 0}}
+    assert printed(tmp_path).endswith("rows: 1,201 solved, 3 learning, 4 never solved, 5 unseen\n")
+    prompts["by_source"] |= {"code": {"solved": 1, "learning": 0, "never_solved": 0}}
     (tmp_path / "runs/first/summary.json").write_text(json.dumps(summary))
     assert printed(tmp_path).endswith(
-        "  sums: 1,200 solved, 3 learning, 4 hopeless\n  code: 1 solved, 0 learning, 0 hopeless\n"
+        "  sums: 1,200 solved, 3 learning, 4 never solved\n  code: 1 solved, 0 learning, 0 never solved\n"
     )
