@@ -54,7 +54,8 @@ def test_each_row_is_counted_once_however_often_it_was_seen() -> None:
     made = results(10, *[outcome(0, 1.0)] * 9, outcome(1, 0.0), outcome(2, 0.0, 1.0, source="code"))
     assert made.counts(left_out=3) == {"learning": 1, "solved": 1, "never_solved": 1, "unseen": 4}
     assert made.summary(left_out=3)["by_source"] == {
-        "code": {"learning": 1, "solved": 0, "never_solved": 0}, "sums": {"learning": 0, "solved": 1, "never_solved": 1},
+        "code": {"learning": 1, "solved": 0, "never_solved": 0},
+        "sums": {"learning": 0, "solved": 1, "never_solved": 1},
     }  # fmt: skip
     made.add(outcome(0, 0.0, 0.0))
     assert made.counts()["never_solved"] == 2 and made.counts()["solved"] == 0
