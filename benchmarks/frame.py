@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 
-from asyncrl.cli.bench import ROOT, python_path
+from asyncrl.cli.planning import REPOSITORY, python_path
 
 ROUND = "round "
 """Prefix of the lines of a row's process that contain the figures of a round."""
@@ -237,7 +237,7 @@ def follow(command: list[str], *, timeout_s: float, on_round: Callable[[Round], 
     """Runs the process of a row, calls `on_round` after every round, and ends all processes that it started. Returns
     why it failed; empty if it succeeded."""
     child = subprocess.Popen(
-        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": python_path()}, stdout=subprocess.PIPE,
+        command, cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": python_path()}, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
     )  # fmt: skip
     late, tail = threading.Event(), deque[str](maxlen=TAIL_LINES)
@@ -322,7 +322,7 @@ def origin_here() -> Origin:
         "python": platform.python_version(),
         "packages": {name: version for name in PACKAGES if (version := _version(name))},
     }
-    commit = _output(["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"])
+    commit = _output(["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--exclude=*"])
     return Origin(commit or "unknown", datetime.now(UTC).date().isoformat(), machine)
 
 

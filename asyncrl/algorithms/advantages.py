@@ -4,8 +4,8 @@ An advantage function declares its inputs as positional parameters, chosen from:
 log_ratios, greedy_rewards, turn, turn_rewards. A function with the parameter `group` or `greedy_rewards` receives one
 reward per sequence [S]; any other function receives one reward per token [N]. An episode is one sequence, also if its
 tokens are those of several rows; with an environment the rewards of tokens are those of turns, on their last tokens.
-`turn_rewards` [M, T] of M members are NaN after a member's last turn and add up to the member's reward: what is of no
-turn is in the last one. `turn` [N] is the turn of each action token. A function with the parameter `values`
+`turn_rewards` [M, T] of M members are NaN after a member's last turn and add up to the member's reward: rewards of no
+turn are in the last one. `turn` [N] is the turn of each action token. A function with the parameter `values`
 returns the pair (advantages [N], returns [N]), where the returns are the critic's regression targets. Keyword-only
 arguments are options, except `reduce` and `bootstrap`, which the caller passes. A user-defined advantage in
 `my_advantages.py`:

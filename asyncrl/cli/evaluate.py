@@ -38,10 +38,10 @@ from asyncrl.rewards.table import evaluation_config
 from asyncrl.types import Group, Prompt
 from asyncrl.util.files import check_writable, read_json, replace_file
 from asyncrl.util.model_files import load_decoder
-from asyncrl.wire.endpoints import LOOPBACK, Endpoints
+from asyncrl.wire.endpoints import Endpoints
 
 if TYPE_CHECKING:
-    from asyncrl.generator.group_runner import Evaluator
+    from asyncrl.generator.loop import Evaluator
 
 PROGRESS_EVERY_S = 5.0
 RESULTS = {"model", "settings", "metrics", "prompts"}
@@ -137,7 +137,7 @@ def evaluate_prompts(
     results after `should_stop()`."""
     from asyncrl.environments.pool import EnvironmentPool
     from asyncrl.generator.engine import make_own_engine
-    from asyncrl.generator.group_runner import Evaluator
+    from asyncrl.generator.loop import Evaluator
     from asyncrl.rewards.pool import RewardPool
 
     with ExitStack() as parts:
@@ -153,10 +153,15 @@ def evaluate_prompts(
             environments = EnvironmentPool(config, window_tokens=engine.window_tokens, endpoints=alone)
             parts.callback(environments.close)
         work = Evaluator(config, engine, prompts, rewards=rewards, environments=environments)
-        with progress(console, len(prompts)) as show:
+        shown_s = time.monotonic()
+        with console.status("evaluating") as status:
             while len(work.results) < len(prompts) and not should_stop():
                 work.tick()
-                show(len(work.results))
+                text = f"{len(work.results)}/{len(prompts)} prompts"
+                status.update(text)
+                if not console.is_terminal and time.monotonic() - shown_s >= PROGRESS_EVERY_S:
+                    shown_s = time.monotonic()
+                    console.print(text, highlight=False)
     return work
 
 
@@ -165,10 +170,8 @@ def reward_model(config: Config, should_stop: Callable[[], bool]) -> Iterator[En
     """Serves the config's reward model in a thread of this process; yields its address."""
     from asyncrl.rewards.model_server import run_reward_model
 
-    here = config.launch.model_copy(update={"address": LOOPBACK, "colocate": "off"})
-    here = config.model_copy(update={"launch": here})
     done = threading.Event()
-    with run_endpoints(here, reward_model=True) as endpoints, ThreadPoolExecutor(1) as pool:
+    with run_endpoints(config.on_this_machine, reward_model=True) as endpoints, ThreadPoolExecutor(1) as pool:
         serving = pool.submit(run_reward_model, config, endpoints=endpoints, should_stop=done.is_set)
         try:
             await_reward_model(
@@ -181,27 +184,6 @@ def reward_model(config: Config, should_stop: Callable[[], bool]) -> Iterator[En
             yield endpoints
         finally:
             done.set()
-
-
-@contextmanager
-def progress(console: Console, total: int) -> Iterator[Callable[[int], None]]:
-    """Shows how many prompts are done: a status line on a terminal, a line every few seconds elsewhere."""
-    last_s = time.monotonic()
-
-    def text(done: int) -> str:
-        return f"{done}/{total} prompts"
-
-    def print_line(done: int) -> None:
-        nonlocal last_s
-        if time.monotonic() - last_s >= PROGRESS_EVERY_S:
-            last_s = time.monotonic()
-            console.print(text(done), highlight=False)
-
-    if console.is_terminal:
-        with console.status(text(0)) as status:
-            yield lambda done: status.update(text(done))
-    else:
-        yield print_line
 
 
 def print_table(console: Console, metrics: dict[str, float], samples: int) -> None:

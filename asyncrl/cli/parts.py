@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -11,6 +11,8 @@ from rich.console import Console
 from asyncrl.cli.app import OVERRIDES, app
 from asyncrl.config.load import parse_override
 from asyncrl.data.convert import CONVERTERS, convert, describe_skipped
+from asyncrl.data.files import check_rows_file, write_rows
+from asyncrl.data.rows import ground_truth_text
 from asyncrl.errors import ConfigError
 
 data = typer.Typer(help="Make datasets and small models.", no_args_is_help=True)
@@ -91,13 +93,40 @@ def verifiers(
     rows: Annotated[int | None, typer.Option(min=1, help="Only the first N rows; all when not set.")] = None,
 ) -> None:
     """Write the rows of a verifiers environment."""
-    from asyncrl.cli.verifiers_rows import make_verifiers_rows
-
     if split not in ("train", "eval"):
         raise ConfigError(f"--split {split!r}: not one of train, eval")
     given = dict(parse_override(text) for text in options or [])
     written = make_verifiers_rows(env, out, python=python, split=split, limit=rows, options=given)
     print(f"{out}: {written} rows written")
+
+
+def make_verifiers_rows(
+    name: str, out: Path, *, python: str | None, split: str, limit: int | None, options: dict[str, Any]
+) -> int:
+    """Writes the rows of the environment in verl's schema, each with the environment's row in `extra_info.verifiers`;
+    returns their number. Raises ConfigError if the environment or its rows cannot be loaded, and DataError for a value
+    that a row cannot hold."""
+    from asyncrl.environments.programs.agent_client import read_rows, verifiers_python
+
+    check_rows_file(out)
+    interpreter = verifiers_python(name, python)
+    rows = [
+        {
+            "data_source": name,
+            "prompt": found["prompt"],
+            "ability": "agent",
+            "reward_model": {
+                "style": "rule",
+                "ground_truth": ground_truth_text(found["ground_truth"], f"verifiers:{name}, row {index}: answer"),
+            },
+            "extra_info": {"index": index, "verifiers": found["row"]},
+        }
+        for index, found in enumerate(read_rows(name, options, python=interpreter, split=split, limit=limit))
+    ]
+    if not rows:
+        raise ConfigError(f"verifiers:{name}: it has no rows of the split {split}")
+    write_rows(out, rows)
+    return len(rows)
 
 
 def _add_converter(name: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +12,9 @@ from rich.console import Console
 
 from asyncrl.cli.app import OVERRIDES, app
 from asyncrl.errors import ConfigError
+from asyncrl.util.processes import PYTHON
 
+REPOSITORY = Path(__file__).parents[2]
 FROM = typer.Option("--from", help="Folder of a run, runs/NAME, or its trace.parquet.")
 
 
@@ -110,6 +114,16 @@ def sweep(
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def bench(context: typer.Context) -> None:
     """Measure the hot paths against their limits and against other systems; --help describes the rows."""
-    from asyncrl.cli.bench import run_bench
+    if not (REPOSITORY / "benchmarks" / "__main__.py").is_file():
+        raise ConfigError(
+            "asyncrl bench: the benchmarks are in the repository, not in the installed package; clone it, and run "
+            "make setup and .venv/bin/asyncrl bench there"
+        )
+    # The process becomes `python -m benchmarks`, so that signals reach it.
+    environment = os.environ | {"PYTHONPATH": python_path()}
+    os.execve(sys.executable, [*PYTHON, "-m", "benchmarks", *context.args], environment)
 
-    run_bench(context.args)
+
+def python_path() -> str:
+    """Returns PYTHONPATH with this checkout first."""
+    return os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))

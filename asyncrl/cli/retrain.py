@@ -3,16 +3,16 @@ other settings."""
 
 from __future__ import annotations
 
-import json
-import struct
 import time
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import structlog
+import torch
 from rich.console import Console
 from rich.table import Table
+from safetensors import safe_open
 
 from asyncrl.config.config import Config
 from asyncrl.config.load import load_config
@@ -30,67 +30,7 @@ from asyncrl.observe.samples import Samples
 from asyncrl.replay.history import read_index
 from asyncrl.rewards.reward_model import uses_reward_model
 from asyncrl.util.files import next_free_path, replace_file
-from asyncrl.wire.endpoints import LOOPBACK, Endpoints
-
-CHUNK_BYTES = 16 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """The position of a tensor in a safetensors file."""
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-    """Offsets in bytes from the start of the file."""
-
-
-def first_difference(ours: Path, theirs: Path) -> str:
-    """Describes the first tensor, by name, that differs between the folders; "" if they are identical."""
-    left, right = stored_tensors(ours), stored_tensors(theirs)
-    for name in sorted(left.keys() | right.keys()):
-        if name not in left or name not in right:
-            return f"{name} is only in {ours if name in left else theirs}"
-        one, other = left[name], right[name]
-        if (one.dtype, one.shape) != (other.dtype, other.shape):
-            return f"{name} is {one.dtype} {list(one.shape)} and {other.dtype} {list(other.shape)}"
-        if not _same_bytes(one, other):
-            return f"{name} has other values"
-    return ""
-
-
-def stored_tensors(folder: Path) -> dict[str, Stored]:
-    """All tensors of the folder's safetensors files. Raises RunError when there are none."""
-    tensors: dict[str, Stored] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with file.open("rb") as opened:
-            (header_bytes,) = struct.unpack("<Q", opened.read(8))
-            header = json.loads(opened.read(header_bytes))
-        for name, entry in header.items():
-            if name != "__metadata__":
-                begin, end = (8 + header_bytes + offset for offset in entry["data_offsets"])
-                tensors[name] = Stored(file, entry["dtype"], tuple(entry["shape"]), begin, end)
-    if not tensors:
-        raise RunError(f"{folder}: no weights in *.safetensors files")
-    return tensors
-
-
-def _same_bytes(one: Stored, other: Stored) -> bool:
-    with one.file.open("rb") as first, other.file.open("rb") as second:
-        first.seek(one.begin)
-        second.seek(other.begin)
-        left = one.end - one.begin
-        while left > 0:
-            size = min(left, CHUNK_BYTES)
-            if first.read(size) != second.read(size):
-                return False
-            left -= size
-    return True
-
-
-log = structlog.get_logger()
+from asyncrl.wire.endpoints import Endpoints
 
 TICK_S = 0.1
 END_GRACE_S = 2.0
@@ -124,12 +64,14 @@ def retrain(
     replace_file(out / "config.yaml", config.to_yaml())
     configure_logs(out, "launcher")
     interrupts = Interrupts()
-    launcher = launcher_of(config)
+    launcher = find_launcher(config)()
+    if not isinstance(launcher, LocalLauncher):  # the roles are on this machine
+        launcher = LocalLauncher()
     with interrupts.caught():
         console.print(
             f"training on {samples or f'the batches of {run_dir}'} into {out} ...", highlight=False, soft_wrap=True
         )
-        with run_endpoints(on_this_machine(config)) as endpoints:
+        with run_endpoints(config.on_this_machine) as endpoints:
             try:
                 start(launcher, config, endpoints, run_dir, out, start_step, samples)
                 watch(launcher, config, out, interrupts)
@@ -150,20 +92,43 @@ def compare_weights(console: Console, config: Config, run_dir: Path, out: Path) 
     difference = first_difference(out / "model", run_dir / "model")
     answer = f"no: {difference}" if difference else "yes"
     console.print(f"weights identical to {run_dir / 'model'}: {answer}", highlight=False, soft_wrap=True)
-    others = other_learners(run_dir, config) if difference else []
-    if others:
-        console.print(
-            f"{' and '.join(map(str, others))} learner ranks have trained steps of the run, where "
-            f"{config.launch.learners} trained them here: their sums are rounded in another order",
-            highlight=False,
-            soft_wrap=True,
-        )
-    return EXIT_FAILED if difference and not others else EXIT_DONE
+    if not difference:
+        return EXIT_DONE
+    steps = read_index(run_dir / "journal").steps.values()
+    others = sorted({step.learners for step in steps} - {config.launch.learners})
+    if not others:
+        return EXIT_FAILED
+    console.print(
+        f"{' and '.join(map(str, others))} learner ranks have trained steps of the run, where "
+        f"{config.launch.learners} trained them here: their sums are rounded in another order",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return EXIT_DONE
 
 
-def other_learners(run_dir: Path, config: Config) -> list[int]:
-    """The numbers of learner ranks, other than the config's, that have trained steps in the run's journal."""
-    return sorted({step.learners for step in read_index(run_dir / "journal").steps.values()} - {config.launch.learners})
+def first_difference(ours: Path, theirs: Path) -> str:
+    """Describes the first tensor, by name, that differs between the folders; "" if they are identical."""
+    with ExitStack() as stack:
+        left, right = _open_tensors(ours, stack), _open_tensors(theirs, stack)
+        for name in sorted(left.keys() | right.keys()):
+            if name not in left or name not in right:
+                return f"{name} is only in {ours if name in left else theirs}"
+            a, b = left[name].get_tensor(name), right[name].get_tensor(name)
+            if (a.dtype, a.shape) != (b.dtype, b.shape):
+                return f"{name} is {a.dtype} {list(a.shape)} and {b.dtype} {list(b.shape)}"
+            if not torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)):
+                return f"{name} has other values"
+    return ""
+
+
+def _open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
+    """The open file of each tensor. Raises RunError when there are none."""
+    files = [stack.enter_context(safe_open(file, "pt")) for file in sorted(folder.glob("*.safetensors"))]
+    tensors = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+    if not tensors:
+        raise RunError(f"{folder}: no weights in *.safetensors files")
+    return tensors
 
 
 def read_configs(run_dir: Path, settings: dict[str, Any], samples: Path | None) -> tuple[Config, Config]:
@@ -207,18 +172,6 @@ def make_out(run_dir: Path, out: Path | None) -> Path:
     return out
 
 
-def launcher_of(config: Config) -> LocalLauncher:
-    """The run's launcher if it starts roles on this machine, otherwise that of this machine."""
-    launcher = find_launcher(config)()
-    return launcher if isinstance(launcher, LocalLauncher) else LocalLauncher()
-
-
-def on_this_machine(config: Config) -> Config:
-    """The config with all addresses on this machine, whatever address the run used."""
-    here = config.launch.model_copy(update={"address": LOOPBACK, "colocate": "off"})
-    return config.model_copy(update={"launch": here})
-
-
 def start(
     launcher: LocalLauncher,
     config: Config,
@@ -229,25 +182,15 @@ def start(
     samples: Path | None = None,
 ) -> None:
     """Starts the learner and critic ranks on the cores and GPUs that they had in the run."""
-    file = str(samples.resolve()) if samples else ""
     placement = place_roles(config, reward_model=uses_reward_model(config))
     members: list[tuple[RoleSpec, RoleResources]] = []
     for role in ("learner", "critic"):
-        for index, own in enumerate(placement.of(role)):
-            spec = RoleSpec(
-                role,
-                index,
-                str(run_dir),
-                endpoints,
-                own.cpus,
-                0,
-                offline=str(out),
-                offline_step=step,
-                offline_samples=file,
-            )
-            members.append((spec, own))
-    for spec, own in with_peer_gpus(members):
-        launcher.start(spec, own)
+        for index, resources in enumerate(placement.of(role)):
+            spec = RoleSpec(role, index, str(run_dir), endpoints, resources.cpus, 0, offline=str(out))
+            spec = replace(spec, offline_step=step, offline_samples=str(samples.resolve()) if samples else "")
+            members.append((spec, resources))
+    for spec, resources in with_peer_gpus(members):
+        launcher.start(spec, resources)
 
 
 def watch(launcher: LocalLauncher, config: Config, out: Path, interrupts: Interrupts) -> None:

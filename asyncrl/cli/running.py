@@ -37,72 +37,57 @@ def scale(run_dir: Path, generators: int, console: Console) -> None:
         raise ConfigError(f"--generators {generators}: {too_many_generators()}")
     client = LauncherClient(read_endpoints(run_dir))
     try:
-        ScaleChange(run_dir, client, generators, console).await_all()
+        change_generators(run_dir, client, generators, console)
     finally:
         client.close()
 
 
-class ScaleChange:
-    """A change of the number of generators: tracks the ones that have yet to join or to leave."""
-
-    def __init__(self, run_dir: Path, client: LauncherClient, wanted: int, console: Console) -> None:
-        status = client.status()
-        before = status["generators_wanted"]
-        self.title = f"generators {before} -> {wanted}"
-        self.version = status["step"]
-        """Version that a joiner must have loaded: the newest weights at the time of the request."""
-        self.joiners = set(range(before, wanted))
-        self.leavers = set(range(wanted, before)) & _indices(status)
-        self._run_dir = run_dir
-        self._client = client
-        self._wanted = wanted
-        self._console = console
-        self._started_s = time.monotonic()
-        self._timeout_s = load_config(run_dir / "config.yaml").launch.start_timeout_s
-        client.scale(wanted)
-
-    def await_all(self) -> None:
-        """Returns when all joiners are up and all leavers have ended. Raises RunError as `scale` does."""
-        if not self.joiners and not self.leavers:
-            self._say("nothing to do")
-        while self.joiners or self.leavers:
-            time.sleep(POLL_S)
-            self._check()
-            try:
-                status = self._client.status()
-            except PeerTimeoutError:
-                continue  # the replay queue may be restarting
-            self._take(status)
-
-    def _take(self, status: dict[str, Any]) -> None:
-        waited_s = time.monotonic() - self._started_s
-        if status["generators_wanted"] != self._wanted:
+def change_generators(run_dir: Path, client: LauncherClient, wanted: int, console: Console) -> None:
+    """As `scale`, with the client of the run."""
+    status, timeout_s = client.status(), load_config(run_dir / "config.yaml").launch.start_timeout_s
+    before, version = status["generators_wanted"], status["step"]
+    title = f"generators {before} -> {wanted}"
+    joiners = set(range(before, wanted))
+    leavers = set(range(wanted, before)) & _indices(status)
+    start_s = time.monotonic()
+    client.scale(wanted)
+    if not joiners and not leavers:
+        console.print(f"{title}: nothing to do", highlight=False, soft_wrap=True)
+    while joiners or leavers:
+        time.sleep(POLL_S)
+        waited_s = time.monotonic() - start_s
+        names = ", ".join(f"generator-{index}" for index in sorted(joiners | leavers))
+        if not is_running(run_dir):
+            raise RunError(f"{title}: the run ended meanwhile, without {names}")
+        if waited_s > timeout_s:
             raise RunError(
-                f"{self.title}: the run now wants {status['generators_wanted']}: another `asyncrl scale`, or too few "
-                f"GPUs (see the run's output and {self._run_dir / 'logs' / 'launcher.jsonl'})"
+                f"{title}: not {'up' if joiners else 'gone'} within launch.start_timeout_s = {timeout_s:g} s: {names}; "
+                f"the run keeps trying, see {run_dir / 'logs'}"
             )
-        for index, generator in status["generators"].items():
-            fresh = generator["heard_ago_s"] < waited_s and generator["version"] >= self.version
-            if int(index) in self.joiners and fresh:
-                self.joiners.remove(int(index))
-                self._say(f"generator-{index} is up after {waited_s:.0f} s")
-        for index in self.leavers - _indices(status):
-            self.leavers.remove(index)
-            self._say(f"generator-{index} has left after {waited_s:.0f} s")
-
-    def _check(self) -> None:
-        names = ", ".join(f"generator-{index}" for index in sorted(self.joiners | self.leavers))
-        if not is_running(self._run_dir):
-            raise RunError(f"{self.title}: the run ended meanwhile, without {names}")
-        if time.monotonic() - self._started_s > self._timeout_s:
-            state = "up" if self.joiners else "gone"
+        try:
+            status = client.status()
+        except PeerTimeoutError:
+            continue  # the replay queue may be restarting
+        if status["generators_wanted"] != wanted:
             raise RunError(
-                f"{self.title}: not {state} within launch.start_timeout_s = {self._timeout_s:g} s: {names}; the run "
-                f"keeps trying, see {self._run_dir / 'logs'}"
+                f"{title}: the run now wants {status['generators_wanted']}: another `asyncrl scale`, or too few "
+                f"GPUs (see the run's output and {run_dir / 'logs' / 'launcher.jsonl'})"
             )
-
-    def _say(self, text: str) -> None:
-        self._console.print(f"{self.title}: {text}", highlight=False, soft_wrap=True)
+        # Heard since the request, and with weights at least as new as then: not an earlier generator of this number.
+        up = {
+            int(index)
+            for index, generator in status["generators"].items()
+            if generator["heard_ago_s"] < time.monotonic() - start_s and generator["version"] >= version
+        }
+        gone = leavers - _indices(status)
+        for index in sorted(joiners & up):
+            console.print(f"{title}: generator-{index} is up after {waited_s:.0f} s", highlight=False, soft_wrap=True)
+        for index in sorted(gone):
+            console.print(
+                f"{title}: generator-{index} has left after {waited_s:.0f} s", highlight=False, soft_wrap=True
+            )
+        joiners -= up
+        leavers -= gone
 
 
 def _indices(status: dict[str, Any]) -> set[int]:

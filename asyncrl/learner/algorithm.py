@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
@@ -12,12 +13,11 @@ import torch
 from torch import Tensor
 
 from asyncrl.algorithms.advantages import ADVANTAGES
-from asyncrl.algorithms.corrections import Level, importance_weights
-from asyncrl.algorithms.kl import Estimator
+from asyncrl.algorithms.corrections import importance_weights
 from asyncrl.algorithms.losses import BOUNDS, LOSSES, PolicyTerms, aggregate
 from asyncrl.config.config import Config
 from asyncrl.config.sections import Options
-from asyncrl.config.training import Correction, CriticConfig
+from asyncrl.config.training import AlgorithmConfig, Correction, CriticConfig
 from asyncrl.errors import ConfigError
 from asyncrl.util.text import check_options
 from asyncrl.util.user_code import resolve_function
@@ -46,8 +46,9 @@ HIDDEN = (CORRECTION, BOUND, REDUCE, BOOTSTRAP)
 class Algorithm:
     """The functions that `algorithm` of the config names, with their options."""
 
+    settings: AlgorithmConfig
     advantage: Callable[..., Any]
-    """Returns advantages, or advantages and returns, from named terms; takes `reduce` and `bootstrap`."""
+    """Returns advantages, or advantages and returns, from terms by name; takes `reduce` and `bootstrap`."""
     per_sequence: bool
     """True if the advantage takes rewards of members."""
     per_token: bool
@@ -64,10 +65,6 @@ class Algorithm:
     """Returns the loss's bound from log ratios [N] and advantages [N] of the complete batch; takes `reduce`."""
     aggregate: Callable[..., Tensor]
     """`losses.aggregate` with the run's mode and length; takes the counts of the update."""
-    correction_level: Level
-    correction_cap: float | None
-    kl_estimator: Estimator | None
-    whiten: bool
 
     @property
     def needs_critic(self) -> bool:
@@ -80,24 +77,22 @@ def make_algorithm(config: Config) -> Algorithm:
     advantage, loss = check_algorithm(config)
     asked, wanted = _positional(advantage), _positional(loss)
     correction = settings.correction.weight_options()
+    loss_correction = {CORRECTION: correction} if CORRECTION in inspect.signature(loss).parameters else {}
     solve = BOUNDS.get(settings.loss)
     parameters = inspect.signature(solve or loss).parameters
     bound_options = {name: value for name, value in settings.loss_options.items() if name in parameters}
     turns = 1 if config.environment.name is None else config.environment.max_turns
     return Algorithm(
-        advantage=_called_by_name(advantage, asked, settings.advantage_options),
+        settings=settings,
+        advantage=_called_by_name(advantage, operator.getitem, settings.advantage_options),
         per_sequence="group" in asked or "greedy_rewards" in asked,
         per_token="seq" in asked,
         needs=frozenset(asked) | frozenset(wanted),
-        loss=_called_with_terms(loss, wanted, settings.loss_options, correction),
-        masks=partial(_masked, correction=correction if CORRECTION in inspect.signature(loss).parameters else {}),
+        loss=_called_by_name(loss, getattr, settings.loss_options | loss_correction),
+        masks=partial(_masked, correction=loss_correction.get(CORRECTION, {})),
         weights=partial(importance_weights, **correction),
         bound=None if solve is None else partial(solve, **bound_options),
         aggregate=partial(aggregate, mode=settings.aggregation, max_length=config.generator.max_new_tokens * turns),
-        correction_level=settings.correction.level,
-        correction_cap=settings.correction.high,
-        kl_estimator=settings.kl_estimator,
-        whiten=settings.whiten,
     )
 
 
@@ -108,26 +103,16 @@ def _masked(terms: PolicyTerms, *, correction: Mapping[str, Any]) -> Tensor:
     return importance_weights(log_ratios, terms.seq, **correction) == 0
 
 
-def _called_by_name(function: Callable[..., Any], asked: list[str], options: Options) -> Callable[..., Any]:
-    reduces = REDUCE in inspect.signature(function).parameters
+def _called_by_name(
+    function: Callable[..., Any], get: Callable[[Any, str], Tensor], options: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """Returns the function as one of terms, from which `get` takes each positional argument by name. Keyword arguments
+    that are None or not the function's are left out."""
+    asked, parameters = _positional(function), inspect.signature(function).parameters
 
-    def call(*, reduce: Callable[[Tensor], Tensor], **terms: Tensor) -> Any:
-        own = {REDUCE: reduce} if reduces else {}
-        own |= {name: terms[name] for name in (BOOTSTRAP,) if name in terms}
-        return function(*(terms[name] for name in asked), **options, **own)
-
-    return call
-
-
-def _called_with_terms(
-    function: Callable[..., Tensor], asked: list[str], options: Options, correction: Options
-) -> Callable[..., Tensor]:
-    parameters = inspect.signature(function).parameters
-    fixed: dict[str, Any] = options | ({CORRECTION: correction} if CORRECTION in parameters else {})
-
-    def call(terms: PolicyTerms, *, bound: Tensor | None = None) -> Tensor:
-        own = {} if bound is None else {BOUND: bound}
-        return function(*(getattr(terms, name) for name in asked), **fixed, **own)
+    def call(terms: Any, **keywords: Any) -> Any:
+        known = {name: value for name, value in keywords.items() if name in parameters and value is not None}
+        return function(*(get(terms, name) for name in asked), **options, **known)
 
     return call
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from asyncrl.config.config import Config
 from asyncrl.errors import InvariantError
-from asyncrl.learner.model.attention import Integers, Layout, find_firsts, make_layout
+from asyncrl.learner.model.attention import Integers, PackedLayout, find_firsts, make_layout
 from asyncrl.types import Group, Trajectory
 
 Name = tuple[int, int]
@@ -28,7 +28,7 @@ Name = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """The recorded experts of a packed row of T tokens, of which the model computes D (`Layout`)."""
+    """The recorded experts of a packed row of T tokens, of which the model computes D (`PackedLayout`)."""
 
     experts: Tensor
     """uint8 [T, layers, chosen]"""
@@ -45,7 +45,7 @@ class MicroBatch:
     """int64 [T]"""
     position_ids: Tensor
     """int64 [T], counted from 0 in each sequence."""
-    layout: Layout
+    layout: PackedLayout
     logit_index: Tensor
     """int64 [N], the position whose logits score each action token: the position before the token."""
     targets: Tensor
@@ -313,7 +313,7 @@ def _turns(rows: Sequence[Trajectory], members: Integers, packed: Integers) -> t
     maximal run of action tokens.
 
     `members` [rows] numbers the member of each row; the rows of one are adjacent and in the order of its turns. The N
-    action tokens are those of the rows with the numbers `packed`, in this order.
+    action tokens belong to the rows with the numbers `packed`, in this order.
     """
     if all(row.episode is None for row in rows):
         return None, None
@@ -322,14 +322,14 @@ def _turns(rows: Sequence[Trajectory], members: Integers, packed: Integers) -> t
     for row, member in zip(rows, members.tolist(), strict=True):
         begins = row.action_mask.copy()
         begins[1:] &= ~row.action_mask[:-1]
-        given = [0.0] * int(begins.sum()) if row.episode is None else row.episode.turn_rewards
-        if len(given) != begins.sum():
-            raise InvariantError(f"an episode of {begins.sum()} turns has {len(given)} rewards of turns")
+        gains = [0.0] * int(begins.sum()) if row.episode is None else row.episode.turn_rewards
+        if len(gains) != begins.sum():
+            raise InvariantError(f"an episode of {begins.sum()} turns has {len(gains)} rewards of turns")
         numbers.append(len(rewards[member]) - 1 + np.cumsum(begins)[row.action_mask])
-        rewards[member] += given
+        rewards[member] += gains
     table = torch.full((len(rewards), max(map(len, rewards))), torch.nan, dtype=torch.float64)
-    for member, own in enumerate(rewards):
-        table[member, : len(own)] = torch.tensor(own, dtype=torch.float64)
+    for member, gains in enumerate(rewards):
+        table[member, : len(gains)] = torch.tensor(gains, dtype=torch.float64)
     turn = np.concatenate([np.empty(0, np.int64), *(numbers[row] for row in packed.tolist())])
     return torch.from_numpy(turn), table
 
@@ -379,7 +379,7 @@ class _Rows:
         )
 
 
-def _routing(experts: NDArray[np.uint8], lengths: Integers, layout: Layout) -> Routing:
+def _routing(experts: NDArray[np.uint8], lengths: Integers, layout: PackedLayout) -> Routing:
     recorded = np.ones(len(experts), dtype=np.bool_)
     recorded[np.cumsum(lengths) - 1] = False
     places = np.flatnonzero(recorded)[::-1]  # the first of a token's places is written last
@@ -413,13 +413,13 @@ def pack(lengths: Integers, capacity: int) -> list[Integers]:
     bins: list[list[int]] = []
     for number in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[number])
-        place = next((i for i, space in enumerate(free) if length <= space), len(free))
-        if place == len(free):
+        chosen = next((i for i, space in enumerate(free) if length <= space), len(free))
+        if chosen == len(free):
             free.append(capacity)
             bins.append([])
-        free[place] -= length
-        bins[place].append(number)
-    return [np.sort(np.array(chosen, dtype=np.int64)) for chosen in bins]
+        free[chosen] -= length
+        bins[chosen].append(number)
+    return [np.sort(np.array(numbers, dtype=np.int64)) for numbers in bins]
 
 
 def empty_micro_batch() -> MicroBatch:

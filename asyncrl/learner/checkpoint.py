@@ -49,7 +49,7 @@ Sum = dict[str, Any]
 
 
 Files = dict[str, Callable[[Path], object]]
-"""What writes each path of a checkpoint: a file, or a folder of files."""
+"""Writers of a checkpoint by path: of a file, or of a folder of files."""
 
 
 def tensors_file(tensors: dict[str, Tensor]) -> Callable[[Path], object]:
@@ -84,8 +84,6 @@ class Checkpoints:
         self._evaluations: dict[int, float] = {}
         """Rewards of evaluated versions that are not in a manifest yet."""
         self._write_s: float | None = None
-        self.took_s = 0.0
-        """Duration of the last checkpoint until it was complete, on rank 0."""
         self._finished: list[int] = []
 
     def path(self, step: int) -> Path:
@@ -125,7 +123,6 @@ class Checkpoints:
         Raises RunError on all ranks if the previous checkpoint failed.
         """
         self.finish()
-        begun_s = time.monotonic()
         path = self.path(step)
         unfinished = partial_folder(path)
         self._partial = unfinished
@@ -135,7 +132,6 @@ class Checkpoints:
         def complete() -> None:
             self._complete(step, unfinished, reward)
             self._write_s = time.monotonic() - started_s
-            self.took_s = time.monotonic() - begun_s
 
         self._writer.start(unfinished, files, then=complete if self.ranks.rank == 0 else None)
 
@@ -188,22 +184,22 @@ class Checkpoints:
         sync_folder(self.folder)
         self._finished = sorted({*self._finished, step})
         log.info("checkpoint saved", path=str(path), bytes=manifest.num_bytes)
-        kept = self._kept()
-        for other in [other for other in finished_steps(self.folder) if other not in kept]:
+        retained = self._kept()
+        for other in [other for other in finished_steps(self.folder) if other not in retained]:
             self._remove(other)
 
     def _kept(self) -> set[int]:
-        kept = set(self.recent)
+        retained = set(self.recent)
         if self._settings.keep_best and self._finished:
-            kept.add(max(self._finished, key=self._rank_of))
+            retained.add(max(self._finished, key=self._rank_of))
         if self._may_roll_back and self._finished:
             # The newest from before any collapse that is found from now on, and all that may turn out to be before one.
             if not (self.alarmed and self._calm_step):
                 self._calm_step = self._finished[-1]
             earliest = self._calm_step - ALARM_STEPS - 2
-            kept.update([step for step in self._finished if step <= earliest][-1:])
-            kept.update(step for step in self._finished if earliest < step <= self._calm_step)
-        return kept
+            retained.update([step for step in self._finished if step <= earliest][-1:])
+            retained.update(step for step in self._finished if earliest < step <= self._calm_step)
+        return retained
 
     def _rank_of(self, step: int) -> tuple[bool, float, int]:
         manifest = read_manifest(self.path(step))
@@ -382,16 +378,16 @@ def _find_damage(path: Path, part: int, parts: int) -> str:
         return f"{path / MANIFEST}: {error}"
     for name in sorted(files)[part::parts]:
         try:
-            found = sum_of(path / name)
+            actual = sum_of(path / name)
         except OSError as error:
             return f"{path / name}: {error}"
-        if found != files[name]:
-            return f"{path / name}: has {found}, but was written with {files[name]}"
+        if actual != files[name]:
+            return f"{path / name}: has {actual}, but was written with {files[name]}"
     return ""
 
 
 def sum_of(path: Path, *, flush: bool = False) -> Sum:
-    """Returns the checksum of the file; with `flush`, the disk has it by then."""
+    """Returns the checksum of the file; with `flush`, after the disk has it."""
     with path.open("rb") as file:
         if flush:
             os.fsync(file.fileno())

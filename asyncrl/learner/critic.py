@@ -1,5 +1,5 @@
 """The critic: one value for the state before every action token, trained towards the returns. It runs in the learner's
-processes, or in its own.
+processes, or in separate ones.
 
 Truncated sequences may have an additional value, of the state after the last token. It is never trained.
 
@@ -45,8 +45,8 @@ from asyncrl.wire.service_messages import Leave, Restore, Save, Train, Trained, 
 
 log = structlog.get_logger()
 RESEND_S = 10.0
-"""A request without an answer is sent again after this time, in addition to those of a lost connection: rows are large,
-and the critic takes its time."""
+"""A request without an answer is sent again after this time, in addition to the requests of a lost connection: rows
+are large, and the critic takes its time."""
 TICK_S = 0.2
 """Interval at which a critic checks whether it should stop."""
 
@@ -183,11 +183,11 @@ class ValueNetwork(nn.Module):
         self.head = ValueHead(head)
 
     def forward(self, micro: MicroBatch) -> Tensor:
-        states, own = hidden_states(self.model, micro, self.parallel)
+        states, local = hidden_states(self.model, micro, self.parallel)
         values = self.head(states)
-        if self.parallel is None or own is None:
+        if self.parallel is None or local is None:
             return values
-        return self.parallel.collect(values, own, len(micro.logit_index))
+        return self.parallel.collect(values, local, len(micro.logit_index))
 
 
 class ValueHead(nn.Module):
@@ -273,11 +273,16 @@ def run_critic(
     """Runs one critic rank in this process until its learner ranks have left. Checkpoints are in `run_dir`; the model
     is written to `out_dir/critic`."""
     launch, count = config.launch, config.critic.ranks
-    own = replace(endpoints, learners=endpoints.critic_ranks)
+    peers = replace(endpoints, learners=endpoints.critic_ranks)
     if config.deterministic:
         enable_determinism()
     with process_group(
-        own, rank, count, start_timeout_s=launch.start_timeout_s, timeout_s=launch.progress_timeout_s, what="critic"
+        peers,
+        rank,
+        count,
+        start_timeout_s=launch.start_timeout_s,
+        timeout_s=launch.progress_timeout_s,
+        what="critic",
     ) as ranks:
         learners = [learner for learner in range(launch.learners) if learner % count == rank]
         critic = Critic(config, ranks)
@@ -423,8 +428,8 @@ class CriticServer:
     def _train(self, messages: dict[int, Message]) -> dict[int, Reply]:
         returns = torch.empty(sum(len(message.arrays[0]) for message in messages.values()))
         for rank, message in messages.items():
-            own = torch.from_numpy(message.arrays[0].copy())
-            parts = own.split([span.stop - span.start for span in self._spans[rank]])
+            column = torch.from_numpy(message.arrays[0].copy())
+            parts = column.split([span.stop - span.start for span in self._spans[rank]])
             for span, part in zip(self._spans[rank], parts, strict=True):
                 returns[span] = part
         self.critic.train(returns)
@@ -433,8 +438,8 @@ class CriticServer:
         return dict.fromkeys(messages, Reply(Trained(metrics)))
 
     def _save(self, messages: dict[int, Message]) -> dict[int, Reply]:
-        step, what = _agreed(messages, "step", "what")
-        if what == "model":
+        step, kind = _agreed(messages, "step", "what")
+        if kind == "model":
             self.critic.save(self.model_folder)
         else:
             if error := self._writer.wait():

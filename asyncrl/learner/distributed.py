@@ -170,10 +170,10 @@ def _sharing(ranks: Ranks, size: int) -> Ranks:
     """Returns the ranks with `size` adjacent ones that share their sequences. All ranks call it."""
     sets = [range(first, first + size) for first in range(0, ranks.count, size)]
     shared: list[Any] = [dist.new_group(list(members)) for members in sets]
-    across: list[Any] = [dist.new_group(list(range(place, ranks.count, size))) for place in range(size)]
-    number, place = divmod(ranks.rank, size)
-    members = replace(ranks, rank=number, count=len(sets), group=across[place])
-    return replace(ranks, parallel=SequenceParallel(place, size, shared[number]), members=members)
+    across: list[Any] = [dist.new_group(list(range(offset, ranks.count, size))) for offset in range(size)]
+    number, offset = divmod(ranks.rank, size)
+    members = replace(ranks, rank=number, count=len(sets), group=across[offset])
+    return replace(ranks, parallel=SequenceParallel(offset, size, shared[number]), members=members)
 
 
 @contextmanager

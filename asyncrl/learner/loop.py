@@ -43,7 +43,7 @@ from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.metrics import StepProfiler, device_peak, utilization
 from asyncrl.learner.model.saving import save_model
 from asyncrl.learner.step import Trainer
-from asyncrl.observe.metrics import LEARNER_TIMES
+from asyncrl.observe.run_metrics import LEARNER_TIMES
 from asyncrl.observe.samples import SampleBook
 from asyncrl.observe.trackers import Trackers
 from asyncrl.replay.client import LearnerClient
@@ -79,7 +79,7 @@ class Learner:
     card: NoLock = field(default_factory=NoLock)
     """True if this rank has its card; without `launch.colocate` it always has."""
     timer: Stopwatch = field(default_factory=Stopwatch)
-    """A step's times run from commit to commit: its checkpoint and weight times are those of the step before."""
+    """A step's times run from commit to commit: its checkpoint and weight times belong to the step before."""
     committed: int = 0
     """Last step that was committed before this start. The steps up to it are trained again on the same batches."""
     checkpoint_due: bool = False
@@ -97,7 +97,7 @@ class Learner:
     prefetch: ThreadPoolExecutor = field(init=False)
     """Takes and packs the batches of this rank, where it needs no other rank: the next one while one is trained."""
     ahead: Future[tuple[Shard, Batch | InvariantError] | None] | None = None
-    """What it prepares, or has prepared; None before the first step."""
+    """The batch that it prepares, or has prepared; None before the first step."""
     profiler: StepProfiler = field(init=False)
     peak_flops: float | None = field(init=False)
     """Peak of each rank's device in FLOP/s; None if it is unknown."""
@@ -221,18 +221,16 @@ class Learner:
 
     def _save_last(self, checkpoints: Checkpoints, step: int, *, stopped: bool) -> None:
         """Saves a checkpoint of the last step, so that no step is trained again when the run is resumed. It may take
-        half of the launcher's deadline; a checkpoint that is not written by then is abandoned."""
+        half of the launcher's deadline; a checkpoint that takes longer is abandoned."""
         key = "progress_timeout_s" if step == self.config.steps else "stop_timeout_s"
         limit_s = getattr(self.config.launch, key) / 2
         deadline_s = time.monotonic() + limit_s
         wanted = self.config.checkpoint.every_steps is not None and not stopped
         in_time = checkpoints.finish(limit_s)
         if wanted and in_time and step > self.saved and step >= self.committed:
-            in_time = not self.ranks.any(checkpoints.took_s > limit_s)
-            if in_time:
-                state = b"" if self.ranks.rank else self.batches.commit(step, {}, saving=True).state
-                self._save(step, state)
-                in_time = checkpoints.finish(max(deadline_s - time.monotonic(), 0.0))
+            state = b"" if self.ranks.rank else self.batches.commit(step, {}, saving=True).state
+            self._save(step, state)
+            in_time = checkpoints.finish(max(deadline_s - time.monotonic(), 0.0))
         if not in_time:
             log.warning(f"no checkpoint of the last step: it takes longer than half of launch.{key}", step=step)
 
@@ -242,7 +240,7 @@ class Learner:
             self.trainer.critic.save(self.run_dir / "critic")
 
     def _prepared(self, step: int) -> tuple[Shard, Batch | InvariantError] | None:
-        """Waits for this rank's part of the step, and lets the thread prepare that of the next step. Returns None if
+        """Waits for this rank's part of the step, and lets the thread prepare the next one. Returns None if
         there is no batch. Raises what `batches.take` raises."""
         ahead = self.ahead or self.prefetch.submit(self._take, step)
         while self.card.hands_over and not wait([ahead], POLL_S).done:
@@ -304,11 +302,11 @@ class Learner:
             metrics |= {"weights/broadcasts": float(stats.count), "weights/bytes": float(stats.bytes)}
             metrics |= {"weights/broadcast_s": stats.broadcast_s, "weights/wait_s": stats.wait_s}
             metrics["weights/dropped"] = float(stats.dropped)
-        kept: list[int] = []
+        recent: list[int] = []
         if self.checkpoints is not None:
             metrics |= self.checkpoints.metrics()
-            kept = self.checkpoints.recent
-        committed = self.batches.commit(step, metrics, saving=saving, checkpoints=kept)
+            recent = self.checkpoints.recent
+        committed = self.batches.commit(step, metrics, saving=saving, checkpoints=recent)
         self.checkpoint_due = self.checkpoint_due or committed.checkpoint_wanted
         self.stopping, self.collapsed = committed.stopping, committed.collapsed
         if self.checkpoints is not None:

@@ -18,13 +18,13 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 
 from asyncrl.algorithms.corrections import (
-    Level,
     ess_from_moments,
     importance_weights,
     mismatch_kl,
     safe_exp,
     weight_moments,
 )
+from asyncrl.config.training import AlgorithmConfig
 from asyncrl.errors import observing
 from asyncrl.learner.batch import Batch, MicroBatch
 from asyncrl.learner.distributed import Ranks
@@ -97,7 +97,7 @@ PEAKS: tuple[tuple[str, float], ...] = (
 """Words of a device's name, and its peak in FLOP/s for dense matrices in bfloat16, from the vendor's data sheets. The
 first row whose words are all in the name counts."""
 OTHER_DEVICES = frozenset({"MIG", "Laptop"})
-"""Words of names of devices with another peak than the rest of the name says."""
+"""Words of names of devices with another peak than the rest of the name suggests."""
 
 
 def peak_flops(device_name: str) -> float | None:
@@ -118,7 +118,7 @@ class ModelFlops:
     """The sizes of a model that determine its operations."""
 
     layers: int
-    """Weights by which a token is multiplied in the layers; of a mixture of experts, those of the token's experts."""
+    """Weights by which a token is multiplied in the layers; of a mixture of experts, its experts' weights."""
     head: int
     """Weights of the output layer."""
     attention: int
@@ -160,8 +160,8 @@ class ModelFlops:
 
 
 def utilization(metrics: Mapping[str, float], *, ranks: int, peak: float | None) -> dict[str, float]:
-    """Returns `learner/mfu`: the operations of the step, as a fraction of what the ranks' devices could do at their
-    peak in its seconds. Empty without a peak."""
+    """Returns `learner/mfu`: the operations of the step, as a fraction of the ranks' peak in its seconds. Empty
+    without a peak."""
     possible = (peak or 0.0) * ranks * metrics["learner/step_s"]
     return {"learner/mfu": metrics["learner/flops"] / possible} if possible else {}
 
@@ -252,13 +252,8 @@ class StepMetrics:
     """Sums over the action tokens of a step or an update, in total and by staleness. Ratios are of the current against
     the behavior policy. The sums stay on the device: reading them back would wait for a GPU in each micro-batch."""
 
-    def __init__(
-        self, version: int, level: Level, cap: float | None, device: torch.device, *, with_kl: bool = False
-    ) -> None:
-        """`level` and `cap` are those of the run's importance weights. `with_kl` is true if the loss has a divergence
-        from a reference policy."""
-        self.version, self.cap, self.with_kl = version, cap, with_kl
-        self.level: Level = level
+    def __init__(self, version: int, settings: AlgorithmConfig, device: torch.device) -> None:
+        self.version, self.settings = version, settings
         zeros = partial(torch.zeros, dtype=torch.float64, device=device)
         self.sums = zeros(len(SUMS))
         self.bucket_sums = zeros(len(BUCKET_SUMS), len(STALENESS_BUCKETS))
@@ -273,14 +268,17 @@ class StepMetrics:
         The policy gradient of every loss here is -(weight) * advantage, so the effective weight of a token, after
         caps, masks and clipping, is read from it.
         """
-        log_ratios = logprobs - micro.behavior_logprobs
-        uncapped = importance_weights(log_ratios, micro.seq, level=self.level, high=None)
+        log_ratios, correction = logprobs - micro.behavior_logprobs, self.settings.correction
+        level = correction.level
+        uncapped = importance_weights(log_ratios, micro.seq, level=level, high=None)
         staleness = self.version - micro.versions
         fresh, kl, signal = staleness == 0, mismatch_kl(log_ratios), advantages != 0
         weights = torch.where(signal, -losses.policy_gradient / advantages, 0.0)
         cut = signal & (weights == 0)
-        moments = weight_moments(log_ratios, micro.seq, level=self.level)
-        capped_total, capped_squares, _ = weight_moments(log_ratios, micro.seq, level=self.level, high=self.cap)
+        moments = weight_moments(log_ratios, micro.seq, level=level)
+        capped_total, capped_squares, _ = weight_moments(
+            log_ratios, micro.seq, level=correction.level, high=correction.high
+        )
         capped = signal & (weights < uncapped * (1 - CAPPED))
         count = torch.full_like(capped_total, len(logprobs))
         columns = (
@@ -317,7 +315,7 @@ class StepMetrics:
         if not updates:
             return {}
         s: dict[str, float] = dict(zip(SUMS, ranks.gather(self.sums).sum(dim=0).tolist(), strict=True))
-        parts = ("loss", "policy_loss", *(["kl_loss"] if self.with_kl else []))
+        parts = ("loss", "policy_loss", *(["kl_loss"] if self.settings.kl_loss_coef else []))
         metrics = {f"learner/{name}": s[name] / updates for name in parts}
         for name, total, count in (
             ("learner/entropy", s["entropy"], s["tokens"]),

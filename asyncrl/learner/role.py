@@ -181,7 +181,7 @@ def _training(
     config: Config, rank: int, endpoints: Endpoints, run_dir: Path, *, shares_card: bool = False
 ) -> Iterator[tuple[Trainer, Checkpoints, ExitStack, NoLock]]:
     """Yields this rank's trainer, the checkpoints in `run_dir`, an exit stack for objects to close at the end, and its
-    card, which it has by then."""
+    card, which it has already."""
     launch = config.launch
     if config.deterministic:
         enable_determinism()

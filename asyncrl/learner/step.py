@@ -61,7 +61,7 @@ from asyncrl.learner.update import (
     sync_microbatches,
 )
 
-_GIVEN = {
+_REQUIRED = {
     "greedy_rewards": "the reward of its greedy completion",
     "turn": "turns: it is of no environment",
     "turn_rewards": "the rewards of turns: it is of no environment",
@@ -100,7 +100,6 @@ class Trainer:
         Raises RunError on all ranks after more than MAX_SKIPPED_UPDATES skipped updates in a row.
         """
         settings, device, phase = self.config.learner, self.ranks.device, self.phases.phase
-        kl_coef = self.config.algorithm.kl_reward_coef
         minibatches = sync_microbatches(
             batch.minibatches, batch.num_members, self.data_ranks, step, may_be_empty=may_be_empty(self.config)
         )
@@ -108,7 +107,7 @@ class Trainer:
             return {"learner/tokens": 0.0, "learner/skipped_updates": 0.0}
         scores = self._score(batch, minibatches, step)
         with phase("advantage"):
-            estimates = estimate(self.algorithm, batch, scores, self.data_ranks, kl_coef=kl_coef)
+            estimates = estimate(self.algorithm, batch, scores, self.data_ranks)
         if self.critic is not None:
             assert estimates.returns is not None
             with phase("critic"):
@@ -121,14 +120,12 @@ class Trainer:
             metrics = self._new_metrics(step)
             finite: list[Tensor] = []
             for micro, last in minibatch.on(device):
-                own = estimates.of(micro, device)
+                part = estimates.of(micro, device)
                 with phase("forward"):
                     logprobs, entropies = self.policy.score(micro) if warmup else self.policy.forward(micro)
                     current, spread, counts = logprobs.detach(), entropies.detach(), minibatch.counts
-                    losses = token_losses(
-                        self.algorithm, self.config, micro, own, current, spread, counts=counts, version=step - 1
-                    )
-                metrics.add(micro, losses, current, spread, own.advantages)
+                    losses = token_losses(self.algorithm, micro, part, current, spread, counts=counts, version=step - 1)
+                metrics.add(micro, losses, current, spread, part.advantages)
                 if number == 0:  # later updates start from other weights
                     self.divergence_bound.add(micro, current, version=step - 1)
                     if self.mismatch_check is not None:
@@ -199,7 +196,7 @@ class Trainer:
         else:  # the checkpoint was written by fewer ranks
             seed_random_state(self.config.seed, step_of(folder), self.ranks.rank)
 
-    def _score(self, batch: Batch, minibatches: list[Minibatch], step: int) -> Scores:
+    def _score(self, batch: Batch, minibatches: list[Minibatch], step: int) -> ModelScores:
         algorithm, settings, updates = self.algorithm, self.config.algorithm, self.config.learner.updates
         wants_reference = settings.kl_loss_coef > 0 or settings.kl_reward_coef > 0
         recomputes = "proximal_logprobs" in algorithm.needs and settings.proximal == "recompute" and updates > 1
@@ -218,7 +215,7 @@ class Trainer:
             with phase("reference"):
                 score = self.policy.base_logprobs if self._reference is None else self._reference.logprobs
                 ref = self._join(score, micro_batches)
-        return Scores(
+        return ModelScores(
             proximal_logprobs=proximal,
             ref_logprobs=ref,
             values=None if values is None else values[: batch.num_tokens],
@@ -229,22 +226,17 @@ class Trainer:
         return torch.cat([score(micro.to(self.ranks.device)) for micro in micro_batches]).cpu()
 
     def _new_metrics(self, step: int) -> StepMetrics:
-        algorithm = self.algorithm
-        with_kl = self.config.algorithm.kl_loss_coef > 0
-        return StepMetrics(
-            step - 1, algorithm.correction_level, algorithm.correction_cap, self.ranks.device, with_kl=with_kl
-        )
+        return StepMetrics(step - 1, self.config.algorithm, self.ranks.device)
 
-    def _count_flops(self, batch: Batch, scores: Scores, *, warmup: bool) -> float:
+    def _count_flops(self, batch: Batch, scores: ModelScores, *, warmup: bool) -> float:
         """Returns the floating-point operations of the policy in the step, of all ranks."""
         passes = (1 if warmup else 3 if self.policy.adapters is None else 2) * self.config.learner.epochs
         passes += sum(column is not None for column in (scores.proximal_logprobs, scores.ref_logprobs))
-        own = self._flops.step(batch, passes=passes)
-        return float(self.data_ranks.sum(torch.tensor([own], dtype=torch.float64)))
+        return float(self.data_ranks.sum(torch.tensor([self._flops.step(batch, passes=passes)], dtype=torch.float64)))
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
+class ModelScores:
     """Outputs of the models for the batch's action tokens before the first update, float32 [N] on the CPU. None where
     the algorithm does not need them."""
 
@@ -281,22 +273,22 @@ class Estimates:
         return replace(self, advantages=self.advantages[micro.span].to(device), returns=None, **parts)
 
 
-def estimate(algorithm: Algorithm, batch: Batch, scores: Scores, ranks: Ranks, *, kl_coef: float) -> Estimates:
+def estimate(algorithm: Algorithm, batch: Batch, scores: ModelScores, ranks: Ranks) -> Estimates:
     """Returns advantages, and returns if there is a critic, from the rewards and the scores of the batch.
 
-    `kl_coef` times the divergence of the proximal from the reference policy is subtracted from the rewards per token.
-    A collective: all ranks call it.
+    `kl_reward_coef` times the divergence of the proximal from the reference policy is subtracted from the rewards per
+    token. A collective: all ranks call it.
     """
-    kl = None
+    settings, kl = algorithm.settings, None
     if scores.proximal_logprobs is not None and scores.ref_logprobs is not None:
-        estimator = algorithm.kl_estimator or "k1"
+        estimator = settings.kl_estimator or "k1"
         kl = kl_estimate(scores.proximal_logprobs.double(), scores.ref_logprobs.double(), estimator=estimator)
-    penalty = None if kl is None or not kl_coef else kl_coef * kl
+    penalty = None if kl is None or not settings.kl_reward_coef else settings.kl_reward_coef * kl
     terms = _terms(algorithm, batch, scores, penalty)
-    result = algorithm.advantage(reduce=ranks.sum, **terms)
+    result = algorithm.advantage(terms, reduce=ranks.sum, bootstrap=terms.get("bootstrap"))
     advantages, returns = result if isinstance(result, tuple) else (result, None)
     advantages = _in_batch(batch, advantages) if algorithm.per_token else advantages[batch.member_of_token]
-    if algorithm.whiten:
+    if settings.whiten:
         advantages = whiten(advantages, reduce=ranks.sum)
     advantages = advantages.float()
     bound = mean_kl = None
@@ -317,7 +309,7 @@ def estimate(algorithm: Algorithm, batch: Batch, scores: Scores, ranks: Ranks, *
     )
 
 
-def _terms(algorithm: Algorithm, batch: Batch, scores: Scores, penalty: Tensor | None) -> dict[str, Tensor]:
+def _terms(algorithm: Algorithm, batch: Batch, scores: ModelScores, penalty: Tensor | None) -> dict[str, Tensor]:
     seq = _by_member(batch, batch.member_of_token)
     terms = {"seq": seq, "group": batch.group, "lengths": batch.lengths.double()}
     turn_rewards = None
@@ -349,9 +341,9 @@ def _terms(algorithm: Algorithm, batch: Batch, scores: Scores, penalty: Tensor |
     if scores.proximal_logprobs is not None:
         log_ratios = (scores.proximal_logprobs - batch.behavior_logprobs).double()
         terms["log_ratios"] = _by_member(batch, log_ratios)
-    for name, what in _GIVEN.items():
+    for name, text in _REQUIRED.items():
         if name in algorithm.needs and name not in terms:
-            raise InvariantError(f"a group reached the learner without {what}")
+            raise InvariantError(f"a group reached the learner without {text}")
     return terms
 
 
@@ -376,7 +368,6 @@ def _in_batch(batch: Batch, column: Tensor) -> Tensor:
 
 def token_losses(
     algorithm: Algorithm,
-    config: Config,
     micro: MicroBatch,
     estimates: Estimates,
     logprobs: Tensor,
@@ -389,7 +380,7 @@ def token_losses(
 
     `counts` contains the denominators of the update; `version` is the version of the weights before the step.
     """
-    settings = config.algorithm
+    settings = algorithm.settings
     if not len(logprobs):
         # With ZeRO stage 3 all ranks must differentiate with respect to the same outputs.
         of_entropies = entropies if settings.entropy_coef else None
@@ -407,15 +398,15 @@ def token_losses(
     token_loss, masked = algorithm.loss(terms, bound=estimates.bound), algorithm.masks(terms)
     delta = settings.correction.mask_delta
     if delta is not None:
-        kept = opsm_mask(logprobs, micro.behavior_logprobs, estimates.advantages, micro.seq, delta=delta)
-        token_loss, masked = token_loss * kept, masked | (kept == 0)
+        trained = opsm_mask(logprobs, micro.behavior_logprobs, estimates.advantages, micro.seq, delta=delta)
+        token_loss, masked = token_loss * trained, masked | (trained == 0)
     aggregate = partial(algorithm.aggregate, seq=micro.seq, lengths=estimates.lengths, **counts)
     loss = policy_loss = aggregate(token_loss)
     kl_loss = torch.zeros_like(policy_loss)
     (policy_gradient,) = torch.autograd.grad(token_loss.sum(), leaf, retain_graph=True)
     if settings.kl_loss_coef:
         assert estimates.ref_logprobs is not None
-        kl = kl_estimate(leaf, estimates.ref_logprobs, estimator=algorithm.kl_estimator or "k3+")
+        kl = kl_estimate(leaf, estimates.ref_logprobs, estimator=settings.kl_estimator or "k3+")
         # The gradient of the estimate is correct only for tokens of the current policy; stale tokens are reweighted.
         weights = algorithm.weights(logprobs - micro.behavior_logprobs, micro.seq)
         kl_loss = aggregate(weights * kl)

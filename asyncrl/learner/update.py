@@ -88,8 +88,8 @@ def sync_microbatches(
 
     All ranks call it. Raises RunError if a mini-batch has no action token on any rank, unless it `may_be_empty`.
     """
-    own = [(sum(len(m.targets) for m in p), n, len(p)) for p, n in zip(minibatches, num_members, strict=True)]
-    table = ranks.gather(torch.tensor(own))
+    sizes = [(sum(len(m.targets) for m in p), n, len(p)) for p, n in zip(minibatches, num_members, strict=True)]
+    table = ranks.gather(torch.tensor(sizes))
     synced: list[Minibatch] = []
     for number, parts in enumerate(minibatches):
         num_tokens, num_sequences, _ = table[:, number].sum(dim=0).tolist()

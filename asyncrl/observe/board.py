@@ -35,7 +35,7 @@ from asyncrl.launch.run_dir import is_running
 from asyncrl.observe.curves import Row, decode_row, spread
 from asyncrl.observe.document import RUNNING, SAMPLE_FIELDS, UNFINISHED, PageSamples, curves_of, run_document
 from asyncrl.observe.page import SCRIPTS, STYLES, render_page, web_file
-from asyncrl.observe.report import RunSummary, read_summary, trace_of
+from asyncrl.observe.run_report import RunSummary, read_summary, trace_of
 from asyncrl.observe.sample_search import RunTexts, find_group, page_samples
 from asyncrl.observe.samples import FOLDER as SAMPLES
 from asyncrl.observe.samples import Samples, evaluated_versions, read_evaluated
@@ -321,7 +321,7 @@ class WatchedRun:
         self._trace: pa.Table | None = None
         self._samples: PageSamples | None = None
         self._stamps: list[Stamp] = []
-        """Those of the files with trace and samples when they were read."""
+        """Stamps of the files with trace and samples when they were read."""
         self._next_s = 0.0
         """Earliest time to read them again."""
         self._shown_summary: dict[str, Any] | None = None
@@ -405,7 +405,7 @@ _STEPS = re.compile(r"^steps: (\d+)$", re.MULTILINE)
 
 
 class Point(msgspec.Struct):
-    """What a card's curve needs of a row; other fields are not decoded."""
+    """The fields of a row that the curve of a card is made of; others are not decoded."""
 
     step: int
     reward: float | None = msgspec.field(name=REWARD, default=None)

@@ -6,7 +6,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -83,8 +83,6 @@ def last_phase(path: Path) -> str:
 
 def _latest_events(path: Path, start_bytes: int = 0) -> Iterator[dict[str, Any]]:
     """Yields the events of a log file from a byte on, the last one first."""
-    import json
-
     if not path.is_file():
         return
     for line in reversed(path.read_bytes()[start_bytes:].decode(errors="replace").splitlines()):
@@ -141,7 +139,9 @@ class LineReader:
             self._inode, self._offset = status.st_ino, 0
         most_bytes = CHUNK_BYTES
         while self._offset < status.st_size:
-            chunk = self._read(self._offset, min(most_bytes, status.st_size - self._offset))
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                chunk = file.read(min(most_bytes, status.st_size - self._offset))
             end = chunk.rfind(b"\n") + 1
             if not end and self._offset + len(chunk) < status.st_size and len(chunk) == most_bytes:
                 most_bytes *= 2
@@ -152,26 +152,6 @@ class LineReader:
             self._offset += len(complete)
             yield from complete.decode(errors="replace").removesuffix("\n").split("\n")
 
-    def skip(self, is_early: Callable[[str], bool]) -> None:
-        """Moves to an early line at most a chunk before the first that is not, by bisection: early lines must come
-        before all others."""
-        status = self._path.stat()
-        first, end = 0, status.st_size
-        while end - first > CHUNK_BYTES:
-            middle = (first + end) // 2
-            half, newline, rest = self._read(middle, CHUNK_BYTES).partition(b"\n")
-            line, is_complete, _ = rest.partition(b"\n")
-            if is_complete and is_early(line.decode(errors="replace")):
-                first = middle + len(half + newline)
-            else:
-                end = middle
-        self._inode, self._offset = status.st_ino, first
-
-    def _read(self, offset: int, num_bytes: int) -> bytes:
-        with self._path.open("rb") as file:
-            file.seek(offset)
-            return file.read(num_bytes)
-
 
 class RoleLog:
     """The log of a role; `level` is the lowest that is read, `since_s` the earliest time in seconds since the epoch."""
@@ -181,8 +161,6 @@ class RoleLog:
         self._levels = {"", *LEVELS[LEVELS.index(level) :]}
         self._since_s = since_s
         self._last = LogEntry(0.0, path.stem, "", ())
-        if since_s:
-            self._reader.skip(self._is_early)
 
     def new_entries(self, *, with_rest: bool) -> Iterator[LogEntry]:
         """Yields the entries that were not read yet, with lines that are none; `with_rest` as for LineReader."""
@@ -190,10 +168,6 @@ class RoleLog:
             self._last = entry = parse_entry(line, self._last)
             if entry.time_s >= self._since_s and entry.level in self._levels:
                 yield entry
-
-    def _is_early(self, line: str) -> bool:
-        entry = parse_entry(line, self._last)
-        return entry.level != "" and entry.time_s < self._since_s
 
 
 def merged(logs: Iterable[RoleLog], *, with_rest: bool) -> Iterator[LogEntry]:

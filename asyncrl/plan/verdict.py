@@ -26,15 +26,6 @@ APART = 0.05
 """Minimum difference of the idle fractions that makes one side the bottleneck."""
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A simulated setup, and its bottleneck."""
-
-    prediction: Prediction
-    bottleneck: str
-    """The bottleneck: "generators", "learners", "staleness" or "nothing"."""
-
-
 def predict(workload: Workload, setup: Setup) -> Prediction:
     """Simulates the setup over a number of steps that suffices for a prediction, instead of the setup's number."""
     turns = 1.0 if workload.lengths.episodes is None else workload.lengths.episodes.mean_turns
@@ -43,7 +34,7 @@ def predict(workload: Workload, setup: Setup) -> Prediction:
     return simulate(workload, replace(setup, steps=steps))
 
 
-def search(workload: Workload, setup: Setup, *, devices: int, max_staleness: int) -> list[Candidate]:
+def search(workload: Workload, setup: Setup, *, devices: int, max_staleness: int) -> list[Prediction]:
     """Simulates all splits of `devices` devices, with staleness limits up to `max_staleness`; returns the best first.
 
     Each generator and each learner rank has its own device; the other settings are those of `setup`. Raises ConfigError
@@ -56,22 +47,18 @@ def search(workload: Workload, setup: Setup, *, devices: int, max_staleness: int
         )
     if max_staleness < 0:
         raise ConfigError(f"max_staleness = {max_staleness}: must not be negative")
-    found = [
-        Candidate(p, bottleneck_of(p))
-        for p in (predict(workload, one) for one in _setups(setup, devices, max_staleness))
-    ]
-    best = max(candidate.prediction.signal_tokens_per_s for candidate in found)
+    predictions = [predict(workload, split) for split in _setups(setup, devices, max_staleness)]
+    best = max(prediction.signal_tokens_per_s for prediction in predictions)
 
-    def rank(candidate: Candidate) -> tuple[bool, float, float]:
-        behind = candidate.prediction.signal_tokens_per_s < (1 - AS_GOOD) * best
-        limit = 0 if behind else candidate.prediction.setup.max_staleness
-        return behind, limit, -candidate.prediction.signal_tokens_per_s
+    def rank(prediction: Prediction) -> tuple[bool, float, float]:
+        behind = prediction.signal_tokens_per_s < (1 - AS_GOOD) * best
+        return behind, 0 if behind else prediction.setup.max_staleness, -prediction.signal_tokens_per_s
 
-    return sorted(found, key=rank)
+    return sorted(predictions, key=rank)
 
 
 def bottleneck_of(prediction: Prediction) -> str:
-    """Returns the bottleneck: the side that waits less, or "staleness" if both wait."""
+    """Returns the side that waits less, "generators" or "learners", "staleness" if both wait, or "nothing"."""
     generator, learner = prediction.generator_idle + prediction.environments, prediction.learner_idle
     if generator > APART and learner > 2 * APART:
         return "staleness"
@@ -95,10 +82,10 @@ def _setups(setup: Setup, devices: int, max_staleness: int) -> Iterator[Setup]:
 
 def limits(highest: int) -> list[int]:
     """Returns the staleness limits to try: 0 to 4, then each about 1.5 times the previous one, up to `highest`."""
-    found = [limit for limit in (0, 1, 2, 3, 4) if limit <= highest]
-    while found[-1] < highest:
-        found.append(min(highest, found[-1] + max(1, found[-1] // 2)))
-    return found
+    tried = [limit for limit in (0, 1, 2, 3, 4) if limit <= highest]
+    while tried[-1] < highest:
+        tried.append(min(highest, tried[-1] + max(1, tried[-1] // 2)))
+    return tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +196,7 @@ def verdict_of(run: RecentRun, idle: Idle, *, max_staleness: int) -> Verdict:
     """Returns the verdict on a run, live or ended; from the idle fractions alone while its files do not suffice for a
     simulation, or no group of it has had a signal."""
     try:
-        workload, setup = run.read()
+        workload, setup = run.simulated()
     except (DataError, ConfigError) as error:
         log.info("no simulation for the verdict", error=str(error))
         return guess(idle, max_staleness=max_staleness)
@@ -316,9 +303,9 @@ def goodput_sentence(
     """
     if "total" not in goodput:
         return ""
-    what = f"Goodput {goodput['total']:.0%}"
+    total = f"Goodput {goodput['total']:.0%}"
     if goodput["total"] > GOOD:
-        return f"{what}."
+        return f"{total}."
     factor = min(GOODPUT_FACTORS, key=lambda name: goodput[name])
     lever = {
         "engine": _engine(config, may_be_older),
@@ -327,7 +314,7 @@ def goodput_sentence(
         "trained": "the other tokens with signal are in flight or were returned; a longer run, or a lower "
         "replay.max_staleness, has fewer of them",
     }[factor]
-    return f"{what}; its smallest factor is {factor}, {goodput[factor]:.0%}: {lever}."
+    return f"{total}; its smallest factor is {factor}, {goodput[factor]:.0%}: {lever}."
 
 
 def timeout_sentence(config: Config, timed_out: float) -> str:

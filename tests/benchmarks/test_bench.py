@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.__main__ import ROWS, load
 from benchmarks.frame import (
-    ROOT,
+    REPOSITORY,
     ROUND,
     SEED,
     CannotRun,
@@ -71,7 +71,7 @@ def test_rounds_are_reported_as_they_are_measured_and_other_output_is_the_cause(
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_bench_that_is_ended_leaves_no_process(number: signal.Signals) -> None:
     bench = subprocess.Popen(
-        [sys.executable, "-m", "asyncrl.cli", "bench", "replay_queue"], cwd=ROOT, stdout=subprocess.DEVNULL,
+        [sys.executable, "-m", "asyncrl.cli", "bench", "replay_queue"], cwd=REPOSITORY, stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:
@@ -160,7 +160,7 @@ def test_seeds_are_no_figures() -> None:
 
 def test_packages_beside_the_environment_stay_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/extra")
-    assert one_thread()["PYTHONPATH"] == f"{ROOT}:/extra"
+    assert one_thread()["PYTHONPATH"] == f"{REPOSITORY}:/extra"
 
 
 def test_a_comparison_names_both_commits_and_another_machine() -> None:
@@ -170,7 +170,9 @@ def test_a_comparison_names_both_commits_and_another_machine() -> None:
 
 
 def test_origin_of_a_measurement_is_this_checkout() -> None:
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    head = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    ).stdout
     origin = origin_here()
     assert head.startswith(origin.commit.removesuffix("-dirty"))
     assert origin.machine["cores"] >= 1
@@ -178,9 +180,9 @@ def test_origin_of_a_measurement_is_this_checkout() -> None:
 
 def test_table_of_the_documentation_is_that_of_the_results() -> None:
     """`asyncrl bench --show benchmarks/results/cpu-2-cores.json` prints the table."""
-    results = read_results(ROOT / "benchmarks/results/cpu-2-cores.json", quick=False)
+    results = read_results(REPOSITORY / "benchmarks/results/cpu-2-cores.json", quick=False)
     lines = table(results, {name: load(name) for name in ROWS}, all_figures=False)
-    assert "\n".join(lines) in (ROOT / "docs/performance.md").read_text()
+    assert "\n".join(lines) in (REPOSITORY / "docs/performance.md").read_text()
 
 
 def test_command_refuses_an_unknown_row() -> None:

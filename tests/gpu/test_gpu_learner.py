@@ -25,7 +25,7 @@ from asyncrl.launch.memory import PROCESS_BYTES, Shape, learner_parts
 from asyncrl.learner.batch import moved_to
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.model import attention, logprob_head
-from asyncrl.learner.model.attention import Layout, attend_in_buckets, find_firsts, make_layout
+from asyncrl.learner.model.attention import PackedLayout, attend_in_buckets, find_firsts, make_layout
 from asyncrl.learner.model.logprob_head import LogprobHead
 from asyncrl.learner.model.policy import Policy
 from benchmarks.families import save_family
@@ -131,8 +131,8 @@ def test_attention_is_that_of_float64(
 
 def attention_case(
     heads: int, key_heads: int, size: int, shared: bool, dtype: torch.dtype
-) -> tuple[Layout, list[torch.Tensor]]:
-    """A row of 2 groups with prompts of 100 tokens in common, one sequence without a token of its own, and single
+) -> tuple[PackedLayout, list[torch.Tensor]]:
+    """A row of 2 groups with prompts of 100 tokens in common, one sequence with common tokens only, and single
     tokens; query, key, value and the gradient of the output."""
     torch.manual_seed(0)
     sizes = np.array([300, 101, 511, 100, 1, 128, 640, 2])

@@ -41,7 +41,7 @@ def test_weights_are_compared_tensor_by_tensor(tmp_path: Path) -> None:
     negative_zero[0, 0] = -0.0
     assert first_difference(first, save(tmp_path / "sign", a=negative_zero, b=b)) == "a has other values"
     other = save(tmp_path / "shape", a=a, b=b.astype(np.float32))
-    assert first_difference(first, other) == "b is F16 [4] and F32 [4]"
+    assert first_difference(first, other) == "b is torch.float16 [4] and torch.float32 [4]"
     fewer = save(tmp_path / "more", a=a, b=b, c=b)
     assert first_difference(first, fewer) == f"c is only in {fewer}"
     (tmp_path / "empty").mkdir()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from asyncrl.cli.running import ScaleChange
+from asyncrl.cli.running import change_generators
 from asyncrl.errors import PeerTimeoutError, RunError
 from asyncrl.launch.run_dir import RunFolder
 from tests.helpers.replay import loopback_endpoints, small_config
@@ -53,7 +53,7 @@ def change(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wanted: int, queue: 
     with RunFolder(small_config(run="one", **settings)) as folder:
         folder.begin(folder.config, loopback_endpoints(1), [])
         console = Console(file=out, width=200)
-        ScaleChange(folder.path, queue, wanted, console).await_all()  # type: ignore[arg-type]
+        change_generators(folder.path, queue, wanted, console)  # type: ignore[arg-type]
     return re.sub(r"after \d+ s", "after some s", out.getvalue())
 
 
@@ -91,7 +91,6 @@ def test_run_that_ends_meanwhile_is_an_error(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.chdir(tmp_path)
     with RunFolder(small_config(run="one")) as folder:
         folder.begin(folder.config, loopback_endpoints(1), [])
-        queue = ScriptedQueue(status(2, TWO), status(3, TWO))
-        waiting = ScaleChange(folder.path, queue, 3, Console(quiet=True))  # type: ignore[arg-type]
+    queue = ScriptedQueue(status(2, TWO), status(3, TWO))
     with pytest.raises(RunError, match="generators 2 -> 3: the run ended meanwhile, without generator-2"):
-        waiting.await_all()
+        change_generators(folder.path, queue, 3, Console(quiet=True))  # type: ignore[arg-type]

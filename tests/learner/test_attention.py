@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from worlds import make_groups, make_trajectory
 
 from asyncrl.algorithms.advantages import grpo
 from asyncrl.errors import ConfigError, InvariantError
-from asyncrl.learner import distributed
 from asyncrl.learner.batch import check_staleness, empty_micro_batch, make_batch, pack, pack_groups
 from asyncrl.learner.model import attention
 from asyncrl.learner.model.attention import attend_in_buckets, find_firsts, make_layout, packed_attention
@@ -72,19 +70,6 @@ def test_tokens_that_the_first_of_a_group_has_too_are_computed_once(groups: list
     assert layout.computed[layout.twins].tolist() == expected
 
 
-@quick
-@given(lengths)
-def test_layout_round_trip(sizes: np.ndarray) -> None:
-    layout = make_layout(sizes)
-    source = torch.cat([bucket.source for bucket in layout.buckets])
-    assert torch.equal(source[layout.restore], torch.arange(int(sizes.sum())))
-    sequence = np.repeat(np.arange(len(sizes)), sizes)
-    for bucket in layout.buckets:
-        rows = sequence[bucket.source.numpy()].reshape(bucket.batch, bucket.length)
-        assert (rows == rows[:, :1]).all()
-        assert bucket.length <= 64 or min(sizes[rows[:, 0]]) >= 0.75 * bucket.length
-
-
 def attend(query: Tensor, key: Tensor, value: Tensor, sizes: np.ndarray) -> Tensor:
     """Returns the attention output of each sequence computed alone."""
     parts = [t.split(sizes.tolist(), dim=2) for t in (query, key, value)]
@@ -96,14 +81,14 @@ def attend(query: Tensor, key: Tensor, value: Tensor, sizes: np.ndarray) -> Tens
 def test_packed_attention_is_attention_of_each_sequence(
     common: int, grouped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Includes sequences with a common prefix (the last four), and devices without kernels for grouped key heads."""
+    """Includes sequences with a common prefix (the last four), and a GPU, where key heads are repeated."""
 
     def kernel(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool, **options: Any) -> Tensor:
         assert enable_gqa is grouped and (q.shape[1] == k.shape[1] == v.shape[1]) is not grouped
         return scaled_dot_product_attention(q, k, v, enable_gqa=enable_gqa, **options)
 
     monkeypatch.setattr(attention, "scaled_dot_product_attention", kernel)
-    monkeypatch.setattr(attention, "lacks_grouped_kernel", lambda query, mask: not grouped)
+    monkeypatch.setattr(attention, "is_on_gpu", lambda tensor: not grouped)
     torch.manual_seed(0)
     sizes = np.array([3, 70, 1, 33, 200, 64, 90])
     total = int(sizes.sum())
@@ -125,26 +110,6 @@ def test_packed_attention_is_attention_of_each_sequence(
     (expected * weights).sum().backward()
     for one, other in zip(packed, alone, strict=True):
         torch.testing.assert_close(one.grad, other.grad, atol=1e-12, rtol=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("on_gpu", "dtype", "masked", "repeats"),
-    [
-        (False, torch.float32, True, False),
-        (True, torch.bfloat16, False, False),
-        (True, torch.float32, False, True),
-        (True, torch.bfloat16, True, True),
-    ],
-)
-def test_heads_are_repeated_where_a_gpu_would_store_all_scores(
-    on_gpu: bool, dtype: torch.dtype, masked: bool, repeats: bool
-) -> None:
-    query: Any = SimpleNamespace(is_cuda=on_gpu, is_meta=False, dtype=dtype)
-    assert attention.lacks_grouped_kernel(query, torch.ones(1) if masked else None) is repeats
-
-
-def test_cudnn_makes_no_plan_for_every_shape_of_attention() -> None:
-    assert distributed.deepspeed and not torch.backends.cuda.cudnn_sdp_enabled()
 
 
 @pytest.mark.parametrize("window", [1, 2, 64, 65, 199, 200, None])
@@ -337,33 +302,3 @@ def test_outputs_and_gradients_are_those_of_padded_buckets(
         results.append([output, *(leaf.grad for leaf in leaves if leaf.grad is not None)])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, atol=1e-12, rtol=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("is_cuda", "dtype", "size", "capability", "expected"),
-    [
-        (True, torch.bfloat16, 128, (9, 0), True),
-        (True, torch.float16, 256, (8, 0), True),
-        (True, torch.bfloat16, 256, (8, 9), False),
-        (True, torch.bfloat16, 128, (7, 5), False),
-        (True, torch.bfloat16, 100, (9, 0), False),
-        (True, torch.float32, 128, (9, 0), False),
-        (False, torch.bfloat16, 128, (9, 0), False),
-    ],
-)
-def test_the_kernel_is_used_where_it_exists(
-    is_cuda: bool,
-    dtype: torch.dtype,
-    size: int,
-    capability: tuple[int, int],
-    expected: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Query:
-        device = None
-        shape = (7, 4, size)
-        is_meta = False
-
-    Query.is_cuda, Query.dtype = is_cuda, dtype  # pyright: ignore[reportAttributeAccessIssue]
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert attention.has_varlen_kernel(Query()) is expected  # pyright: ignore[reportArgumentType]

@@ -185,15 +185,6 @@ def test_a_damaged_checkpoint_is_named_and_skipped(damage: str, make: Make, tmp_
     assert make().newest() == 0 and newest_checkpoint(tmp_path / "checkpoints") is None
 
 
-def test_an_older_unreadable_checkpoint_is_ignored(make: Make, tmp_path: Path) -> None:
-    save(make(keep_last=3), 10, 20)
-    (tmp_path / "checkpoints" / "step-000010" / "checkpoint.json").write_text("{")
-    again = make(keep_last=3)
-    assert again.newest() == 20 and again.recent == [20]
-    save(again, 30)
-    assert names(tmp_path) == ["step-000020", "step-000030"]
-
-
 def test_missing_parts_are_named(make: Make, tmp_path: Path) -> None:
     checkpoints = make(("critic-0", "critic-1"))
     checkpoints.save(1, content(1), reward=None)
@@ -220,21 +211,3 @@ def test_the_next_waits_for_the_one_before(make: Make, tmp_path: Path) -> None:
     threading.Timer(0.2, go_on.set).start()
     save(checkpoints, 2)
     assert names(tmp_path) == ["step-000001", "step-000002"]
-
-
-def test_a_bug_is_not_a_run_error(make: Make) -> None:
-    checkpoints = make()
-
-    def broken(path: Path) -> None:
-        raise KeyError("x")
-
-    checkpoints.save(1, lambda folder: {"x": broken}, reward=None)
-    with pytest.raises(KeyError):
-        checkpoints.finish()
-
-
-def test_a_partly_removed_checkpoint_is_removed(make: Make, tmp_path: Path) -> None:
-    save(make(), 1, 2)
-    (tmp_path / "checkpoints" / "step-000001" / "checkpoint.json").unlink()
-    assert make().newest() == 2
-    assert names(tmp_path) == ["step-000002"]

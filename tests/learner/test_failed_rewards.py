@@ -11,15 +11,14 @@ import structlog
 import torch
 from test_members import FakeRanks
 
-from asyncrl.algorithms.advantages import grpo
 from asyncrl.config.config import Config
 from asyncrl.generator.engine import Completion
 from asyncrl.generator.groups import GroupInProgress, make_group
 from asyncrl.learner.algorithm import make_algorithm
 from asyncrl.learner.batch import Batch, collate
-from asyncrl.learner.step import Scores, estimate
+from asyncrl.learner.step import ModelScores, estimate
 from asyncrl.learner.update import sync_microbatches
-from asyncrl.observe.metrics import LATEST_GROUPS, FailedRewards
+from asyncrl.observe.run_metrics import LATEST_GROUPS, FailedRewards
 from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay.codec import pack_group, unpack_group
 from asyncrl.replay.journal import Journal
@@ -78,7 +77,7 @@ def trained(queue: ReplayQueue) -> tuple[Config, Batch]:
 
 def advantages(config: Config, batch: Batch, values: torch.Tensor | None = None) -> dict[tuple[int, int], float]:
     """The advantage of each packed member's first token."""
-    estimates = estimate(make_algorithm(config), batch, Scores(values=values), FakeRanks(), kl_coef=0.0)
+    estimates = estimate(make_algorithm(config), batch, ModelScores(values=values), FakeRanks())
     found: dict[tuple[int, int], float] = {}
     for micro in batch.micro_batches:
         own = estimates.advantages[micro.span]
@@ -125,18 +124,6 @@ def test_a_group_with_one_failed_member_trains_the_others_only(
     assert list(with_failed.values()) == pytest.approx(list(without.values()))
 
 
-def test_a_reward_that_does_not_apply_is_not_the_best_of_its_group(reward: RewardTable, tmp_path: Path) -> None:
-    queue = open_queue(tmp_path)
-    for lease in ask_queue(queue, 0, 0, 2)[0]:
-        queue.finish(*pack_group(scored_group(reward, lease, ["none", "-1", "none", "0"])))
-    config, batch = trained(queue)
-    expected = grpo(torch.tensor([-1.0, 0.0]).double(), torch.zeros(2, dtype=torch.int64)).tolist()
-    assert advantages(config, batch) == {
-        (ticket, place): pytest.approx(expected[at]) for ticket in (0, 1) for at, place in enumerate((1, 3))
-    }
-    queue.store.close()
-
-
 @pytest.mark.parametrize(
     ("texts", "failed", "reason"),
     [
@@ -155,17 +142,6 @@ def test_a_group_is_refunded_by_its_members_with_a_reward(
     (lease,) = ask_queue(queue, 0, 0, 1)[0]
     queue.finish(*pack_group(scored_group(reward, lease, texts, failed=failed)))
     assert list(queue.ledger.refunded) == ([reason] if reason else [])
-    queue.store.close()
-
-
-def test_one_that_failed_and_three_that_were_cut_have_nothing_to_train(reward: RewardTable, tmp_path: Path) -> None:
-    queue = open_queue(tmp_path, algorithm__truncated="mask")
-    (lease,) = ask_queue(queue, 0, 0, 1)[0]
-    group = scored_group(reward, lease, ["-1", "unreadable", "-2", "-1"])
-    for trajectory in group.trajectories:
-        trajectory.status = "failed" if trajectory.error else "truncated"
-    queue.finish(*pack_group(group))
-    assert list(queue.ledger.refunded) == ["truncated"]
     queue.store.close()
 
 

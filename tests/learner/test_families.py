@@ -18,7 +18,7 @@ from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.model.checks import check_packing
 from asyncrl.learner.model.loading import load_policy_model
 from asyncrl.learner.model.policy import Policy, PolicyNetwork, Reference
-from benchmarks.families import FAMILIES, save_family
+from benchmarks.families import save_family
 
 RIGHT = (
     "llama qwen3 gemma3_text mixtral gpt2 opt",
@@ -53,26 +53,6 @@ def load(name: str, folder: Path, dtype: str) -> PolicyNetwork:
 @torch.no_grad()
 def check(network: PolicyNetwork) -> None:
     check_packing(network.model, network, torch.device("cpu"), "model.path = 'it'")
-
-
-WINDOWED = {"sliding_window": 4096, "max_window_layers": 1, "use_sliding_window": True}
-"""Settings with windows that are longer than the sequences of the check."""
-
-
-@pytest.mark.parametrize(("name", "is_told"), [("mistral", True), ("qwen2", True), ("qwen2_moe", False)])
-def test_windows_of_any_length_are_checked(
-    name: str, is_told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A model that has its window in the mask alone would have full attention in packed rows."""
-    monkeypatch.setitem(FAMILIES, name, FAMILIES[name] | WINDOWED)
-    network = load(name, tmp_path, "float32")
-    if is_told:
-        check(network)
-    else:
-        with pytest.raises(ConfigError, match="or a sliding window that it is not told of"):
-            check(network)
-    windows = {getattr(part, "sliding_window", 4096) for part in (*network.model.modules(), network.model.config)}
-    assert windows <= {4096, None}, "those of the model are back"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -143,8 +123,3 @@ def test_every_model_with_packed_rows_is_checked_when_it_is_loaded(
     algorithm = {"algorithm": {"reference": path, "kl_loss_coef": 0.1}}
     with pytest.raises(ConfigError, match=r"algorithm.reference = '.*': a model of type bloom"):
         Reference(make_config(tiny_model, **algorithm, **options), one_rank)
-
-
-def test_every_family_is_in_one_list() -> None:
-    named = " ".join([*RIGHT, *LEAKING, *RAISING, RANDOM, *BEFORE]).split()
-    assert sorted(named) == sorted(FAMILIES)

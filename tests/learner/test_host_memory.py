@@ -45,11 +45,3 @@ def test_training_continues_bit_for_bit(name: str, one_rank: Ranks, tiny_model: 
     expected, found = collect_state(plain.policy), collect_state(moved.policy)
     assert expected.keys() == found.keys() and len(expected) > 10
     assert all(torch.equal(expected[key], found[key]) for key in expected)
-
-
-def test_nothing_moves_on_a_cpu(one_rank: Ranks) -> None:
-    tensor = torch.ones(4)
-    memory = HostMemory(CPU)
-    assert memory.offload([tensor]) == 0 and tensor.untyped_storage().nbytes() == 16
-    memory.reload()
-    assert not memory.is_moved

@@ -222,14 +222,6 @@ def test_too_many_skipped_updates_end_the_run_and_it_can_be_resumed(
     assert [row["learner/skipped_updates"] for row in one.rows] == [0.0, 2.0, 2.0, 2.0, 0.0, 0.0]
 
 
-def test_without_a_checkpoint_training_starts_with_the_model(world: Make, uninterrupted: Any) -> None:
-    one = world(every_steps=None)
-    one.kill_at(4)
-    learner, sender = one.start()
-    assert one.queue.begun == [0, 0] and list(sender.sent) == [3, 4, 5]
-    same_end(learner, uninterrupted[0])
-
-
 def test_a_run_whose_steps_are_all_committed_saves_its_model(world: Make, uninterrupted: Any) -> None:
     one = world(every_steps=4)
     one.start()
@@ -255,17 +247,6 @@ def test_the_queue_asks_for_a_checkpoint(world: Make) -> None:
     assert saved[3]["checkpoint/save_s"] > 0 and sum("checkpoint/save_s" in row for row in one.rows) == 1
     times_s = [row["checkpoint/write_s"] for row in one.rows if "checkpoint/write_s" in row]
     assert len(times_s) == 1 and times_s[0] > 0
-
-
-def test_a_checkpoint_missed_while_catching_up_is_written_afterwards(world: Make) -> None:
-    one = world(every_steps=2)
-    one.kill_at(6)
-    for path in ("step-000002", "step-000004"):
-        (one.run_dir / "checkpoints" / path / "checkpoint.json").unlink()
-    one.config = one.config.model_copy(update={"steps": 7})
-    one.queue.saving.clear()
-    one.start()
-    assert [(step, saving) for step, saving, _ in one.queue.saving] == [*((s, s == 6) for s in range(1, 8)), (7, True)]
 
 
 def test_a_finished_run_continues_with_its_last_step(world: Make) -> None:
@@ -316,14 +297,6 @@ def test_a_stopped_learner_saves_no_checkpoint(world: Make) -> None:
     assert one.checkpoints == [] and (one.run_dir / "model" / "config.json").exists()
 
 
-def test_a_stop_before_learners_have_caught_up_saves_no_checkpoint(world: Make) -> None:
-    one = world(every_steps=4)
-    one.kill_at(4)
-    one.queue.stopped_at = 2
-    one.start()
-    assert one.queue.begun == [0, 0] and one.checkpoints == []
-
-
 def test_a_last_checkpoint_that_takes_too_long_is_abandoned(world: Make, uninterrupted: Any) -> None:
     one = world(every_steps=4)
     launch = one.config.launch.model_copy(update={"stop_timeout_s": 0.2})
@@ -356,26 +329,6 @@ def test_a_last_checkpoint_that_takes_too_long_is_abandoned(world: Make, uninter
     same_end(learner, uninterrupted[0])
     go_on.set()
     assert written.wait(60)
-
-
-def test_a_last_checkpoint_that_would_take_too_long_is_not_started(world: Make) -> None:
-    one = world(every_steps=2)
-    launch = one.config.launch.model_copy(update={"stop_timeout_s": 20.0})
-    one.config = one.config.model_copy(update={"launch": launch})
-    made: list[Checkpoints] = []
-
-    class Slow(Queue):
-        def take(self, step: int) -> Shard | None:
-            if step == 4:
-                made[0].finish()
-                made[0].took_s = 11.0
-            return super().take(step)
-
-    one.queue = Slow(stopped_at=4)
-    with structlog.testing.capture_logs() as logs:
-        one.start(made.append)
-    assert [entry["step"] for entry in logs if entry["log_level"] == "warning"] == [3]
-    assert one.checkpoints == ["step-000002"] and [saving for _, saving, _ in one.queue.saving] == [False, True, False]
 
 
 def test_a_full_disk_ends_the_run_at_the_next_step(world: Make, uninterrupted: Any) -> None:

@@ -70,30 +70,6 @@ def test_gradients_of_logprobs_and_entropies_are_those_of_all_logits(
         torch.testing.assert_close(gradient, expected.float(), atol=2e-6, rtol=1e-5)
 
 
-def test_frozen_weights_get_no_gradient() -> None:
-    output, hidden, targets = inputs(bias=True)
-    output.requires_grad_(False)
-    logprobs, _ = LogprobHead(output, TEMPERATURE)(hidden, targets)
-    logprobs.sum().backward()
-    assert hidden.grad is not None and output.weight.grad is None
-
-
-def test_probabilities_that_backward_used_up_are_not_used_again() -> None:
-    output, hidden, targets = inputs(bias=False)
-    logprobs, _ = LogprobHead(output, TEMPERATURE)(hidden, targets)
-    logprobs.sum().backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        logprobs.sum().backward()
-
-
-def test_without_tokens_there_are_no_logprobs() -> None:
-    output, hidden, targets = inputs(bias=True)
-    logprobs, entropies = LogprobHead(output, TEMPERATURE)(hidden[:0], targets[:0])
-    logprobs.sum().backward()
-    assert len(logprobs) == len(entropies) == 0
-    assert output.weight.grad is not None and not output.weight.grad.any()
-
-
 def test_gradients_in_bfloat16_do_not_depend_on_the_number_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     tokens, hidden_size = 2048, 16
@@ -113,26 +89,6 @@ def test_gradients_in_bfloat16_do_not_depend_on_the_number_of_chunks(monkeypatch
     for chunk_tokens in (tokens, 16):
         for gradient, expected in zip(of_parameters(rounded, chunk_tokens), exactly, strict=True):
             assert (gradient - expected).norm() < 0.004 * expected.norm(), chunk_tokens
-
-
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("chunk_tokens", [16, 64])
-def test_logprobs_of_bfloat16_states_are_those_of_float64(
-    chunk_tokens: int, bias: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With logits of up to 30, which bfloat16 would round by 0.06."""
-    monkeypatch.setattr(logprob_head, "CHUNK_BYTES", 4 * VOCABULARY * chunk_tokens)
-    torch.manual_seed(0)
-    output = nn.Linear(64, VOCABULARY, bias=bias, dtype=torch.bfloat16)
-    hidden, targets = (20 * torch.randn(64, 64)).bfloat16(), torch.randint(VOCABULARY, (64,))
-    logits = hidden.double() @ output.weight.double().t() + (output.bias.double() if bias else 0.0)
-    assert logits.abs().max() > 30
-    exact = torch.log_softmax(logits / TEMPERATURE, dim=-1)
-    logprobs, entropies = LogprobHead(output, TEMPERATURE)(hidden, targets)
-    assert logprobs.dtype == entropies.dtype == torch.float32
-    expected = exact.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-    torch.testing.assert_close(logprobs.double(), expected, atol=1e-5, rtol=0.0)
-    torch.testing.assert_close(entropies.double(), -(exact.exp() * exact).sum(dim=-1), atol=1e-5, rtol=0.0)
 
 
 @torch.no_grad()

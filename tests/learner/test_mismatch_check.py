@@ -24,20 +24,6 @@ STEP = 8
 ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
-class OneOfTwo:
-    """Rank `rank` of two; the other rank contributes `other`."""
-
-    def __init__(self, rank: int, other: tuple[float, float]) -> None:
-        self.rank, self._other = rank, torch.tensor(other, dtype=torch.float64)
-
-    @property
-    def of_data(self) -> OneOfTwo:
-        return self
-
-    def gather(self, values: torch.Tensor) -> torch.Tensor:
-        return torch.stack([values, self._other])
-
-
 def make_check(ranks: Any = ALONE, **sections: Any) -> MismatchCheck:
     return MismatchCheck(make_config(Path("it"), **sections), cast(Ranks, ranks), "gpt_neox")
 
@@ -69,11 +55,6 @@ def test_differences_beyond_rounding_are_refused(dtype: str) -> None:
     for part in ("model.path = 'it'", "of type gpt_neox", f"differ by {1.1 * limit:.2g} nats on average",
                  f"rounding in {dtype} explains at most {limit:.2g}", "docs/models.md"):  # fmt: skip
         assert part in text
-
-
-def test_temperatures_above_1_do_not_lower_the_limit() -> None:
-    check = make_check(generator={"temperature": 2.0})
-    assert looked(check, fresh_row(), 0.9 * LIMITS["float32"]).conclude(STEP)
 
 
 def test_engines_configured_to_round_more_cause_a_warning() -> None:
@@ -118,25 +99,6 @@ def test_it_waits_for_enough_tokens() -> None:
             concluded_after = step
             break
     assert concluded_after == -(-ENOUGH_TOKENS // len(micro.targets)) > 1
-
-
-def test_log_probs_that_are_not_finite_are_left_to_the_update() -> None:
-    micro = fresh_row()
-    logprobs = micro.behavior_logprobs.clone()
-    logprobs[:3] = torch.tensor([torch.nan, -torch.inf, torch.inf])
-    check = make_check()
-    check.add(micro, logprobs, version=STEP - 1)
-    assert check.conclude(STEP)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_decide_by_what_all_have_counted(rank: int) -> None:
-    own = fresh_row()
-    count = float(len(own.targets))
-    assert looked(make_check(OneOfTwo(rank, (0.0, 3 * count))), own, 0.05).conclude(STEP)
-    with pytest.raises(ConfigError, match=r"differ by 0\.5 nats"):
-        looked(make_check(OneOfTwo(rank, (count, count))), own, 0.0).conclude(STEP)
-    assert not make_check(OneOfTwo(rank, (5.0, 1.0))).conclude(STEP)
 
 
 def scored(trainer: Trainer, groups: list[Group], version: int) -> list[Group]:

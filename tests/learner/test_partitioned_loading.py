@@ -14,16 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from worlds import endpoints, make_config, make_model, spawn
 
 from asyncrl.errors import ConfigError
 from asyncrl.launch.checks import check_weights
-from asyncrl.learner.model.loading import load_policy_model, load_value_model, read_range
+from asyncrl.learner.model.loading import load_policy_model, load_value_model
 from asyncrl.learner.model.policy import Policy
-from asyncrl.util.files import tensor_files
 from asyncrl.weights.model_tensors import meta_model
 from benchmarks.families import save_family
 
@@ -52,17 +50,6 @@ def test_weights_and_buffers_are_those_that_the_library_loads(name: str, compare
 
 def test_weights_in_host_memory_are_loaded_there(compared: list[dict[str, Any]]) -> None:
     assert [found["devices"] for found in compared] == [["cpu"], ["cpu"]]
-
-
-def test_ranges_are_read_with_their_rows(tmp_path: Path) -> None:
-    tensors = {"matrix": torch.arange(30).view(5, 3, 2), "vector": torch.arange(7), "number": torch.tensor(3)}
-    save_file(tensors, tmp_path / "model.safetensors")
-    assert tensor_files(tmp_path) == dict.fromkeys(tensors, tmp_path / "model.safetensors")
-    with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        for name, tensor in tensors.items():
-            for begin in range(tensor.numel() + 1):
-                for end in range(begin, tensor.numel() + 1):
-                    assert torch.equal(read_range(file, name, begin, end), tensor.view(-1)[begin:end])
 
 
 def change_head(folder: Path) -> None:

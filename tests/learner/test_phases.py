@@ -62,17 +62,6 @@ def test_the_metrics_of_a_batch_are_over_all_ranks() -> None:
     assert (metrics["batch/advantage_mean"], metrics["batch/advantage_std"]) == (0.0, 1.0)
 
 
-def test_a_quantity_without_finite_values_has_no_metrics() -> None:
-    ranks: Any = TwoRanks(None)
-    metrics = batch_metrics(batch_of([1.0], [3], [5]), torch.tensor([float("nan")]), cast(Ranks, ranks))
-    assert not any("advantage" in name for name in metrics) and metrics["batch/reward_std"] == 0.0
-
-
-def test_the_peak_of_the_memory_is_the_highest_of_the_ranks() -> None:
-    ranks: Any = SimpleNamespace(device=torch.device("cpu"), max=lambda values: values.clamp(min=1 << 50))
-    assert PhaseTimer(cast(Ranks, ranks)).metrics() == {"learner/peak_memory_bytes": float(1 << 50)}
-
-
 @pytest.mark.parametrize("coef", [0.0, 0.25])
 def test_the_loss_is_the_policy_s_and_the_divergence_times_its_coefficient(
     coef: float, one_rank: Ranks, tiny_model: Path

@@ -10,15 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from msgspec import structs
 from safetensors.torch import load_file
-from torch import Tensor, nn
-from torch.optim import Adafactor, AdamW, Muon, Optimizer
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 from worlds import (
     LR,
-    copy_weights,
-    gradients_before_step,
     make_config,
     make_groups,
     make_trainer,
@@ -31,21 +27,15 @@ from asyncrl.algorithms.advantages import grpo
 from asyncrl.algorithms.losses import LOSSES, PolicyTerms
 from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError
-from asyncrl.launch.memory import Shape, optimizer_bytes
 from asyncrl.learner.algorithm import make_algorithm
 from asyncrl.learner.batch import make_batch
-from asyncrl.learner.critic import CriticModel, ValueNetwork
+from asyncrl.learner.critic import ValueNetwork
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.model import logprob_head
-from asyncrl.learner.model.engine import MuonWithAdamW, TrainedModel, layer_matrices
 from asyncrl.learner.model.loading import load_policy_model
 from asyncrl.learner.model.policy import Policy, PolicyNetwork
-from asyncrl.observe.trace import TraceWriter
-from asyncrl.replay.codec import pack_group
-from asyncrl.replay.queue import ReplayQueue
 from asyncrl.types import Group
-from tests.helpers.far import FAR, FarTensor, far_device, move, plain_engine
-from tests.helpers.replay import STATS, EndlessPrompts, ask_queue, make_group, small_config
+from tests.helpers.far import FAR, far_device, move, plain_engine
 
 OBJECTIVES: list[dict[str, Any]] = [
     {"loss": "decoupled_ppo"},
@@ -187,72 +177,6 @@ def test_metrics_mean_what_they_say(one_rank: Ranks, tiny_model: Path) -> None:
     }  # fmt: skip
 
 
-def test_no_metric_comes_from_both_learner_and_queue(one_rank: Ranks, tiny_model: Path, tmp_path: Path) -> None:
-    trainer = make_trainer(make_config(tiny_model), one_rank)
-    of_learner = trainer.train(make_batch(make_groups(4, version=3), tokens_per_microbatch=60), step=4)
-    queue = ReplayQueue(small_config(), EndlessPrompts(), TraceWriter(tmp_path / "trace.parquet"))
-    stats = structs.replace(STATS, costs=[0.1] * 4)
-    for lease in ask_queue(queue, 0, 0, 2, stats=stats)[0]:
-        queue.finish(*pack_group(make_group(lease, 0)))
-    assert queue.take(0, 1)[0] == "shard"
-    of_queue = queue.commit(1, {}).metrics
-    queue.store.close()
-    assert {"staleness/mean", "staleness/max"} <= set(of_queue)
-    assert not set(of_learner) & set(of_queue)
-
-
-def test_the_divergence_of_an_engine_that_matches_is_not_lost_in_rounding(one_rank: Ranks, tiny_model: Path) -> None:
-    config = make_config(tiny_model)
-    trainer = make_trainer(config, one_rank)
-    groups = make_groups(4)
-    by_name = {(g.ticket, n): t for g in groups for n, t in enumerate(g.trajectories)}
-    differences: list[Tensor] = []
-    for micro in make_batch(groups, tokens_per_microbatch=60).micro_batches:
-        logprobs = trainer.policy.logprobs(micro)
-        for number, name in enumerate(micro.names):
-            own = logprobs[micro.seq == number]
-            engine = own + 1e-4 * (-1.0) ** torch.arange(len(own))
-            differences.append((own - engine).double())
-            trajectory = by_name[name]
-            trajectory.behavior_logprobs[trajectory.action_mask] = engine.numpy()
-    difference = torch.cat(differences)
-    metrics = trainer.train(make_batch(groups, tokens_per_microbatch=60), step=1)
-    expected = float((difference.expm1() - difference).mean())
-    assert expected == pytest.approx(5e-9, rel=0.02)
-    assert metrics["correction/behavior_kl"] == pytest.approx(expected, rel=0.02)
-
-
-def test_masked_tokens_are_distinguished_from_clipped_ones(one_rank: Ranks, tiny_model: Path) -> None:
-    correction = {"level": "token", "mode": "mask", "high": 1.0}
-    config = make_config(tiny_model, algorithm={"loss": "decoupled_ppo", "correction": correction})
-    trainer = make_trainer(config, one_rank)
-    batch = pack_groups(config, make_groups(4, version=3))
-    of_sequence = grpo(batch.rewards, batch.group).float()
-    expected: dict[str, list[bool]] = {"mask_positive": [], "mask_negative": []}
-    for micro in batch.micro_batches:
-        ratio = (trainer.policy.logprobs(micro) - micro.behavior_logprobs).exp()
-        advantage, fresh = of_sequence[batch.seq[micro.span]], micro.versions == 3
-        masked = ratio > 1.0
-        for sign, name in ((1, "mask_positive"), (-1, "mask_negative")):
-            expected[name] += masked[fresh & (advantage * sign > 0)].tolist()
-    metrics = trainer.train(batch, step=4)
-    for name, masked in expected.items():
-        assert 0 < sum(masked) < len(masked)
-        assert metrics[f"staleness/0/{name}"] == pytest.approx(sum(masked) / len(masked)), name
-    assert metrics["staleness/0/clip_positive"] == metrics["staleness/0/clip_negative"] == 0.0
-
-
-def test_means_over_no_tokens_are_omitted(one_rank: Ranks, tiny_model: Path) -> None:
-    config = make_config(tiny_model)
-    groups = make_groups(1)
-    for trajectory in groups[0].trajectories:
-        trajectory.reward = 1.0
-    metrics = make_trainer(config, one_rank).train(pack_groups(config, groups), step=2)
-    assert metrics["learner/loss"] == metrics["learner/grad_norm"] == 0.0
-    absent = {"learner/clip_fraction", "correction/weight_mean", "correction/mismatch_kl"}
-    assert not absent & set(metrics)
-
-
 def test_models_that_cannot_be_trained_are_refused(tiny_model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model.path = '.*nowhere': the model cannot be loaded"):
         load_policy_model(make_config(tiny_model), str(tmp_path / "nowhere"))
@@ -275,86 +199,6 @@ def test_models_that_cannot_be_trained_are_refused(tiny_model: Path, tmp_path: P
     capped.save_pretrained(tmp_path / "capped")
     with pytest.raises(ConfigError, match="models with final_logit_softcapping cannot be trained"):
         load_policy_model(make_config(tiny_model), str(tmp_path / "capped"))
-
-
-NORM = 100.0
-"""A maximum norm that clips nothing."""
-
-
-def muon(matrices: list[nn.Parameter], others: list[nn.Parameter]) -> list[Optimizer]:
-    options: dict[str, Any] = {"lr": LR, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
-    return [Muon(matrices, momentum=0.9, **options), AdamW(others, lr=LR, weight_decay=0.1, betas=(0.9, 0.95))]
-
-
-def adafactor(matrices: list[nn.Parameter], others: list[nn.Parameter]) -> list[Optimizer]:
-    return [Adafactor([*matrices, *others], lr=LR, weight_decay=0.1, beta2_decay=-0.7, d=2.0)]
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "make"),
-    [("muon", {"momentum": 0.9}, muon), ("adafactor", {"beta2_decay": -0.7, "d": 2.0}, adafactor)],
-)
-def test_updates_are_those_of_torch(
-    name: str, options: dict[str, Any], make: Any, one_rank: Ranks, tiny_model: Path
-) -> None:
-    learner = {"optimizer": name, "optimizer_options": {"weight_decay": 0.1, **options}, "max_grad_norm": NORM}
-    trainer = make_trainer(make_config(tiny_model, learner=learner), one_rank)
-    policy = trainer.policy
-    matrices = {id(parameter) for parameter in layer_matrices(policy.model)}
-    chosen = {n for n, p in policy.model.named_parameters() if id(p) in matrices}
-    assert "model.embed_tokens.weight" not in chosen and "model.layers.0.mlp.up_proj.weight" in chosen
-    assert len(chosen) == 2 * 7
-    own = {n: nn.Parameter(weight) for n, weight in copy_weights(policy).items()}
-    expected = make([p for n, p in own.items() if n in chosen], [p for n, p in own.items() if n not in chosen])
-    for step in (1, 2, 3):
-        with gradients_before_step(policy) as gradients:
-            trainer.train(pack_groups(trainer.config, make_groups(seed=step)), step=step)
-        for parameter, gradient in gradients.items():
-            own[parameter].grad = gradient
-        for optimizer in expected:
-            optimizer.step()
-    for parameter, weight in copy_weights(policy).items():
-        torch.testing.assert_close(weight, own[parameter].detach(), atol=1e-6, rtol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["muon", "adafactor"])
-def test_the_learning_rate_is_the_schedules(name: str, one_rank: Ranks, tiny_model: Path) -> None:
-    settings = {"optimizer": name, "warmup_steps": 4, "max_grad_norm": NORM}
-    trainer = make_trainer(make_config(tiny_model, learner=settings), one_rank)
-    before = copy_weights(trainer.policy)
-    trainer.train(pack_groups(trainer.config, make_groups()), step=1)
-    assert {group["lr"] for group in trainer.policy.optimizer.param_groups} == {LR / 4}
-    assert all(not torch.equal(before[n], weight) for n, weight in copy_weights(trainer.policy).items())
-
-
-def test_the_head_of_a_critic_is_not_muons(one_rank: Ranks, tiny_model: Path) -> None:
-    config = make_config(tiny_model, learner={"optimizer": "muon"}, algorithm={"advantage": "gae"})
-    critic = CriticModel(config, one_rank)
-    assert isinstance(critic.optimizer, MuonWithAdamW)
-    own = {id(p) for group in critic.optimizer.adamw.param_groups for p in group["params"]}
-    named = dict(critic.model.named_parameters())
-    assert {n for n, p in named.items() if id(p) in own and p.ndim == 2} == {
-        "model.embed_tokens.weight",
-        "score.weight",
-    }
-
-
-def state_bytes(model: TrainedModel) -> int:
-    tensors: list[Tensor] = [t for state in model.optimizer.state.values() for n, t in state.items() if n != "step"]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-@pytest.mark.parametrize("name", ["adamw", "muon", "adafactor"])
-def test_states_have_at_most_the_estimated_size(name: str, one_rank: Ranks, tiny_model: Path) -> None:
-    config = make_config(tiny_model, learner={"optimizer": name})
-    trainer = make_trainer(config, one_rank)
-    trainer.train(pack_groups(config, make_groups()), step=1)
-    shape = Shape.read(str(tiny_model))
-    assert shape is not None
-    kept, estimate = state_bytes(trainer.policy), optimizer_bytes(config, shape, shape.parameters)
-    print(name, kept, estimate, kept / estimate)
-    assert kept <= estimate
-    assert kept == estimate if name == "adamw" else kept > 0.4 * estimate
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -404,19 +248,3 @@ def test_a_step_on_another_device(
     with far_device():
         metrics = train(FAR, sections)
     assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
-
-
-def test_the_device_refuses_what_cuda_refuses() -> None:
-    near = torch.arange(3.0)
-    with far_device():
-        far = near.to(FAR)
-        assert isinstance(far, FarTensor) and torch.tensor([1.0], device=FAR).device == FAR
-        assert torch.equal((far * torch.tensor(2.0)).cpu(), near * 2)
-        for mixed in (
-            lambda: far + near,
-            lambda: torch.stack([far.sum(), near.sum()]),
-            lambda: torch.cat([far, near]),
-            lambda: far[torch.tensor([1])].add_(near[:1]),
-        ):
-            with pytest.raises(RuntimeError, match=r"tensors on far:0 and cpu"):
-                mixed()

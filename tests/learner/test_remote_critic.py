@@ -11,22 +11,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-import structlog
 import torch
 from worlds import GAE_CONFIG, critic_endpoints, make_config, make_groups, pack_groups, running
 
-from asyncrl.errors import InvariantError, PeerTimeoutError, RunError
+from asyncrl.errors import PeerTimeoutError, RunError
 from asyncrl.learner.batch import Batch, Name
 from asyncrl.learner.checkpoint import Checkpoints
-from asyncrl.learner.critic import Critic, CriticServer, RemoteCritic, _agreed
+from asyncrl.learner.critic import Critic, CriticServer, RemoteCritic
 from asyncrl.learner.distributed import Ranks
 from asyncrl.wire.endpoints import Endpoints
-from asyncrl.wire.frames import Block, Message, encode
-from asyncrl.wire.messages import Body, Ok, ReadStatus
-from asyncrl.wire.rpc import MAX_BAD_MESSAGES, Connection
-from asyncrl.wire.service_messages import Leave, Save, Train, Value
-from asyncrl.wire.sockets import connect_dealer
-from tests.helpers.messages import raw_frames
+from asyncrl.wire.messages import Body
+from asyncrl.wire.rpc import Connection
+from asyncrl.wire.service_messages import Train, Value
 from tests.helpers.relay import Direction, Relay
 from tests.helpers.serving import serving
 
@@ -214,77 +210,6 @@ def test_returns_that_are_not_of_the_last_values_are_refused(
     critic.train(torch.zeros(count))
     assert "critic/loss" in critic.finish(), "refused messages have no effect"
     critic.close()
-
-
-@pytest.mark.parametrize(
-    ("body", "text"),
-    [
-        (Leave(7), "'Leave' of learner rank 7, this critic serves [0]"),
-        (ReadStatus(), "'ReadStatus' is not a request to the critic"),
-        (Ok({"rank": "x" * 100_000}), "'Ok' is not a request to the critic"),
-    ],
-)
-def test_other_requests_are_refused(peer: Connection, body: Body, text: str) -> None:
-    seq = peer.send(body)
-    answer = peer.receive(10)
-    assert answer is not None and (answer.kind, answer.seq) == ("Error", seq) and text in answer.body.text
-
-
-@pytest.mark.parametrize(
-    ("kind", "body", "text"),
-    [
-        ("Restore", {"rank": 0, "step": 1, "folder": "/etc"}, "Restore: Object contains unknown field `folder`"),
-        ("Save", {"rank": 0, "step": "../1", "what": "state"}, "Save: Expected `int`, got `str` - at `$.step`"),
-        ("Save", {"rank": 0, "step": -1, "what": "state"}, "Save: Expected `int` >= 0 - at `$.step`"),
-    ],
-)
-def test_no_request_names_a_path(addresses: Endpoints, peer: Connection, kind: str, body: Any, text: str) -> None:
-    peer._socket.send_multipart(raw_frames(addresses.run_id, kind, body))
-    answer = peer.receive(10)
-    assert answer is not None and answer.kind == "Error" and text in answer.body.text
-
-
-def test_only_a_peer_with_bad_messages_is_cut_off_by_the_critic(
-    addresses: Endpoints, server: CriticServer, tiny_model: Path
-) -> None:
-    rubbish = connect_dealer(addresses.critics[0])
-    bad = [bytes(frame) for frame in encode(addresses.run_id, ReadStatus())]
-    config = make_config(tiny_model, **GAE_CONFIG)
-    critic = RemoteCritic(config, 0, addresses)
-    with structlog.testing.capture_logs() as logs:
-        for _ in range(MAX_BAD_MESSAGES + 1):
-            rubbish.send_multipart(bad)
-            assert rubbish.poll(5000), "a bad message is answered"
-            rubbish.recv_multipart()
-        rubbish.send_multipart(bad)
-        assert not rubbish.poll(300), "later messages of the peer are ignored"
-        batch = pack_groups(config, make_groups(2))
-        assert len(critic.values(batch, 1)) == batch.num_tokens
-    noted = [entry for entry in logs if entry["event"] == "bad message to the critic"]
-    assert [entry["total"] for entry in noted] == [1, 2, 4, 8, 16], "one line for each doubling"
-    assert logs[-1]["event"] == "a peer of the critic was cut off for its bad messages"
-    critic.close()
-    rubbish.close()
-
-
-def test_a_stranger_gets_no_answer_from_the_critic_and_has_no_effect(
-    addresses: Endpoints, server: CriticServer, tmp_path: Path
-) -> None:
-    stranger = connect_dealer(addresses.critics[0])
-    save = encode("another-run", Save(0, 1, "model"))
-    with structlog.testing.capture_logs():
-        for message in (save, encode("another-run", Leave(0)), [b"rubbish"]):
-            stranger.send_multipart(message)
-        assert not stranger.poll(300)
-        assert server._server.misbehaving_peers.bad_messages == 3
-    assert not (tmp_path / "critic").exists()
-    stranger.close()
-
-
-def test_learner_ranks_must_agree_on_the_step() -> None:
-    messages = {rank: Message(1, Save(rank, rank, "state"), Block([], None)) for rank in (0, 1)}
-    with pytest.raises(InvariantError, match=r"different requests: \[\(0, 'state'\), \(1, 'state'\)\]"):
-        _agreed(messages, "step", "what")
 
 
 @pytest.mark.parametrize("lost", ["requests", "answers"])

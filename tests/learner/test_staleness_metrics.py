@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.config.training import AlgorithmConfig
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.metrics import StepMetrics
 from asyncrl.learner.update import TokenLosses
@@ -36,7 +37,7 @@ def bucket_of(staleness: int) -> str:
 
 
 def tally(tokens: Sequence[Token], made: StepMetrics | None = None) -> StepMetrics:
-    made = StepMetrics(1000, "token", None, torch.device("cpu")) if made is None else made
+    made = StepMetrics(1000, AlgorithmConfig(), torch.device("cpu")) if made is None else made
     columns = zip(*tokens, strict=True)
     staleness, ratios, advantages, cut, masked = (torch.tensor(column) for column in columns)
     zeros = torch.zeros(len(tokens))

@@ -137,24 +137,3 @@ def test_levels_and_times_leave_out_entries_but_no_broken_lines(tmp_path: Path) 
     since_s = parse_entry(entry(4, "x"), BEFORE).time_s
     log = RoleLog(path, level="warning", since_s=since_s)
     assert [one.lines[0] for one in log.new_entries(with_rest=True)] == ["loud", "half"]
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(0, 59), max_size=60).map(sorted), st.integers(0, 59), st.integers(350, 800))
-def test_early_entries_are_skipped_without_reading_them(
-    tmp_path_factory: pytest.TempPathFactory, times: list[int], since: int, chunk_bytes: int
-) -> None:
-    path = tmp_path_factory.mktemp("log") / "a.jsonl"
-    lines = [entry(second, str(number), text="x" * (number % 7) * 9) for number, second in enumerate(times)]
-    path.write_text("".join(f"{line}\n" for line in lines))
-    since_s = parse_entry(entry(since, "since"), BEFORE).time_s
-    read = list[str]()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(log_entries, "CHUNK_BYTES", chunk_bytes)
-        log = RoleLog(path, level="debug", since_s=since_s)
-        patch.setattr(log_entries, "parse_entry", lambda line, before: read.append(line) or parse_entry(line, before))
-        found = [one.lines[0].split()[0] for one in log.new_entries(with_rest=True)]
-    wanted = [str(number) for number, second in enumerate(times) if second >= since]
-    assert found == wanted
-    early_bytes = sum(map(len, read[: len(read) - len(wanted)]))
-    assert early_bytes <= chunk_bytes + 2 * max(map(len, lines), default=0)

@@ -11,11 +11,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from asyncrl.observe.curves import read_metrics
 from asyncrl.observe.live import LiveView
 from asyncrl.observe.logs import last_error
-from asyncrl.observe.trackers import make_trackers
-from tests.helpers.replay import small_config
 
 STATUS = {
     "step": 3, "reward": 0.5, "staleness_mean": 1.5, "staleness_max": 2, "tokens_per_s": 1234.0,
@@ -51,17 +48,6 @@ def test_logs_are_json_with_role_level_time_and_traceback(tmp_path: Path) -> Non
     assert last_error(tmp_path / "missing.jsonl") == ""
 
 
-def test_trackers_write_every_step(tmp_path: Path) -> None:
-    trackers = make_trackers(small_config(observe__trackers=["tensorboard"]), tmp_path)
-    for step in (1, 2):
-        trackers.log(step, {"reward/mean": step / 2})
-    trackers.close()
-    assert read_metrics(tmp_path / "metrics.jsonl") == [
-        {"step": 1, "reward/mean": 0.5}, {"step": 2, "reward/mean": 1.0},
-    ]  # fmt: skip
-    assert list((tmp_path / "tensorboard").glob("events*"))
-
-
 def test_plain_view_prints_lines() -> None:
     out = io.StringIO()
     view = LiveView(Console(file=out, width=200), run="r", steps=3, max_staleness=4)
@@ -70,13 +56,6 @@ def test_plain_view_prints_lines() -> None:
     assert out.getvalue() == (
         "step 3/3  reward 0.500  staleness 1.50 (max 2 of 4)  1,234 tok/s  idle: generators 10%, learners 2%\n"
     )
-
-
-def test_a_limit_that_moves_stands_beside_the_hard_bound() -> None:
-    out = io.StringIO()
-    with LiveView(Console(file=out, width=200), run="r", steps=3, max_staleness=4) as view:
-        view.update(STATUS | {"metrics": STATUS["metrics"] | {"replay/staleness_limit": 3.0}})
-    assert "staleness 1.50 (max 2 of 4, 3 admitted)" in out.getvalue()
 
 
 def test_plain_view_tells_the_last_evaluation_and_the_one_under_way() -> None:

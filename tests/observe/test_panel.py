@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from asyncrl.observe.curves import spread
-from asyncrl.observe.live import MAX_HISTORY, History, LiveView, ShownSample, bar, sparkline
+from asyncrl.observe.live import MAX_HISTORY, LiveView, RewardHistory, ShownSample
 from tests.observe.test_observe import COLLAPSE, LAGS, STATUS
 
 METRICS = {
@@ -114,18 +113,10 @@ def test_a_panel_without_steps_or_metrics_is_drawn() -> None:
     assert not any("goodput" in line for line in lines), "unknown and not 0"
 
 
-def test_sparklines_and_bars() -> None:
-    assert sparkline([0.0, 0.5, 1.0], 10) == "▁▅█" and sparkline([2.0, 2.0], 10) == "▁▁"
-    assert sparkline([], 10) == sparkline([float("nan")], 10) == ""
-    assert len(sparkline([float(value) for value in range(1000)], 40)) == 40
-    assert spread([1.0, 3.0, 5.0], 2) == [2.0, 5.0]
-    assert (bar(0.0), bar(0.5), bar(2.0)) == ("░" * 6, "███░░░", "█" * 6)
-
-
 def test_the_history_is_bounded_and_knows_how_long_a_step_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = iter(range(0, 10_000, 2))
     monkeypatch.setattr("asyncrl.observe.live.time.monotonic", lambda: float(next(now_s)))
-    history = History()
+    history = RewardHistory()
     for step in range(1, 2 * MAX_HISTORY):
         history.add(step, 1.0)
         history.add(step, 5.0)

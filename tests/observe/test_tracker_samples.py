@@ -74,15 +74,6 @@ def test_the_console_tracker_prints_a_line_per_step_and_sample(
         "3 - trained sample", "3 - trained sample"]  # fmt: skip
 
 
-def test_steps_that_were_logged_before_a_restart_have_no_samples_again(
-    config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    log_all(config, tmp_path, "console")
-    before = capsys.readouterr().out
-    log_all(config, tmp_path, "console")
-    assert "trained sample" in before and capsys.readouterr().out == ""
-
-
 @pytest.mark.slow
 def test_mlflow_has_metrics_parameters_and_samples_of_one_run(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

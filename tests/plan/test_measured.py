@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -34,24 +33,12 @@ def test_costs_are_found_again(tmp_path: Path) -> None:
     assert (run.tokens_per_s, run.generator_idle, run.staleness) == (100.0, 0.25, [5, 5])
 
 
-def test_the_trace_alone_names_its_run(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "r")
-    assert read_run(folder / "trace.parquet").workload.engine == ENGINE
-
-
 def test_an_evaluation_after_the_last_step_hides_nothing(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "r")
     last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["step"]
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": last, "eval/version": last, "eval/reward": 0.5}) + "\n")
     assert read_run(folder).workload.engine == ENGINE
-
-
-def test_batches_that_were_received_ahead_cost_the_learner_nothing(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "r")
-    rows = [json.loads(line) | {"learner/wait_s": 0.0} for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert read_run(folder).workload.learner.take_s == 0.0
 
 
 def test_generators_that_take_turns_are_faster_alone(tmp_path: Path) -> None:
@@ -163,16 +150,6 @@ def test_turns_and_waits_are_those_of_the_trace(tmp_path: Path) -> None:
     assert branched.completions[1:].tolist() == lengths[1:].tolist(), "the rows of a member count as one"
     recent = RecentRun(load_config(config).model_copy(update={"runs_dir": str(tmp_path)}), generators_per_device=1)
     assert recent.timed_out_fraction() == pytest.approx(0.1)
-
-
-def test_steps_of_one_size_count_by_tokens(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "r")
-    table = pq.read_table(folder / "trace.parquet")
-    same = pa.array([[30, 30]] * len(table), SCHEMA.field("completion_tokens").type)
-    pq.write_table(table.set_column(14, SCHEMA.field("completion_tokens"), same), folder / "trace.parquet")
-    learner = read_run(folder).workload.learner
-    assert learner.base_s == pytest.approx(0.01), "the cost of a commit"
-    assert np.isfinite(learner.token_s)
 
 
 def test_a_step_that_drops_groups_costs_what_is_computed_of_it(tmp_path: Path) -> None:

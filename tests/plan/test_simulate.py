@@ -136,14 +136,6 @@ def test_tokens_are_of_the_version_that_sampled_them() -> None:
     assert sum(found.staleness) == 50 * 100
 
 
-def test_refunded_groups_are_replaced() -> None:
-    lengths = Lengths.log_normal(
-        mean_tokens=20, sigma=0.5, max_tokens=60, group_size=8, refunded_fraction=0.5, prompt_tokens=5
-    )
-    found = simulate(Workload(lengths, ENGINE, LearnerCost(0.0, 1e-6)), setup(max_staleness=4))
-    assert 0.4 < found.refunded_groups / (found.refunded_groups + 800) < 0.6
-
-
 @pytest.mark.parametrize("choice", ["refund", "train", "drop"])
 def test_the_goodput_is_that_of_the_simulated_sums(choice: str) -> None:
     lengths = Lengths.log_normal(mean_tokens=30, sigma=1.0, max_tokens=200, group_size=4, refunded_fraction=0.4)
@@ -206,7 +198,7 @@ def test_impossible_setups_are_refused(changes: dict[str, Any], says: str) -> No
 
 
 def test_the_routing_of_tokens_goes_through_the_queue() -> None:
-    """13 bytes of a token, and those of its routing."""
+    """13 bytes of a token, and the bytes of its routing."""
     options = ("simulate", "--steps", "5", "mean_tokens=50", "engine_base_ms=10", "learner_token_us=20")
     rates: list[float] = []
     for more in ((), ("routing_bytes=117",)):

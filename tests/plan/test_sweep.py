@@ -8,7 +8,6 @@ import os
 import shutil
 import stat
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,10 @@ from asyncrl.plan.sweep import (
     Cell,
     Sweep,
     parse_limits,
-    print_results,
-    read_cell,
     read_results,
     recommend,
     run_cells,
-    smoothed,
     status_of,
-    write_sweep_report,
 )
 from tests.helpers.replay import small_config
 from tests.plan.made_runs import make_run
@@ -104,11 +99,6 @@ def test_what_a_cell_chose_for_auto_and_epochs_is_no_other_setting(sweep: Sweep)
     assert run_cells(sweep, quiet(), again) == ([], False) and again.names == []
 
 
-def test_a_sweep_finds_its_runs_in_the_folder_of_runs(sweep: Sweep) -> None:
-    elsewhere = replace(sweep, settings={"runs_dir": "elsewhere"})
-    assert str(elsewhere.cells[0].run_dir) == "elsewhere/try-s0-seed0"
-
-
 def test_a_failed_cell_is_reported_and_the_others_run(sweep: Sweep) -> None:
     out = io.StringIO()
     failed, interrupted = run_cells(sweep, Console(file=out, width=200), MadeRuns([0, 1]))
@@ -147,24 +137,14 @@ def test_results_of_all_cells(sweep: Sweep, tmp_path: Path) -> None:
     assert results.recommendation.max_staleness == 2
     assert results.recommendation.best_fraction == {0: 0.0, 2: 1.0}
     out = io.StringIO()
-    print_results(results, Console(file=out, width=200))
+    results.show(Console(file=out, width=200))
     assert "use max_staleness 2: reward 0.705" in out.getvalue()
     assert "goodput" in out.getvalue() and " 46% " in out.getvalue()
-    results.write(tmp_path / "sweep.json")
+    results.write(tmp_path, name="<try>")
     assert json.loads((tmp_path / "sweep.json").read_text())["recommendation"]["max_staleness"] == 2
-    write_sweep_report(results, tmp_path / "sweep.html", name="<try>")
     page = (tmp_path / "sweep.html").read_text()
     assert "<title>asyncrl sweep &lt;try&gt;</title>" in page
     assert "Pareto front" in page
-
-
-def test_a_step_without_an_update_counts(sweep: Sweep) -> None:
-    run_cells(sweep, quiet(), MadeRuns())
-    file = sweep.cells[0].run_dir / "metrics.jsonl"
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    del rows[3]["learner/loss"], rows[3]["correction/ess"]
-    file.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"step": 12, "eval/reward": 1.0}]))
-    assert read_cell(sweep.cells[0]).steps == list(range(1, 13))
 
 
 def test_a_partial_sweep_has_results_and_an_empty_one_none(sweep: Sweep) -> None:
@@ -192,10 +172,6 @@ def test_one_seed_says_that_it_is_unsure() -> None:
     assert "one seed only" in found.sentence
 
 
-def test_smoothing_is_a_mean_of_the_latest() -> None:
-    assert smoothed([1, 2, 3, 4, 5, 6, 7]) == [1, 1.5, 2, 2.5, 3, 4, 5]
-
-
 def collapse(cell: Cell, **changes: Any) -> None:
     """Makes a finished cell one that collapsed."""
     file = cell.run_dir / "summary.json"
@@ -210,16 +186,16 @@ def test_a_limit_at_which_a_run_collapsed_is_not_recommended(sweep: Sweep, tmp_p
     assert (results.recommendation.max_staleness, results.recommendation.best_fraction) == (0, {0: 1.0})
     assert [(limit.collapsed, limit.seeds, limit.pareto) for limit in results.limits] == [(0, 2, True), (1, 2, False)]
     out = io.StringIO()
-    print_results(results, Console(file=out, width=200))
+    results.show(Console(file=out, width=200))
     assert "collapsed" in out.getvalue() and "1 of 2" in out.getvalue() and "use max_staleness 0: " in out.getvalue()
-    write_sweep_report(results, tmp_path / "sweep.html", name="try")
+    results.write(tmp_path, name="try")
     assert "max_staleness 2, 1 of 2 collapsed" in (tmp_path / "sweep.html").read_text()
     for cell in sweep.cells[:3]:
         collapse(cell)
     lost = read_results(sweep.cells)
     assert lost.recommendation.max_staleness is None
     out = io.StringIO()
-    print_results(lost, Console(file=out, width=200))
+    lost.show(Console(file=out, width=200))
     assert "use none of these limits: with each a run collapsed" in out.getvalue()
     assert "with max_staleness 0 so: try-s0-seed0 collapsed. Lower it" in out.getvalue()
 

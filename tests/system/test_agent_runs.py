@@ -1,6 +1,6 @@
 """Ten optimizer steps of programs that know nothing of asyncrl: those of docs/environments.md, on a tiny chat model.
 
-The arrays that were trained are compared with what the program would have said to what the policy said.
+The arrays that were trained are compared with the program's replies to the policy's texts.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from asyncrl.cli.verifiers_rows import make_verifiers_rows
-from asyncrl.environments.dialogue.dialogue import ChatDialogue
+from asyncrl.cli.parts import make_verifiers_rows
+from asyncrl.environments.dialogue.dialogue import ChatDialogue, Dialogue
 from asyncrl.environments.environment import Message
 from asyncrl.launch.fork_server import ForkServer
 from asyncrl.replay.history import JournalBatches
@@ -36,7 +36,7 @@ SMALL = [
 ]  # fmt: skip
 CALL = '<tool_call>\n{{"name": "multiply", "arguments": {{"a": {a}, "b": {b}}}}}\n</tool_call>'
 PRODUCTS = [CALL.format(a=6, b=7), CALL.format(a=2, b=3), "42", "6", ""]
-"""What the models say; an empty turn, too."""
+"""Texts of the models, of which one is an empty turn."""
 ROWS = [("6 * 7 =", "42"), ("2 * 3 =", "6")]
 
 
@@ -154,7 +154,7 @@ def turns_of(member: Trajectory) -> list[list[int]]:
 def replay(
     dialogue: ChatDialogue, member: Trajectory, row: tuple[list[Message], str], program: Program
 ) -> tuple[float, dict[str, float]]:
-    """Returns reward and parts of what the policy said; asserts that the tokens are those that the program makes."""
+    """Returns reward and parts of the policy's texts; asserts that the tokens are those that the program makes."""
     messages, truth = row
     talk, left = Conversation(dialogue, messages), iter(turns_of(member))
     reward, parts = program(talk, truth, left)
@@ -166,7 +166,7 @@ def replay(
 def check(run_dir: Path, model: Path, rows: list[tuple[list[Message], str]], program: Program) -> Counter[int]:
     """Asserts that all that was trained is what the program makes of the policy's turns; returns how many episodes have
     how many turns."""
-    dialogue, found = ChatDialogue(str(model), trust_remote_code=False, max_observation_tokens=2048), Counter[int]()
+    dialogue, found = Dialogue(str(model), trust_remote_code=False, max_observation_tokens=2048).chat, Counter[int]()
     for row, member in members(run_dir):
         reward, parts = replay(dialogue, member, rows[row], program)
         assert member.reward == pytest.approx(reward)
@@ -208,7 +208,7 @@ def test_a_command_with_the_agents_of_openai_trains_unchanged(folder: Path, trai
     few = ["replay.groups_per_step=2", "generator.group_size=2", "generator.max_running_groups=2"]
     run_dir = train("calculator_agent.yaml", name, *few)
     for row, member in members(run_dir):
-        dialogue = ChatDialogue("model", trust_remote_code=False, max_observation_tokens=2048)
+        dialogue = Dialogue("model", trust_remote_code=False, max_observation_tokens=2048).chat
         last = dialogue.read(turns_of(member)[-1], ()).message["content"]
         assert member.reward == float(last.strip() == ROWS[row][1])
         assert len(turns_of(member)) <= 4

@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -39,8 +39,8 @@ def load_mcp(rest: str, options: Options, python: str | None) -> Named:
         tools = thread.submit(lambda: asyncio.run(_listed(name, rest))).result()
     if not tools:
         raise ConfigError(f"environment.name = {name!r}: the server has no tools")
-    members = {"target": rest, "known": tools, "tools": [tool.schema for tool in tools.values()]}
-    return checked(name, type(name, (McpEnvironment,), members), options)
+    kind = type(name, (McpEnvironment,), {"target": rest, "_known": tools})
+    return checked(name, kind, options)
 
 
 class McpEnvironment(ToolEnvironment):
@@ -49,20 +49,19 @@ class McpEnvironment(ToolEnvironment):
 
     returns_at_once = True
     target: ClassVar[str]
-    known: ClassVar[Mapping[str, Tool]]
 
     def __init__(self, task: Task, *, reward: str | None = None, per_episode: bool = False) -> None:
         super().__init__(task)
         self._reward = load_reward(reward)
         self._own = per_episode
-        self._server: Server | None = None
+        self._server: McpServer | None = None
 
     @classmethod
     def check_setup(cls, **options: Any) -> None:
         load_reward(options.get("reward"))
 
     async def reset(self) -> None:
-        self._server = Server(self.target) if self._own else shared(self.target)
+        self._server = McpServer(self.target) if self._own else shared(self.target)
         await self._server.client()
 
     async def reward(self) -> Any:
@@ -71,9 +70,6 @@ class McpEnvironment(ToolEnvironment):
     async def close(self) -> None:
         if self._own and self._server is not None:
             await self._server.close()
-
-    def _tools(self) -> Mapping[str, Tool]:
-        return self.known
 
     def _method(self, name: str) -> Callable[..., Any]:
         assert self._server is not None
@@ -97,7 +93,7 @@ class McpEnvironment(ToolEnvironment):
         return call
 
 
-class Server:
+class McpServer:
     """A connection to a server, which is started for it. It has a separate task, since it must be opened and closed
     in the same one."""
 
@@ -134,14 +130,14 @@ class Server:
                 self._opened.set_exception(RuntimeError(f"cannot connect to {self._target}: {_cause(error)}"))
 
 
-_shared: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Server]] = WeakKeyDictionary()
+_shared: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, McpServer]] = WeakKeyDictionary()
 
 
-def shared(target: str) -> Server:
+def shared(target: str) -> McpServer:
     """The server of this process, which is another one when it has ended."""
     servers = _shared.setdefault(asyncio.get_running_loop(), {})
     if target not in servers or servers[target].lost:
-        servers[target] = Server(target)
+        servers[target] = McpServer(target)
     return servers[target]
 
 

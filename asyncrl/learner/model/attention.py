@@ -7,7 +7,7 @@ for sequences of all lengths where there is one. Elsewhere it uses padding: it g
 
 Ranks may share their sequences (Ulysses, arXiv:2309.14509): each computes a part of the tokens of every row. Only
 attention sees all tokens, of a part of the heads: before it, the ranks exchange tokens for heads, and after it heads
-for tokens. What a rank computes of its own tokens is then collected, so that all of them have the same losses.
+for tokens. The results for the tokens of each are then collected, so that all ranks have the same losses.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _META_AS_GPU: ContextVar[bool] = ContextVar("meta tensors stand for tensors on a
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class PaddedBucket:
     """Sequences of similar length, padded to [batch, length]."""
 
     batch: int
@@ -70,7 +70,7 @@ class Segments:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class PackedLayout:
     """Index maps of a packed row of T tokens. The model computes D distinct tokens; each other token has the same
     hidden state as one of them."""
 
@@ -78,13 +78,13 @@ class Layout:
     """int64 [D], positions in the row of the tokens that the model computes."""
     twins: Tensor
     """int64 [T], index among the D computed tokens of each token of the row."""
-    buckets: list[Bucket]
+    buckets: list[PaddedBucket]
     restore: Tensor
     """int64 [D], position of each computed token in the concatenated buckets."""
     segments: Segments
 
 
-def make_layout(lengths: Integers, firsts: Integers | None = None) -> Layout:
+def make_layout(lengths: Integers, firsts: Integers | None = None) -> PackedLayout:
     """Returns the layout of packed sequences of these lengths.
 
     `firsts` is the result of `find_firsts`; if None, the model computes every token.
@@ -96,7 +96,7 @@ def make_layout(lengths: Integers, firsts: Integers | None = None) -> Layout:
     twins = np.searchsorted(computed, firsts)
     restore = np.empty(len(here), dtype=np.int64)
     order = np.argsort(-lengths, kind="stable")
-    buckets: list[Bucket] = []
+    buckets: list[PaddedBucket] = []
     offset = 0
     while len(order):
         length = int(lengths[order[0]])
@@ -107,19 +107,19 @@ def make_layout(lengths: Integers, firsts: Integers | None = None) -> Layout:
         source = starts[members, None] + np.minimum(column, lengths[members, None] - 1)
         places = offset + np.arange(source.size).reshape(source.shape)
         restore[source[real]] = places[real]
-        buckets.append(Bucket(len(members), length, torch.from_numpy(twins[source.reshape(-1)])))
+        buckets.append(PaddedBucket(len(members), length, torch.from_numpy(twins[source.reshape(-1)])))
         offset += source.size
     computed_at, twins_at, restore_at = (torch.from_numpy(array) for array in (computed, twins, restore[computed]))
-    return Layout(computed_at, twins_at, buckets, restore_at, make_segments(lengths, computed, twins))
+    return PackedLayout(computed_at, twins_at, buckets, restore_at, make_segments(lengths, computed, twins))
 
 
 def make_segments(lengths: Integers, computed: Integers, twins: Integers) -> Segments:
     """Returns the segments of a packed row of sequences [S] from the positions `computed` of the computed tokens, and
     the index `twins` of the computed token that each token of the row has the hidden state of."""
     sequence = np.repeat(np.arange(len(lengths)), lengths)
-    own = np.bincount(sequence[computed], minlength=len(lengths))
-    keys = None if len(computed) == len(sequence) else torch.from_numpy(twins[own[sequence] > 0])
-    queries, keys_of = own[own > 0], lengths[own > 0]
+    num_own = np.bincount(sequence[computed], minlength=len(lengths))
+    keys = None if len(computed) == len(sequence) else torch.from_numpy(twins[num_own[sequence] > 0])
+    queries, keys_of = num_own[num_own > 0], lengths[num_own > 0]
     queries_before, keys_before = (
         torch.from_numpy(np.append(0, np.cumsum(counts)).astype(np.int32)) for counts in (queries, keys_of)
     )
@@ -128,8 +128,8 @@ def make_segments(lengths: Integers, computed: Integers, twins: Integers) -> Seg
 
 def find_firsts(tokens: Integers, lengths: Integers, groups: Integers, members: Integers | None = None) -> Integers:
     """Returns, for each token of a packed row, the first position in the row of the same token after the same prefix:
-    the token's own position, or one in the first sequence of its group, or in the first of its member of the group,
-    whichever has more tokens in common with it. The sequences [S] of a group are adjacent, and those of a member."""
+    the token's own position, or one in the first sequence of its group or of its member of the group, whichever has
+    more tokens in common with it. The sequences [S] of a group are adjacent, and so are a member's."""
     firsts, common = _shared(tokens, lengths, groups)
     if members is None or len(np.unique(members)) == len(members):
         return firsts
@@ -159,7 +159,7 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    packing: Layout,
+    packing: PackedLayout,
     parallel: SequenceParallel | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -224,7 +224,7 @@ def attend_varlen(
 
 
 def attend_in_buckets(
-    query: Tensor, key: Tensor, value: Tensor, packing: Layout, *, scaling: float | None, window: int | None
+    query: Tensor, key: Tensor, value: Tensor, packing: PackedLayout, *, scaling: float | None, window: int | None
 ) -> Tensor:
     """Returns the attention output [D, heads, size] of query [D, heads, size], key and value [D, key heads, size]."""
     outputs: list[Tensor] = []
@@ -237,7 +237,7 @@ def attend_in_buckets(
         if window is not None and bucket.length > window:
             mask = window_mask(bucket.length, window, q.device)
         groups = q.shape[1] // k.shape[1]
-        if groups > 1 and lacks_grouped_kernel(q, mask):
+        if groups > 1 and is_on_gpu(q):  # its kernels for grouped heads in float32 or with a mask store all scores
             k, v = (tensor.repeat_interleave(groups, dim=1) for tensor in (k, v))
             groups = 1
         output = scaled_dot_product_attention(
@@ -251,12 +251,6 @@ def window_mask(length: int, window: int, device: torch.device) -> Tensor:
     """Returns bool [length, length], true where a token (row) attends to another: itself and the `window` - 1 tokens
     before it."""
     return torch.ones(length, length, dtype=torch.bool, device=device).tril_().triu_(1 - window)
-
-
-def lacks_grouped_kernel(query: Tensor, mask: Tensor | None) -> bool:
-    """True if torch has no memory-efficient attention kernel for grouped key and value heads: on a GPU in float32 or
-    with a mask, where only the kernel that writes all scores supports them. Not measured on a GPU yet."""
-    return is_on_gpu(query) and (query.dtype is torch.float32 or mask is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,8 +271,8 @@ class SequenceParallel:
     def own(self, places: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Returns which of the places [N], in `count` tokens, are in this rank's part, and these places in the part."""
         size = self._part_size(count)
-        own = torch.nonzero(places // size == self.rank).squeeze(-1)
-        return own, places[own] - self.rank * size
+        local = torch.nonzero(places // size == self.rank).squeeze(-1)
+        return local, places[local] - self.rank * size
 
     def by_heads(self, query: Tensor, key: Tensor, value: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """Returns query, key and value [count, heads / size, head size] of this rank's heads and all tokens, from those
@@ -291,17 +285,17 @@ class SequenceParallel:
         return query, key, value
 
     def by_tokens(self, output: Tensor) -> Tensor:
-        """Returns the output [part, heads, head size] of all heads and this rank's tokens, from that of its heads and
-        all tokens [D, heads / size, head size]."""
+        """Returns the output [part, heads, head size] of all heads and this rank's tokens, from the output of its heads
+        and all tokens [D, heads / size, head size]."""
         size = self._part_size(len(output))
         padding = output.new_zeros(size * self.size - len(output), *output.shape[1:])
         parts = torch.cat([output, padding]).unflatten(0, (self.size, size))
         return _Exchange.apply(parts, self.group).transpose(0, 1).flatten(1, 2)  # pyright: ignore
 
-    def collect(self, values: Tensor, own: Tensor, count: int) -> Tensor:
+    def collect(self, values: Tensor, local: Tensor, count: int) -> Tensor:
         """Returns what all ranks computed [..., count], from this rank's values [..., N] and their places. The gradient
         of each value goes to the rank that computed it."""
-        return _Collect.apply(values, own, count, self.group)  # pyright: ignore[reportReturnType]
+        return _Collect.apply(values, local, count, self.group)  # pyright: ignore[reportReturnType]
 
     def _part_size(self, count: int) -> int:
         return -(-count // self.size)
@@ -347,18 +341,18 @@ def _exchange(values: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 class _Collect(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, own: Tensor, count: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.save_for_backward(own)
+    def forward(ctx: Any, values: Tensor, local: Tensor, count: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.save_for_backward(local)
         everything = values.new_zeros(*values.shape[:-1], count)
-        everything[..., own] = values
+        everything[..., local] = values
         dist.all_reduce(everything, group=group)
         return everything
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, slopes: Tensor) -> tuple[Tensor, None, None, None]:
-        (own,) = ctx.saved_tensors
-        return slopes[..., own], None, None, None
+        (local,) = ctx.saved_tensors
+        return slopes[..., local], None, None, None
 
 
 @contextmanager

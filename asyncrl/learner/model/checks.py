@@ -55,7 +55,7 @@ def check_packing(model: PreTrainedModel, score: Callable[[MicroBatch], Any], de
     forward passes of at most 21 tokens. All ranks that share the model's weights call it, and all get the same result.
     """
     together = _group([0, 1], model.config.get_text_config().vocab_size)
-    what = f"{name}: a model of type {model.config.model_type}"
+    subject = f"{name}: a model of type {model.config.model_type}"
     training = model.training
     windows = _windows(model)
     try:
@@ -66,7 +66,7 @@ def check_packing(model: PreTrainedModel, score: Callable[[MicroBatch], Any], de
             trained = _hidden_states(model, score, together, device, training=True)
         model.set_attn_implementation("eager")
         try:
-            alone = [_hidden_states(model, score, [one], device)[0] for one in together]
+            alone = [_hidden_states(model, score, [trajectory], device)[0] for trajectory in together]
         finally:
             model.set_attn_implementation(PACKED)
             model.train(training)
@@ -76,7 +76,7 @@ def check_packing(model: PreTrainedModel, score: Callable[[MicroBatch], Any], de
         if isinstance(error, RuntimeError) and is_lost_rank(error):
             raise
         raise ConfigError(
-            f"{what} cannot be scored in packed rows ({type(error).__name__}: {error}); {HOW_TO_FIX}"
+            f"{subject} cannot be scored in packed rows ({type(error).__name__}: {error}); {HOW_TO_FIX}"
         ) from error
     finally:
         for owner, window in windows:
@@ -90,14 +90,14 @@ def check_packing(model: PreTrainedModel, score: Callable[[MicroBatch], Any], de
         raise ConfigError(f"{name}: bad weights: {_not_finite(model)}; save or download the model again")
     if not difference <= tolerance:
         raise ConfigError(
-            f"{what} computes sequences in a packed row differently from each sequence alone: hidden states differ by "
-            f"{difference:.2g} {rounding}. Its layers mix tokens by more than attention, or use an attention that "
+            f"{subject} computes sequences in a packed row differently from each sequence alone: hidden states differ "
+            f"by {difference:.2g} {rounding}. Its layers mix tokens by more than attention, or use an attention that "
             f"cannot be replaced, or a sliding window that it is not told of; {HOW_TO_FIX}"
         )
     difference = _difference(trained, packed)
     if not difference <= tolerance:
         raise ConfigError(
-            f"{what} computes differently in training and in evaluation: hidden states differ by {difference:.2g} "
+            f"{subject} computes differently in training and in evaluation: hidden states differ by {difference:.2g} "
             f"{rounding}. It has dropout or random routing that cannot be disabled, which the sampling policy does not "
             "have; use another model (docs/models.md has a table)"
         )
@@ -153,13 +153,13 @@ def _hidden_states(
     """Returns the last hidden states [length, size] of each trajectory in one packed row, float32 on the CPU."""
     group = Group(0, 0, 0, 0, "", 0, 0, trajectories)
     (micro,) = make_batch([group], tokens_per_microbatch=sum(LENGTHS)).micro_batches
-    kept: list[Tensor] = []
+    captured: list[Tensor] = []
 
     def set_mode(body: torch.nn.Module, _: Any) -> None:
         body.train(training)  # overrides the evaluation mode that `score` sets
 
     def keep(_: torch.nn.Module, __: Any, output: Any) -> None:
-        kept.append(output.last_hidden_state.detach())
+        captured.append(output.last_hidden_state.detach())
 
     body = model.base_model
     hooks = [body.register_forward_pre_hook(set_mode), body.register_forward_hook(keep)]
@@ -168,7 +168,7 @@ def _hidden_states(
     finally:
         for hook in hooks:
             hook.remove()
-    row = kept[0].squeeze(0).float().cpu()[micro.layout.twins]
+    row = captured[0].squeeze(0).float().cpu()[micro.layout.twins]
     return list(row.split([len(trajectory.tokens) for trajectory in trajectories]))
 
 
@@ -176,7 +176,7 @@ class MismatchCheck:
     """Compares the learner's log-probs with the engine's, once in the life of a process.
 
     Counts only trajectories whose tokens were all sampled by the learner's own version, so that each token's context
-    was also computed with that version's weights. Both log-probs are those of the complete distribution at the sampling
+    was also computed with that version's weights. Both log-probs are of the complete distribution at the sampling
     temperature.
     """
 

@@ -129,12 +129,12 @@ def _load(
 def load_partitioned(
     kind: Any, config: Config, path: str, files: dict[str, Path], *, new: tuple[str, ...], **options: Any
 ) -> tuple[PreTrainedModel, dict[str, Any]] | None:
-    """Returns the model of the folder as an auto class `kind` builds it, with partitioned parameters, and what
-    `from_pretrained` says of it: the names of parameters that the folder lacks, which are all of the modules `new`, and
-    of tensors in its `files` that the model lacks. All ranks call it.
+    """Returns the model of the folder as an auto class `kind` builds it, with partitioned parameters, and the
+    loading info of `from_pretrained`: the names of parameters that the folder lacks, all of them in the modules `new`,
+    and of tensors in its `files` that the model lacks. All ranks call it.
 
-    Returns None if the folder's tensors do not have the names and shapes that the model saves; a complete load may know
-    how to rename them, and says what is wrong.
+    Returns None if the folder's tensors do not have the names and shapes that the model saves; a complete load may
+    rename them, and reports errors.
     """
     from asyncrl.learner.distributed import deepspeed  # slow to import, and not needed without ranks
 
@@ -209,10 +209,10 @@ def hidden_states(
     """Returns the last hidden states [N, size] at the positions `logit_index` of the micro-batch. With `parallel`, only
     those of this rank's tokens, and which of the N they are."""
     layout, options = micro.layout, {}
-    computed, rows, own = layout.computed, layout.twins[micro.logit_index], None
+    computed, rows, local = layout.computed, layout.twins[micro.logit_index], None
     if parallel is not None:
         computed, options = parallel.part(computed), {"parallel": parallel}
-        own, rows = parallel.own(rows, len(layout.computed))
+        local, rows = parallel.own(rows, len(layout.computed))
     output = model.base_model(
         input_ids=micro.input_ids[computed].unsqueeze(0),
         position_ids=micro.position_ids[computed].unsqueeze(0),
@@ -220,7 +220,7 @@ def hidden_states(
         use_cache=False,
         **options,
     )
-    return output.last_hidden_state.squeeze(0).index_select(0, rows), own
+    return output.last_hidden_state.squeeze(0).index_select(0, rows), local
 
 
 def read_range(file: Any, name: str, begin: int, end: int) -> Tensor:
@@ -252,8 +252,8 @@ def _fill(model: PreTrainedModel, tensors: list[CheckpointTensor], files: dict[s
     with ExitStack() as stack:
         opened = {path: stack.enter_context(safe_open(path, "pt")) for path in set(files.values())}
         for piece in pieces(tensors, counts, stage=3, rank=dist.get_rank(), ranks=dist.get_world_size()):
-            own = parameters[piece.tensor.parameter].ds_tensor.view(-1)[piece.at : piece.at + piece.end - piece.begin]
-            own.copy_(read_range(opened[files[piece.tensor.name]], piece.tensor.name, piece.begin, piece.end))
+            part = parameters[piece.tensor.parameter].ds_tensor.view(-1)[piece.at : piece.at + piece.end - piece.begin]
+            part.copy_(read_range(opened[files[piece.tensor.name]], piece.tensor.name, piece.begin, piece.end))
 
 
 def largest_layer(network: nn.Module) -> int:

@@ -48,11 +48,11 @@ class LogprobHead(nn.Module):
         """
         chunk_tokens = max(1, (CUDA_CHUNK_BYTES if is_on_gpu(hidden) else CHUNK_BYTES) // (4 * self.vocabulary))
         columns = None if excludes is None else torch.tensor(self.excluded, device=hidden.device)
-        settings = _Settings(self.temperature, chunk_tokens, self.entropy_gradient, excludes, columns)
+        settings = _HeadSettings(self.temperature, chunk_tokens, self.entropy_gradient, excludes, columns)
         return _Score.apply(hidden, self.weight, self.bias, targets, settings)  # pyright: ignore[reportReturnType]
 
 
-class _Settings(NamedTuple):
+class _HeadSettings(NamedTuple):
     temperature: float
     chunk_tokens: int
     entropy_gradient: bool
@@ -68,23 +68,23 @@ class _Score(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, settings: _Settings
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, settings: _HeadSettings
     ) -> tuple[Tensor, Tensor]:
         logprobs, entropies = (torch.empty(len(targets), device=hidden.device) for _ in range(2))
         factor = _factor(weight)
-        kept: Tensor | None = None
+        saved: Tensor | None = None
         for part in _parts(len(targets), settings.chunk_tokens):
             scores = _logits(hidden[part], factor, bias, settings, part).log_softmax(dim=-1)
             logprobs[part] = scores.gather(-1, targets[part].unsqueeze(-1)).squeeze(-1)
             probs = scores.exp()
             if settings.entropy_gradient:
-                kept = scores
+                saved = scores
                 entropies[part] = -probs.mul_(scores).sum(dim=-1)
             else:
-                kept = probs
+                saved = probs
                 entropies[part] = -scores.mul_(probs).sum(dim=-1)
-        kept = kept if len(targets) <= settings.chunk_tokens else None
-        ctx.save_for_backward(hidden, weight, bias, targets, kept, entropies if settings.entropy_gradient else None)
+        saved = saved if len(targets) <= settings.chunk_tokens else None
+        ctx.save_for_backward(hidden, weight, bias, targets, saved, entropies if settings.entropy_gradient else None)
         ctx.settings = settings
         if not settings.entropy_gradient:
             ctx.mark_non_differentiable(entropies)
@@ -93,8 +93,8 @@ class _Score(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, slopes: Tensor, entropy_slopes: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, kept, entropies = ctx.saved_tensors
-        settings: _Settings = ctx.settings
+        hidden, weight, bias, targets, saved, entropies = ctx.saved_tensors
+        settings: _HeadSettings = ctx.settings
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         of_hidden = torch.empty_like(hidden) if wants_hidden else None
         # The sum over chunks is in float32 and rounded once: in bfloat16 every chunk would round it.
@@ -103,8 +103,8 @@ class _Score(torch.autograd.Function):
         factor = _factor(weight)
         for part in _parts(len(targets), settings.chunk_tokens):
             slope = (slopes[part] / settings.temperature).unsqueeze(-1)
-            if kept is not None:
-                table = kept
+            if saved is not None:
+                table = saved
             else:
                 logits = _logits(hidden[part], factor, bias, settings, part)
                 table = logits.softmax(dim=-1) if entropies is None else logits.log_softmax(dim=-1)
@@ -137,7 +137,7 @@ def _parts(count: int, size: int) -> Iterator[slice]:
     return (slice(begin, begin + size) for begin in range(0, count, size))
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: _Settings, part: slice) -> Tensor:
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: _HeadSettings, part: slice) -> Tensor:
     """Returns float32 logits [N, vocabulary] of one chunk at the temperature, those of excluded tokens `EXCLUDED`."""
     logits = _product(hidden, weight.t())
     if bias is not None:

@@ -87,11 +87,11 @@ class Adapters:
     def factors(self) -> dict[str, Factors]:
         """Returns float32 copies of the adapters' matrices, by the name of the weight that they change. The parameters
         have to be complete."""
-        found: dict[str, Factors] = {}
+        factors: dict[str, Factors] = {}
         for name, layer in self._layers.items():
             a, b = (matrix.detach().to(torch.float32, copy=True) for matrix in matrices_of(layer))
-            found[f"{name}.weight"] = Factors(a, b, layer.scaling[ADAPTER])
-        return found
+            factors[f"{name}.weight"] = Factors(a, b, layer.scaling[ADAPTER])
+        return factors
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
@@ -117,5 +117,5 @@ class Adapters:
 
 
 def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Returns the name and parameter of what is trained of a model."""
+    """Returns the name and parameter of each trained weight of a model."""
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]

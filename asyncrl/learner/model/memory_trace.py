@@ -36,7 +36,7 @@ class Trace:
     peak_bytes: int
     """The most that is alive at any moment of the pass."""
     layers_bytes: int
-    """The most that is alive in the backward pass of the layers, after that of the output layer."""
+    """The most that is alive in the backward pass of the layers, after the output layer's."""
 
 
 def trace(
@@ -55,7 +55,7 @@ def trace(
         exchanged: every gradient is copied to float32 for the exchange between ranks and freed at once, as ZeRO does
             from stage 1 on; otherwise it is added to a sum that exists already.
         entropy_gradient: the entropies have a gradient.
-        sequence_parallel: the number of ranks that share the micro-batch; the memory is that of one of them.
+        sequence_parallel: the number of ranks that share the micro-batch; the result is for one of them.
     """
     score = _scorer(model, entropy_gradient=entropy_gradient)
     micro = micro.to(META)
@@ -69,10 +69,10 @@ def trace(
     )
     try:
         with meta_as_gpu(on_gpu), live:
-            states, own = hidden_states(model, micro, parallel)
+            states, local = hidden_states(model, micro, parallel)
             forward_bytes = live.num_bytes
             last = states.detach().requires_grad_()
-            outputs = score(last, micro.targets if own is None else micro.targets[own])
+            outputs = score(last, micro.targets if local is None else micro.targets[local])
             (outputs * torch.empty_like(outputs)).sum().backward()
             del outputs
             output_bytes = live.next_peak()
@@ -108,8 +108,8 @@ class _OneOfRanks(SequenceParallel):
     """One of the ranks that share sequences. The others are not there, and tensors have no values."""
 
     def own(self, places: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        own = places[: -(-len(places) // self.size)]
-        return own, own
+        local = places[: -(-len(places) // self.size)]
+        return local, local
 
 
 def read_model_config(path: str, *, trust_remote_code: bool = False) -> Any:

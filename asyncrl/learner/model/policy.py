@@ -17,7 +17,7 @@ from asyncrl.learner.batch import MicroBatch, Routing
 from asyncrl.learner.distributed import Ranks, deepspeed
 from asyncrl.learner.model.attention import SequenceParallel, checked
 from asyncrl.learner.model.checks import check_packing
-from asyncrl.learner.model.engine import TrainedModel, gather_experts_together
+from asyncrl.learner.model.engine import TrainedModel
 from asyncrl.learner.model.loading import deepspeed_config, hidden_states, load_policy_model
 from asyncrl.learner.model.logprob_head import LogprobHead
 from asyncrl.learner.model.lora import Adapters
@@ -69,7 +69,6 @@ class Reference:
         network = PolicyNetwork(config, model).to(ranks.device).eval().requires_grad_(False)
         self.network: nn.Module = network
         if config.learner.zero_stage == 3:
-            gather_experts_together(model)
             self.network, *_ = deepspeed.initialize(model=network, config=deepspeed_config(config, network))
             self.network.eval()
         check_packing(model, self.logprobs, ranks.device, name := f"algorithm.reference = {path!r}")
@@ -112,11 +111,11 @@ class PolicyNetwork(nn.Module):
         if self.replay is not None:
             self.replay.use(micro.routing)
         excludes = None if self.excluded is None else self.excluded.is_early(micro.logit_index)
-        states, own = hidden_states(self.model, micro, self.parallel)
-        if self.parallel is None or own is None:
+        states, local = hidden_states(self.model, micro, self.parallel)
+        if self.parallel is None or local is None:
             return self.head(states, micro.targets, excludes)
-        scores = self.head(states, micro.targets[own], None if excludes is None else excludes[own])
-        logprobs, entropies = self.parallel.collect(torch.stack(scores), own, len(micro.targets))
+        scores = self.head(states, micro.targets[local], None if excludes is None else excludes[local])
+        logprobs, entropies = self.parallel.collect(torch.stack(scores), local, len(micro.targets))
         return logprobs, entropies
 
 
@@ -124,8 +123,8 @@ class PolicyNetwork(nn.Module):
 class Excluded:
     """Tokens that end a completion, which the engine does not sample in its first `places` tokens.
 
-    The engine's log-probs are those of the distribution without these tokens. Policy and reference policy exclude the
-    same tokens, so that importance ratios, divergence and entropy are those of the distribution that was sampled.
+    The engine's log-probs are of the distribution without these tokens. Policy and reference policy exclude the
+    same tokens, so that importance ratios, divergence and entropy belong to the distribution that was sampled.
     """
 
     places: int
