@@ -58,7 +58,7 @@ def save_tokenizer(folder: Path) -> None:
 
 
 def serve(folder: str, episodes: int, pipe: Connection) -> None:
-    """Serves episodes until it is told to end."""
+    """Serves episodes until a message arrives on the pipe."""
     asyncio.run(_serve(folder, episodes, pipe))
 
 

@@ -1,4 +1,4 @@
-"""Plays episodes of agent programs through a gateway, with a policy that says what it is told."""
+"""Plays episodes of agent programs through a gateway, with a policy of given texts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def play_program(
     options: Options | None = None,
     limits: Limits | None = None,
 ) -> list[Played]:
-    """Plays an episode of each task at once. `policy` returns what it says in an episode and a turn; a text that ends
+    """Plays an episode of each task at once. `policy` returns its text in an episode and a turn; a text that ends
     in ~ is cut there."""
     limits = limits or Limits(2000, 200, 8, 60.0, 60.0)
     return asyncio.run(_play(name, tasks, policy, python, options or {}, limits))
