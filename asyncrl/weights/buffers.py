@@ -11,9 +11,9 @@ import xxhash
 from torch import Tensor
 
 from asyncrl.errors import ConfigError, InvariantError, RunError
+from asyncrl.types import MAX_NUMBER
 from asyncrl.weights.layout import BUCKET_BYTES, ROW_BYTES, RankShare, WeightManifest
 from asyncrl.weights.transports import Transport, queued
-from asyncrl.wire.messages import MAX_NUMBER
 
 _LOOK_S = 0.1
 """Interval of calls of `check`."""

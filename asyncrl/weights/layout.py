@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import ProtocolError
-from asyncrl.wire.messages import MAX_DOCUMENT_CHARACTERS
+from asyncrl.types import MAX_DOCUMENT_CHARACTERS
 
 ROW_BYTES = 1024
 """The sizes of buckets and of the buffer are multiples of this; the checksum works on rows of this size."""

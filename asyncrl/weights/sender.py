@@ -38,6 +38,7 @@ from typing import Any
 import structlog
 
 from asyncrl.errors import AsyncrlError, RunError
+from asyncrl.types import MAX_NUMBER
 from asyncrl.weights.background import BackgroundSender, send_share
 from asyncrl.weights.buffers import Buffer, buffer_of
 from asyncrl.weights.layout import BUCKET_BYTES, WeightManifest, share_of
@@ -54,7 +55,6 @@ from asyncrl.weights.transports import (
     link_of,
     problem,
 )
-from asyncrl.wire.messages import MAX_NUMBER
 from asyncrl.wire.rpc import ChannelServer
 from asyncrl.wire.service_messages import (
     MIN_BUCKET_BYTES,
