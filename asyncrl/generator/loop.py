@@ -590,10 +590,10 @@ def non_negative(columns: NDArray[np.float64], values: NDArray[np.float64]) -> l
     best, least = [0.0] * columns.shape[1], float(values @ values)
     for size in range(1, columns.shape[1] + 1):
         for chosen in combinations(range(columns.shape[1]), size):
-            found = np.linalg.lstsq(columns[:, chosen], values)[0]
-            distance = float(np.square(columns[:, chosen] @ found - values).sum())
-            if found.min() >= 0.0 and distance < least:
+            coefficients = np.linalg.lstsq(columns[:, chosen], values)[0]
+            distance = float(np.square(columns[:, chosen] @ coefficients - values).sum())
+            if coefficients.min() >= 0.0 and distance < least:
                 best, least = [0.0] * columns.shape[1], distance
-                for column, coefficient in zip(chosen, found, strict=True):
+                for column, coefficient in zip(chosen, coefficients, strict=True):
                     best[column] = float(coefficient)
     return best

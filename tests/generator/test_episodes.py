@@ -385,15 +385,6 @@ def test_the_turn_of_the_oldest_group_takes_the_first_free_place(
     assert began[0] == first and len(began) == 2
 
 
-def test_turns_have_the_priority_of_their_ticket(
-    model_path: str, make_engine: MakeEngine, policies: list[Qwen2ForCausalLM]
-) -> None:
-    engine, pool = Recording(make_engine(environment__name="guess")), FakePool()
-    loop, client, _ = episode_loop(model_path, engine, pool, policies, groups=3)
-    finish(loop, client, 3)
-    assert set(engine.priorities) == {(str(ticket), ticket) for ticket in range(3)}
-
-
 def test_released_leases_report_the_tokens_of_all_turns(
     model_path: str, make_engine: MakeEngine, policies: list[Qwen2ForCausalLM]
 ) -> None:

@@ -18,7 +18,7 @@ from asyncrl.config.config import Config
 from asyncrl.errors import PeerTimeoutError
 from asyncrl.generator import loop as loop_module
 from asyncrl.generator.engine import Engine
-from asyncrl.generator.loop import _DENIED_IDLE_S, _MIN_STEPS, GroupRunner, StepCosts, non_negative
+from asyncrl.generator.loop import _DENIED_IDLE_S, GroupRunner, StepCosts, non_negative
 from asyncrl.replay.client import LeaseReply
 from asyncrl.types import NO_VERSION, Lease
 
@@ -378,23 +378,6 @@ def test_steps_of_few_sequences_are_not_forgotten() -> None:
     for running in [2, 8] * 40 + [64] * 20_000:
         costs.step(0.01 + 2e-4 * running, running=running, changed=0)
     assert costs.solve() == pytest.approx([0.01, 2e-4, 0.0])
-
-
-def test_nothing_is_known_of_few_steps() -> None:
-    costs = StepCosts()
-    for _ in range(_MIN_STEPS - 1):
-        costs.step(0.1, running=1, changed=0)
-    assert costs.solve() == []
-    costs.step(0.1, running=1, changed=0)
-    assert sum(costs.solve()[:2]) == pytest.approx(0.1)
-
-
-def test_rewards_take_their_mean() -> None:
-    costs = StepCosts()
-    assert costs.reward_s == 0.0
-    costs.scored(1.0)
-    costs.scored(2.0)
-    assert costs.reward_s == 1.5
 
 
 def test_no_cost_is_negative() -> None:
