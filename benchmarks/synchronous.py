@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Measured(TypedDict):
-    """What a side did in a time."""
+    """The work of a side in a time."""
 
     tokens: float
     seconds: float

@@ -21,7 +21,7 @@ import numpy as np
 
 from asyncrl.config.config import Config
 from asyncrl.environments.dialogue.dialogue import Dialogue
-from asyncrl.environments.episode import Limits, Turn
+from asyncrl.environments.episode import Limits, PolicyTurn
 from asyncrl.environments.gateway.server import Gateway
 from asyncrl.environments.player import Player
 from asyncrl.environments.programs.program_player import ProgramPlayer
@@ -55,12 +55,12 @@ class HostSpec:
 def run_host(parent: int, spec: HostSpec) -> None:
     """Makes this process a host, which ends with `parent`. Raises ConfigError if the environments cannot be loaded."""
     become_helper(parent)
-    host = Host(spec)
+    host = EnvironmentHost(spec)
     tune_gc()
     asyncio.run(host.serve())
 
 
-class Host:
+class EnvironmentHost:
     """Plays the episodes of one generator."""
 
     def __init__(self, spec: HostSpec) -> None:
@@ -125,21 +125,21 @@ class Host:
         for said in body.said:
             tokens = next(lists).tolist()
             if said.episode in self._players:
-                self._players[said.episode].receive(said.branch, Turn(tokens, said.status))
+                self._players[said.episode].receive(said.branch, PolicyTurn(tokens, said.status))
         for episode in body.dropped:
             if episode in self._tasks:
                 self._tasks[episode].cancel()
         return None
 
     def _player(self, start: EpisodeStart, prompt: list[int]) -> Player | ProgramPlayer:
-        found, dialogue, limits = self._table.of(start.data_source), self._dialogue, self._limits
+        environment, dialogue, limits = self._table.of(start.data_source), self._dialogue, self._limits
         keeps = self._keeps_messages
-        if isinstance(found, Named):
-            return Player(start, prompt, found, dialogue, limits, self._threads, self._say, keeps_messages=keeps)
+        if isinstance(environment, Named):
+            return Player(start, prompt, environment, dialogue, limits, self._threads, self._say, keeps_messages=keeps)
         return ProgramPlayer(
             start,
             prompt,
-            found,
+            environment,
             dialogue.chat_for(start.columns),
             limits,
             self._gateway,

@@ -30,7 +30,7 @@ from asyncrl.environments.calling import (
 from asyncrl.environments.dialogue.dialogue import Dialogue
 from asyncrl.environments.dialogue.rendering import DialogueError
 from asyncrl.environments.environment import Action, Environment, Message, Schema, ToolEnvironment
-from asyncrl.environments.episode import KeptHistory, Limits, Place, Turn, history_of, task_of
+from asyncrl.environments.episode import KeptHistory, Limits, PolicyTurn, TurnPlace, history_of, task_of
 from asyncrl.environments.table import Named
 from asyncrl.errors import ConfigError
 from asyncrl.types import EpisodeEnd
@@ -79,7 +79,7 @@ class Player:
     say: Callable[[Player, SayNext, list[int]], None]
     keeps_messages: bool = True
     """True if the messages are sent with the end of the episode."""
-    said: asyncio.Queue[Turn] = field(default_factory=asyncio.Queue[Turn])
+    said: asyncio.Queue[PolicyTurn] = field(default_factory=asyncio.Queue[PolicyTurn])
     num_tokens: int = 0
     """Length of the branch of the policy's last turn."""
     turn_rewards: list[float] = field(default_factory=list[float])
@@ -103,7 +103,7 @@ class Player:
         """Number of calls that did not return in time, and still run."""
         return len(self.caller.stuck)
 
-    def receive(self, branch: int, turn: Turn) -> None:
+    def receive(self, branch: int, turn: PolicyTurn) -> None:
         """Receives the policy's turn after a `say`."""
         self.said.put_nowait(turn)
 
@@ -120,8 +120,8 @@ class Player:
             if isinstance(made, ToolEnvironment):
                 made.in_thread = caller.in_thread
             ended, status = await self._turns(made)
-            given = await self._call(made, "reward")
-            score, parts = to_reward(self.caller.name, given)
+            answer = await self._call(made, "reward")
+            score, parts = to_reward(self.caller.name, answer)
             self.parts.update(parts)
             return self._end(status, ended, reward=sum(self.turn_rewards) + score)
         except EpisodeFailedError as error:
@@ -134,17 +134,17 @@ class Player:
 
     async def _turns(self, environment: Environment) -> tuple[EpisodeEnd, EpisodeStatus]:
         name, words, tools = self.caller.name, self.words, list(environment.tools)
-        place, history = self._opening(await self._call(environment, "reset"), tools)
-        if not place.num_tokens:
+        position, history = self._opening(await self._call(environment, "reset"), tools)
+        if not position.num_tokens:
             raise EpisodeFailedError("environment", f"{name}.reset said nothing, and the row has no prompt")
-        if self._room(place) < 1:
-            text = f"{place.num_tokens} tokens before the first turn, the window has "
+        if self._room(position) < 1:
+            text = f"{position.num_tokens} tokens before the first turn, the window has "
             raise EpisodeFailedError("overlong", f"{name}: {text}{self.limits.window_tokens}")
         said: list[Message] = []
         for number in range(self.named.max_turns(self.limits.max_turns)):
-            if number and not place.tokens:
+            if number and not position.tokens:
                 raise EpisodeFailedError("environment", f"{name}.step said nothing, and the episode is not done")
-            turn = await self._sample(place)
+            turn = await self._sample(position)
             action = self._action(turn, number, tools)
             history.receive(turn.tokens, action.message, action.tool_calls)
             self.messages += [*map(to_spoken, said), action.message]
@@ -154,16 +154,16 @@ class Player:
             if step.done:
                 return "done", turn.status
             said = to_messages(name, "step", step.observation, is_chat=words.is_chat)
-            place = history.follow(said)
-            if self._room(place) < 1:
+            position = history.follow(said)
+            if self._room(position) < 1:
                 return "window", "truncated"
         return "max_turns", "truncated"
 
-    def _opening(self, said: object, tools: Sequence[Schema]) -> tuple[Place, KeptHistory]:
+    def _opening(self, said: object, tools: Sequence[Schema]) -> tuple[TurnPlace, KeptHistory]:
         """The place of the first turn, and the history that makes the places of the next ones."""
         keep, tokens, messages = self._begun(said, tools)
         history = history_of(self.words, tools, messages, [*self.prompt[:keep], *tokens])
-        return Place(0, 0, keep, tokens), history
+        return TurnPlace(0, 0, keep, tokens), history
 
     def _begun(self, said: object, tools: Sequence[Schema]) -> tuple[int, list[int], list[Message] | None]:
         """The number of tokens kept of the row's prompt, and the following tokens; and all messages before the first
@@ -180,7 +180,7 @@ class Player:
         messages = joined(chat, messages, is_text=isinstance(said, str))
         return 0, self.words.begin(messages, tools), messages
 
-    def _action(self, turn: Turn, number: int, tools: Sequence[Schema]) -> Action:
+    def _action(self, turn: PolicyTurn, number: int, tools: Sequence[Schema]) -> Action:
         read = self.words.read(turn.tokens, tools, first_call=self.num_calls)
         self.num_calls += len(read.calls)
         return Action(
@@ -192,18 +192,18 @@ class Player:
             problems=read.problems,
         )
 
-    async def _sample(self, place: Place) -> Turn:
+    async def _sample(self, position: TurnPlace) -> PolicyTurn:
         """Returns the policy's turn at the place."""
-        max_tokens = min(self.limits.max_new_tokens, self._room(place))
-        wish = SayNext(self.start.episode, place.branch, place.source, place.keep, max_tokens, [])
-        self.say(self, wish, place.tokens)
+        max_tokens = min(self.limits.max_new_tokens, self._room(position))
+        wish = SayNext(self.start.episode, position.branch, position.source, position.keep, max_tokens, [])
+        self.say(self, wish, position.tokens)
         turn = await self.said.get()
-        self.num_tokens = place.num_tokens + len(turn.tokens)
+        self.num_tokens = position.num_tokens + len(turn.tokens)
         return turn
 
-    def _room(self, place: Place) -> int:
+    def _room(self, position: TurnPlace) -> int:
         """Tokens of the window that are left for a turn at the place."""
-        return self.limits.window_tokens - place.num_tokens
+        return self.limits.window_tokens - position.num_tokens
 
     async def _call(self, environment: Environment, method: str, *arguments: object) -> object:
         function = getattr(environment, method)

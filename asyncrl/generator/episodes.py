@@ -1,7 +1,7 @@
 """Episodes in progress in a generator: their exact tokens, and the exchange with the environment hosts.
 
-    start -> pool -> NextTurn  -> observe -> engine.add -> a completion -> act -> pool -> NextTurn ...
-                  -> ended     -> tried again, or the member of its group is complete
+    start -> pool -> SayNext -> engine.add -> a completion -> act -> pool -> SayNext ...
+                  -> EpisodeEnded -> tried again, or the member of its group is complete
 
 The engine's prompt of a turn is the list of tokens that is trained; sampled tokens are never encoded again.
 """
@@ -21,10 +21,10 @@ from asyncrl.errors import InvariantError
 from asyncrl.generator.engine import Completion, Engine
 from asyncrl.generator.groups import GroupInProgress
 from asyncrl.types import NO_VERSION, EpisodeOutcome, Status
-from asyncrl.wire.service_messages import EpisodeEnded
+from asyncrl.wire.service_messages import EpisodeEnded, SayNext
 
 if TYPE_CHECKING:
-    from asyncrl.environments.pool import EnvironmentPool, NextTurn
+    from asyncrl.environments.pool import EnvironmentPool
 
 log = structlog.get_logger()
 
@@ -216,16 +216,15 @@ class Episodes:
         ended: list[list[Completion]] = []
         arrived, idle = 0, not self._engine.num_running
         self._start_retries()
-        for reply in self._pool.poll():
+        for reply, observation in self._pool.poll():
             if reply.episode not in self._live:
                 continue
             episode = self._live[reply.episode]
             episode.answered()
-            if isinstance(reply, tuple):
+            if isinstance(reply, SayNext):
                 arrived += not episode.num_turns
-                self._add(episode, reply)
-                continue
-            if not self._tried_again(episode, reply):
+                self._add(episode, reply, observation.tolist())
+            elif not self._tried_again(episode, reply):
                 ended.append(self._end(episode, reply))
         if arrived or not idle:
             self._arrivals += (arrived - self._arrivals) / MEAN_POLLS
@@ -254,11 +253,11 @@ class Episodes:
         self._pool.start(key, lease.prompt, seed=seed, evaluation=lease.evaluation, group=group.name)
         episode.asked()
 
-    def _add(self, episode: _Episode, reply: NextTurn) -> None:
+    def _add(self, episode: _Episode, reply: SayNext, observation: list[int]) -> None:
         """Adds a turn to the engine. Raises InvariantError if its host sees another sequence than this process."""
         group, has_sampled = episode.group, episode.has_sampled
         branch = self._branch(episode, reply)
-        branch.tokens += reply.observation.tolist()
+        branch.tokens += observation
         branch.numbers.append(episode.num_turns)
         episode.num_turns += 1
         branch.in_engine = True
@@ -278,7 +277,7 @@ class Episodes:
             priority=group.lease.ticket,
         )
 
-    def _branch(self, episode: _Episode, reply: NextTurn) -> Branch:
+    def _branch(self, episode: _Episode, reply: SayNext) -> Branch:
         branch = episode.branches.get(reply.branch)
         if branch is None:
             prompt = episode.group.lease.prompt.tokens

@@ -1,4 +1,4 @@
-"""Links are as bad as they were told to be, and nothing is left of hosts."""
+"""Links have the quality that was set, and nothing is left of hosts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TIMEOUT_S = 60.0
 
 @pytest.fixture
 def pair(network: Network) -> tuple[Host, Host, Link]:
-    """A host that serves traffic, one behind a link, and the link."""
+    """A host that serves traffic, one across a link, and the link."""
     near, far = network.add("near"), network.add("far", linked=True)
     server = near.start("tests.network.traffic", "serve")
     assert server.stdout and server.stdout.readline() == "up\n"

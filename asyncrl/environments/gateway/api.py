@@ -106,7 +106,7 @@ def _spoken(message: Message) -> tuple[Any, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class TurnRequest:
     """A request for a turn."""
 
     messages: tuple[Message, ...]
@@ -122,7 +122,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class TurnAnswer:
     """A turn of the policy."""
 
     number: int
@@ -202,7 +202,7 @@ def chat_request(
     content: bytes,
     headers: Mapping[str, str],
     template_options: Mapping[str, Any],
-) -> Request:
+) -> TurnRequest:
     """The request of `chat/completions`; `template_options` are the episode's. Raises GatewayError."""
     _check_fields(body, template_options)
     messages = body.get("messages")
@@ -215,7 +215,7 @@ def chat_request(
     return _request(body, content, headers, messages=tuple(map(normalized, messages)), tools=shown)
 
 
-def text_request(body: Mapping[str, Any], content: bytes, headers: Mapping[str, str]) -> Request:
+def text_request(body: Mapping[str, Any], content: bytes, headers: Mapping[str, str]) -> TurnRequest:
     """The request of `completions`, whose prompt is a list of tokens. Raises GatewayError."""
     _check_fields(body, {})
     prompt = body.get("prompt")
@@ -229,11 +229,11 @@ def sampling_of(body: Mapping[str, Any]) -> list[str]:
     return [name for name in SAMPLING if body.get(name) is not None]
 
 
-def _request(body: Mapping[str, Any], content: bytes, headers: Mapping[str, str], **prompt: Any) -> Request:
+def _request(body: Mapping[str, Any], content: bytes, headers: Mapping[str, str], **prompt: Any) -> TurnRequest:
     key, count = headers.get(IDEMPOTENCY), headers.get(RETRY_COUNT, "0")
     digest = key or hashlib.blake2b(content, digest_size=16).hexdigest()
     is_retry = key is not None or (count.isdecimal() and int(count) > 0)
-    return Request(**prompt, max_tokens=_limit(body), stop=_stop(body), digest=digest, is_retry=is_retry)
+    return TurnRequest(**prompt, max_tokens=_limit(body), stop=_stop(body), digest=digest, is_retry=is_retry)
 
 
 def _limit(body: Mapping[str, Any]) -> int | None:
@@ -286,24 +286,23 @@ def models() -> dict[str, Any]:
     return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "asyncrl"}]}
 
 
-def chat_completion(episode: str, answer: Answer, *, model: str, with_tokens: bool) -> dict[str, Any]:
+def chat_completion(episode: str, answer: TurnAnswer, *, model: str, with_tokens: bool) -> dict[str, Any]:
     """The response of `chat/completions`."""
-    choice: dict[str, Any] = {"index": 0, "message": to_answer(answer.message), "logprobs": None}
-    choice["finish_reason"] = finish_reason(answer)
-    response = _head(episode, answer, model, "chat.completion") | {"choices": [choice], "usage": usage(answer)}
+    choice = {"index": 0, "message": to_answer(answer.message), "logprobs": None, "finish_reason": _finish(answer)}
+    response = _head(episode, answer, model, "chat.completion") | {"choices": [choice], "usage": _usage(answer)}
     if with_tokens:
         response["prompt_token_ids"], choice["token_ids"] = answer.prompt_tokens, answer.tokens
     return response
 
 
-def text_completion(episode: str, answer: Answer, text: str, *, model: str) -> dict[str, Any]:
+def text_completion(episode: str, answer: TurnAnswer, text: str, *, model: str) -> dict[str, Any]:
     """The response of `completions`."""
-    choice: dict[str, Any] = {"index": 0, "text": text, "logprobs": None, "token_ids": answer.tokens}
-    choice["finish_reason"] = "length" if answer.truncated else "stop"
-    return _head(episode, answer, model, "text_completion") | {"choices": [choice], "usage": usage(answer)}
+    finish = "length" if answer.truncated else "stop"
+    choice = {"index": 0, "text": text, "logprobs": None, "token_ids": answer.tokens, "finish_reason": finish}
+    return _head(episode, answer, model, "text_completion") | {"choices": [choice], "usage": _usage(answer)}
 
 
-def chat_chunks(episode: str, answer: Answer, *, model: str, with_usage: bool) -> Iterator[bytes]:
+def chat_chunks(episode: str, answer: TurnAnswer, *, model: str, with_usage: bool) -> Iterator[bytes]:
     """The events of a streamed response. The turn comes in one piece."""
     head = _head(episode, answer, model, "chat.completion.chunk")
 
@@ -317,39 +316,33 @@ def chat_chunks(episode: str, answer: Answer, *, model: str, with_usage: bool) -
     yield event({name: value for name, value in message.items() if name != "role" and value})
     if calls:
         yield event({"tool_calls": calls})
-    yield event({}, finish_reason(answer))
+    yield event({}, _finish(answer))
     if with_usage:
-        yield _event(head | {"choices": [], "usage": usage(answer)})
+        yield _event(head | {"choices": [], "usage": _usage(answer)})
     yield b"data: [DONE]\n\n"
 
 
 def to_answer(message: Message) -> Message:
     """The policy's message as the API returns it: the arguments of calls are JSON texts."""
-    answer: Message = {"role": "assistant", "content": message.get("content") or None}
-    if message.get("reasoning_content"):
-        answer["reasoning_content"] = message["reasoning_content"]
-    if message.get("tool_calls"):
-        answer["tool_calls"] = [
-            {**call, "function": call["function"] | {"arguments": json.dumps(call["function"]["arguments"])}}
-            for call in message["tool_calls"]
-        ]
+    answer: Message = {**message, "content": message["content"] or None}
+    if calls := message.get("tool_calls"):
+        functions = [call["function"] | {"arguments": json.dumps(call["function"]["arguments"])} for call in calls]
+        answer["tool_calls"] = [{**call, "function": text} for call, text in zip(calls, functions, strict=True)]
     return answer
 
 
-def finish_reason(answer: Answer) -> str:
-    """Why the turn ended, in the words of the API."""
+def _finish(answer: TurnAnswer) -> str:
     if answer.truncated:
         return "length"
     return "tool_calls" if answer.message.get("tool_calls") else "stop"
 
 
-def usage(answer: Answer) -> dict[str, int]:
-    """The numbers of tokens of an answer."""
+def _usage(answer: TurnAnswer) -> dict[str, int]:
     prompt, completion = len(answer.prompt_tokens), len(answer.tokens)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-def _head(episode: str, answer: Answer, model: str, kind: str) -> dict[str, Any]:
+def _head(episode: str, answer: TurnAnswer, model: str, kind: str) -> dict[str, Any]:
     name = f"chatcmpl-{episode}-{answer.number}"
     return {"id": name, "object": kind, "created": int(time.time()), "model": model}
 

@@ -21,8 +21,8 @@ from asyncrl.environments.dialogue.dialogue import Dialogue
 from asyncrl.environments.gateway.api import (
     MODEL,
     Access,
-    Answer,
     GatewayError,
+    TurnAnswer,
     chat_chunks,
     chat_completion,
     chat_request,
@@ -92,8 +92,8 @@ class Gateway:
         if episode not in self._sessions:
             raise GatewayError(f"episode {episode} is over, or never began", status=410, code="episode_over")
         session, key = self._sessions[episode]
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), key.encode()):
+        sent = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(sent.encode(), key.encode()):
             raise GatewayError(f"episode {episode} has another key", status=401, code="invalid_api_key")
         return session
 
@@ -142,7 +142,7 @@ class Gateway:
 
 
 async def _delivered(
-    session: Session, answer: Answer, response: web.StreamResponse, request: web.Request
+    session: Session, answer: TurnAnswer, response: web.StreamResponse, request: web.Request
 ) -> web.StreamResponse:
     """Completes the response, and notes that the client has it. Raises ConnectionResetError if it has disconnected."""
     if not response.prepared:

@@ -10,7 +10,7 @@ from typing import Any
 
 from asyncrl.environments.calling import EpisodeFailedError, to_json, to_reward
 from asyncrl.environments.dialogue.dialogue import Dialogue
-from asyncrl.environments.episode import Limits, Turn, task_of
+from asyncrl.environments.episode import Limits, PolicyTurn, task_of
 from asyncrl.environments.gateway.server import Gateway
 from asyncrl.environments.gateway.session import Session
 from asyncrl.environments.programs.program import Program, ProgramError, ProgramLostError
@@ -64,7 +64,7 @@ class ProgramPlayer:
         """Number of calls that did not return in time, and still run."""
         return len(self.stuck_calls)
 
-    def receive(self, branch: int, turn: Turn) -> None:
+    def receive(self, branch: int, turn: PolicyTurn) -> None:
         """Receives the policy's turn after a `say`."""
         self.session.receive(branch, turn)
 
@@ -124,10 +124,10 @@ class ProgramPlayer:
         name, refused = self.program.name, self.session.refused
         if not self.session.num_turns:
             raise EpisodeFailedError("environment", f"{name} ended without a request for a turn of the policy")
-        given = self.session.posted if result is None else result
-        if given is None and refused is None:
+        answer = self.session.posted if result is None else result
+        if answer is None and refused is None:
             raise EpisodeFailedError("environment", f"{name} ended without a reward: it returned and posted none")
-        reward, parts = (0.0, {}) if given is None else to_reward(name, given)
+        reward, parts = (0.0, {}) if answer is None else to_reward(name, answer)
         if refused is None:
             return reward, parts, "truncated" if self.session.was_cut else "completed", "done"
         return reward, parts, "truncated", "max_turns" if refused.code == "max_turns" else "window"
