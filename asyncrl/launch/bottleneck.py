@@ -73,7 +73,6 @@ class BottleneckMonitor:
         self.generators_per_device = generators_per_device(placement)
         self._has_gpus = bool(placement.generators[0].gpus)
         self._next_s = time.monotonic() + first_s
-        self._run = RecentRun(config, generators_per_device=self.generators_per_device)
         self._background = Background[dict[str, Any]]("bottleneck")
 
     def update(self, status: dict[str, Any]) -> str:
@@ -99,17 +98,16 @@ class BottleneckMonitor:
         return self._background.poll() or {"bottleneck": "not known; see logs/launcher.jsonl"}
 
     def _judge(self, idle: Idle, goodput: dict[str, float], collapse: dict[str, Any]) -> dict[str, Any]:
-        verdict = verdict_of(self._run, idle, max_staleness=self._config.replay.max_staleness)
-        engine_cpu = self._run.recent("generator/engine_cpu_fraction", 0.0) if self._has_gpus else 0.0
-        rate = self._run.recent("learner/lr_fraction", 1.0)
+        run = RecentRun(self._config, generators_per_device=self.generators_per_device)
+        verdict = verdict_of(run, idle, max_staleness=self._config.replay.max_staleness)
+        engine_cpu = run.recent("generator/engine_cpu_fraction", 0.0) if self._has_gpus else 0.0
+        rate = run.recent("learner/lr_fraction", 1.0)
         may_be_older = not read_rollbacks(self._config.run_dir) and rate > MOST_OF_RATE
         verdict = after_collapse(verdict, collapse, may_be_older=may_be_older)
         sentences = [
-            goodput_sentence(
-                goodput, self._config, idle, solved=self._run.solved_fraction(), may_be_older=may_be_older
-            ),
+            goodput_sentence(goodput, self._config, idle, solved=run.solved_fraction(), may_be_older=may_be_older),
             divergence_sentence(rate),
-            timeout_sentence(self._config, self._run.timed_out_fraction()),
+            timeout_sentence(self._config, run.timed_out_fraction()),
             thread_sentence(engine_cpu, self._config),
         ]
         more = " ".join(filter(None, sentences)) if verdict.bound != "collapse" else ""

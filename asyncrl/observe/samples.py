@@ -426,12 +426,6 @@ class Recorded:
         return _read_at(self._file, [self._places[index] for index in indices])
 
 
-def read_trained(run_dir: Path) -> Samples:
-    """The recorded samples of all steps, as those of `Recorded`. Raises DataError."""
-    recorded = Recorded(run_dir)
-    return recorded.read(np.arange(len(recorded)))
-
-
 class Record(NamedTuple):
     """The samples of a step, as they were recorded."""
 

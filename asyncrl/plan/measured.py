@@ -14,7 +14,7 @@ from asyncrl.config.config import Config
 from asyncrl.config.load import load_config
 from asyncrl.errors import DataError
 from asyncrl.observe.collapse import read_rollbacks, rollback_line
-from asyncrl.observe.curves import decode_row, read_metrics
+from asyncrl.observe.curves import OF_STEP, decode_row, read_metrics
 from asyncrl.observe.metrics import COSTS
 from asyncrl.observe.stats import bare_fraction
 from asyncrl.observe.trace import list_sums, read_trace
@@ -73,70 +73,58 @@ def read_run(path: Path, *, generators_per_device: int | None = None, turns: flo
     config, rows = load_config(folder / "config.yaml"), read_metrics(folder / "metrics.jsonl")
     steps = _steps(trace, config)
     rows = _rows_of(steps, rows, folder)
-    summary = _summary(folder) | {"rollbacks": read_rollbacks(folder)}
+    summary = read_json(folder / "summary.json") if (folder / "summary.json").is_file() else {}
+    summary["rollbacks"] = read_rollbacks(folder)
     if generators_per_device is not None:
         summary["generators_per_device"] = generators_per_device
     return _measure(config, trace, rows, steps, summary, turns)
 
 
 class RecentRun:
-    """The newest steps of a live or ended run as input of the simulator. Time and memory do not grow with the run."""
+    """The newest steps of a live or ended run, as they were read. Time and memory do not grow with the run."""
 
     def __init__(self, config: Config, *, generators_per_device: int) -> None:
         self._config = config
         self._generators_per_device = generators_per_device
+        self._rows = read_metrics_tail(config.run_dir / "metrics.jsonl")
+        self._trace: pa.Table | DataError
+        try:
+            newest = max(MAX_GROUPS, 2 * MIN_STEPS * config.replay.groups_per_step)
+            self._trace = read_trace(config.run_dir, newest=newest)
+        except DataError as error:
+            self._trace = error
 
-    def read(self) -> tuple[Workload, Setup]:
+    def simulated(self) -> tuple[Workload, Setup]:
         """Returns the workload and the setup of the run. Raises DataError as `read_run` does."""
-        folder, trace = self._config.run_dir, self._groups()
+        if isinstance(self._trace, DataError):
+            raise self._trace
         # Only complete steps: the tail may lack groups of its first step, and the run may not have written all groups
         # of its last steps yet.
-        steps = {
-            number: step
-            for number, step in _steps(trace, self._config).items()
-            if step.groups == self._config.replay.groups_per_step
-        }
-        rows = _rows_of(steps, read_metrics_tail(folder / "metrics.jsonl"), folder)
-        each = self._generators_per_device
-        workload = _workload(self._config, trace, rows, steps, slowdown(each, TURNS), TURNS)
+        complete = self._config.replay.groups_per_step
+        steps = {number: step for number, step in _steps(self._trace, self._config).items() if step.groups == complete}
+        rows, each = _rows_of(steps, self._rows, self._config.run_dir), self._generators_per_device
+        workload = _workload(self._config, self._trace, rows, steps, slowdown(each, TURNS), TURNS)
         return workload, _setup(self._config, len(rows), each)
-
-    def _groups(self) -> pa.Table:
-        """The newest rows of the trace."""
-        newest = max(MAX_GROUPS, 2 * MIN_STEPS * self._config.replay.groups_per_step)
-        return read_trace(self._config.run_dir, newest=newest)
-
-    def timed_out_fraction(self) -> float:
-        """Returns the fraction of the newest groups that were refunded because an environment took too long."""
-        try:
-            outcomes = self._groups().column("outcome").to_pylist()
-        except DataError:
-            return 0.0
-        return outcomes.count("timeout") / max(len(outcomes), 1)
 
     def recent(self, metric: str, default: float) -> float:
         """Returns the mean of a metric over the newest steps that have it, at most MEAN_STEPS; the default without
         one."""
-        rows = read_metrics_tail(self._config.run_dir / "metrics.jsonl")
-        values = [row[metric] for row in rows if metric in row][-MEAN_STEPS:]
+        values = [row[metric] for row in self._rows if metric in row][-MEAN_STEPS:]
         return sum(values) / len(values) if values else default
+
+    def timed_out_fraction(self) -> float:
+        """Returns the fraction of the newest groups that were refunded because an environment took too long."""
+        outcomes = [] if isinstance(self._trace, DataError) else self._trace.column("outcome").to_pylist()
+        return outcomes.count("timeout") / max(len(outcomes), 1)
 
     def solved_fraction(self) -> float | None:
         """Returns `asyncrl.plan.measured.solved_fraction` of the newest groups; None if there are none."""
-        try:
-            return solved_fraction(self._groups())
-        except DataError:
-            return None
-
-
-def _is_evaluation(row: dict[str, float]) -> bool:
-    """True for the row of an evaluation that ended after the last step."""
-    return all(name == "step" or name.startswith("eval/") for name in row)
+        return None if isinstance(self._trace, DataError) else solved_fraction(self._trace)
 
 
 def _rows_of(steps: dict[int, _Step], rows: list[dict[str, float]], folder: Path) -> list[dict[str, float]]:
     """Returns the metrics rows of these steps. Raises DataError if they are too few, or if costs are missing."""
-    rows = [row for row in rows if row["step"] in steps and not _is_evaluation(row)]
+    rows = [row for row in rows if row["step"] in steps and OF_STEP in row]
     if len(rows) < MIN_STEPS:
         raise DataError(f"{folder}: has {len(rows)} steps, at least {MIN_STEPS} are needed; let it run longer")
     missing = [name for name in COSTS if name not in rows[-1]]
@@ -310,12 +298,6 @@ def _sync_cost(rows: list[dict[str, float]]) -> SyncCost:
     )
 
 
-def _summary(folder: Path) -> dict[str, Any]:
-    """Returns the summary of an ended run; empty for a live one."""
-    file = folder / "summary.json"
-    return read_json(file) if file.is_file() else {}
-
-
 METRICS_BYTES = 2 << 20
 """Bytes read from the end of `metrics.jsonl`: several hundred steps."""
 
@@ -334,12 +316,8 @@ def solved_fraction(trace: pa.Table) -> float | None:
     """Returns the fraction of the groups without signal whose rewards are above the mean reward of those with signal;
     None if there are no groups of either kind. Failed groups are neither."""
     signal = has_signal(trace)
-    means = np.array([np.mean(rewards) if rewards else np.nan for rewards in _rewards(trace)])
+    finite = ([reward for reward in rewards if np.isfinite(reward)] for rewards in trace.column("rewards").to_pylist())
+    means = np.array([np.mean(rewards) if rewards else np.nan for rewards in finite])
     scored = np.isfinite(means) & (np.array(trace.column("outcome").to_pylist(), dtype=object) != "failed")
     learning, others = means[signal & scored], means[~signal & scored]
     return float((others > learning.mean()).mean()) if len(learning) and len(others) else None
-
-
-def _rewards(trace: pa.Table) -> list[list[float]]:
-    """Returns the rewards of each group, without those that could not be computed."""
-    return [[reward for reward in rewards if np.isfinite(reward)] for rewards in trace.column("rewards").to_pylist()]

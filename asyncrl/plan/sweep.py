@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,14 +92,13 @@ def sweep(name: str, config: str, overrides: Sequence[str], limits: str, seeds: 
     before any cell starts.
     """
     settings = dict(parse_override(text) for text in overrides)
-    one = Sweep(name, config, settings, tuple(overrides), parse_limits(limits), seeds)
-    failed, interrupted = run_cells(one, console, launch_in_process)
-    if any(map(has_ended, one.cells)):
-        results = read_results(one.cells)
-        results.write(one.folder / "sweep.json")
-        write_sweep_report(results, one.folder / "sweep.html", name=name)
-        print_results(results, console)
-        console.print(f"report {one.folder / 'sweep.html'}", highlight=False, soft_wrap=True)
+    job = Sweep(name, config, settings, tuple(overrides), parse_limits(limits), seeds)
+    failed, interrupted = run_cells(job, console, launch_in_process)
+    if any(map(has_ended, job.cells)):
+        results = read_results(job.cells)
+        results.write(job.folder, name=name)
+        results.show(console)
+        console.print(f"report {job.folder / 'sweep.html'}", highlight=False, soft_wrap=True)
     if interrupted:
         console.print("interrupted; the same command resumes", highlight=False)
         return 130
@@ -174,6 +174,8 @@ SMOOTHED_STEPS = 5
 """Number of steps over which a smoothed reward averages."""
 SAMPLES = 10_000
 """Number of bootstrap samples."""
+POINTS = 200
+"""Number of points of a curve over time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +217,7 @@ class CellResult:
         return float(np.interp(seconds, self.seconds, self.rewards))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LimitResult:
     """The results of one limit over all seeds: means and their standard errors (NaN with one seed)."""
 
@@ -233,8 +235,46 @@ class LimitResult:
     staleness_mean: float
     collapsed: int
     """Runs that collapsed."""
-    pareto: bool
+    pareto: bool = False
     """True if none collapsed, and no other such limit has both more tokens/s and more reward."""
+
+    @classmethod
+    def of(cls, cells: Sequence[CellResult], seconds: float) -> Self:
+        """Returns the results of the cells of a limit, with rewards compared after `seconds`."""
+
+        def mean_and_error(values: list[float]) -> tuple[float, float]:
+            error = float(np.std(values, ddof=1) / len(values) ** 0.5) if len(values) > 1 else float("nan")
+            return float(np.mean(values)), error
+
+        rate, reward = mean_and_error([c.tokens_per_s for c in cells]), mean_and_error([c.reward for c in cells])
+        in_time = mean_and_error([cell.reward_at(seconds) for cell in cells])
+        means = (float(np.mean([getattr(c, name) for c in cells])) for name in ("goodput", "ess", "staleness_mean"))
+        collapsed = sum(bool(cell.collapse) for cell in cells)
+        return cls(cells[0].max_staleness, len(cells), *rate, *reward, *in_time, *means, collapsed=collapsed)
+
+    def is_beaten_by(self, other: LimitResult) -> bool:
+        """Returns True if the other limit is at least as fast and as good, and better in one of both."""
+        own, others = (self.tokens_per_s, self.reward), (other.tokens_per_s, other.reward)
+        return not other.collapsed and own != others and all(a <= b for a, b in zip(own, others, strict=True))
+
+    def texts(self, best_fraction: float) -> list[str]:
+        """Returns the cells of its row in the table."""
+
+        def with_error(value: float, error: float, form: str) -> str:
+            return f"{value:{form}}" + ("" if np.isnan(error) else f" ±{error:{form}}")
+
+        return [
+            str(self.max_staleness),
+            with_error(self.tokens_per_s, self.tokens_per_s_error, ",.0f"),
+            "-" if np.isnan(self.goodput) else f"{self.goodput:.0%}",
+            with_error(self.reward, self.reward_error, ".3f"),
+            with_error(self.reward_in_time, self.reward_in_time_error, ".3f"),
+            f"{best_fraction:.0%}",
+            f"{self.ess:.3f}",
+            f"{self.staleness_mean:.2f}",
+            "yes" if self.pareto else "",
+            f"{self.collapsed} of {self.seeds}" if self.collapsed else "",
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,9 +298,51 @@ class SweepResults:
     recommendation: Recommendation
     cells: list[CellResult]
 
-    def write(self, path: Path) -> None:
-        """Writes the results as JSON."""
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """The titles of the columns, and a row of texts for each limit."""
+        in_time = f"reward after\n{self.seconds:.0f} s"
+        titles = ["max\nstaleness", "tokens/s", "goodput", "last reward", in_time, "best\nin", "ESS",
+                  "mean\nstaleness", "pareto", "collapsed"]  # fmt: skip
+        fractions = self.recommendation.best_fraction
+        return titles, [limit.texts(fractions.get(limit.max_staleness, 0.0)) for limit in self.limits]
+
+    def write(self, folder: Path, *, name: str) -> None:
+        """Writes the results as JSON, and the page with the table, the rewards against steps and against time, and the
+        Pareto front."""
+        (folder / "sweep.json").write_text(json.dumps(asdict(self), indent=1) + "\n")
+        steps, times, front = list[Any](), list[Any](), list[Any]()
+        for limit in self.limits:
+            cells = [cell for cell in self.cells if cell.max_staleness == limit.max_staleness]
+            title = f"max_staleness {limit.max_staleness}"
+            title += f", {limit.collapsed} of {limit.seeds} collapsed" if limit.collapsed else ""
+            last = min(len(cell.steps) for cell in cells)
+            seconds = np.linspace(0.0, min(cell.seconds[-1] for cell in cells), POINTS)
+            in_time = [np.interp(seconds, cell.seconds, cell.rewards) for cell in cells]
+            steps.append([title, cells[0].steps[:last], np.mean([cell.rewards[:last] for cell in cells], 0).tolist()])
+            times.append([title, seconds.tolist(), np.mean(in_time, 0).tolist()])
+            front.append([title, [limit.tokens_per_s], [limit.reward]])
+        best = sorted((limit.tokens_per_s, limit.reward) for limit in self.limits if limit.pareto)
+        front.append(["Pareto front", [rate for rate, _ in best], [reward for _, reward in best]])
+        charts = [
+            {"title": "Reward against steps, mean of the seeds", "x": "step", "lines": steps},
+            {"title": "Reward against time (s), mean of the seeds", "x": "seconds", "lines": times},
+            {"title": "Pareto front: last reward against trained tokens/s", "x": "tokens/s", "lines": front},
+        ]
+        titles, rows = self.table()
+        verdict = f"Use {self.recommendation.sentence}."
+        data = {"name": name, "verdict": verdict, "titles": titles, "rows": rows, "charts": charts}
+        write_page(folder / "sweep.html", f"sweep {name}", data, "sweep.js")
+
+    def show(self, console: Console) -> None:
+        """Prints a row for each limit, and the recommendation."""
+        table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
+        titles, rows = self.table()
+        for title in titles:
+            table.add_column(title, justify="right")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+        console.print(f"use {self.recommendation.sentence}", style="bold", highlight=False, soft_wrap=True)
 
 
 def status_of(cell: Cell) -> str:
@@ -278,6 +360,30 @@ def has_ended(cell: Cell) -> bool:
     return status_of(cell) in ("finished", "collapsed")
 
 
+def read_results(cells: Sequence[Cell], *, seed: int = 0) -> SweepResults:
+    """Returns the results of the cells that have ended. Raises DataError if none has."""
+    found = [read_cell(cell) for cell in cells if has_ended(cell)]
+    if not found:
+        raise DataError("no cell of the sweep has finished; see its logs")
+    seconds = min(cell.seconds[-1] for cell in [cell for cell in found if not cell.collapse] or found)
+    by_limit = {limit: [cell for cell in found if cell.max_staleness == limit] for limit in sorted(
+        {cell.max_staleness for cell in found})}  # fmt: skip
+    results = [LimitResult.of(own, seconds) for own in by_limit.values()]
+    for result in results:
+        result.pareto = not result.collapsed and not any(map(result.is_beaten_by, results))
+    in_time = {
+        limit: np.array([cell.reward_at(seconds) for cell in own])
+        for limit, own in by_limit.items()
+        if not any(cell.collapse for cell in own)
+    }
+    if in_time:
+        return SweepResults(seconds, results, recommend(in_time, seconds, seed=seed), found)
+    lowest = results[0].max_staleness
+    first = next(cell for cell in by_limit[lowest] if cell.collapse)
+    sentence = f"none of these limits: with each a run collapsed, with max_staleness {lowest} so: {first.collapse}"
+    return SweepResults(seconds, results, Recommendation(None, sentence, {}), found)
+
+
 def read_cell(cell: Cell) -> CellResult:
     """Reads the results of a run that has ended."""
     summary: dict[str, Any] = read_json(cell.run_dir / "summary.json")
@@ -286,48 +392,20 @@ def read_cell(cell: Cell) -> CellResult:
     if not (collapse.get("collapsed") or collapse.get("stopped")):
         collapse = next(iter(summary.get("rollbacks", [])), {})
     ess = [row["correction/ess"] for row in rows[len(rows) // 2 :] if "correction/ess" in row]
+    rewards = [row["reward/mean"] for row in rows]
     return CellResult(
         max_staleness=cell.max_staleness,
         seed=cell.seed,
         tokens_per_s=summary["tokens_per_s"],
         goodput=summary.get("goodput", {}).get("total", float("nan")),
         staleness_mean=summary["staleness"]["mean"],
-        ess=float(np.mean(ess)) if ess else float("nan"),
+        ess=fmean(ess) if ess else float("nan"),
         reward=summary["reward_last"],
         steps=[int(row["step"]) for row in rows],
         seconds=[row["time/elapsed_s"] for row in rows],
-        rewards=smoothed([row["reward/mean"] for row in rows]),
+        rewards=[fmean(rewards[max(0, end - SMOOTHED_STEPS) : end]) for end in range(1, len(rewards) + 1)],
         collapse=collapse.get("sentence", ""),
     )
-
-
-def smoothed(values: Sequence[float]) -> list[float]:
-    """Returns, for each value, the mean of the last SMOOTHED_STEPS values up to it."""
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    ends = np.arange(1, len(values) + 1)
-    begins = np.maximum(ends - SMOOTHED_STEPS, 0)
-    return ((sums[ends] - sums[begins]) / (ends - begins)).tolist()
-
-
-def read_results(cells: Sequence[Cell], *, seed: int = 0) -> SweepResults:
-    """Returns the results of the cells that have ended. Raises DataError if none has."""
-    found = [read_cell(cell) for cell in cells if has_ended(cell)]
-    if not found:
-        raise DataError("no cell of the sweep has finished; see its logs")
-    seconds = min(cell.seconds[-1] for cell in [cell for cell in found if not cell.collapse] or found)
-    limits = sorted({cell.max_staleness for cell in found})
-    by_limit = {limit: [cell for cell in found if cell.max_staleness == limit] for limit in limits}
-    results = [_limit_result(by_limit[limit], seconds) for limit in limits]
-    results = [_with_pareto(result, results) for result in results]
-    sound = {limit: own for limit, own in by_limit.items() if not any(cell.collapse for cell in own)}
-    in_time = {limit: np.array([cell.reward_at(seconds) for cell in own]) for limit, own in sound.items()}
-    if not in_time:
-        first = next(cell for cell in by_limit[limits[0]] if cell.collapse)
-        sentence = (
-            f"none of these limits: with each a run collapsed, with max_staleness {limits[0]} so: {first.collapse}"
-        )
-        return SweepResults(seconds, results, Recommendation(None, sentence, {}), found)
-    return SweepResults(seconds, results, recommend(in_time, seconds, seed=seed), found)
 
 
 def recommend(rewards: dict[int, NDArray[np.float64]], seconds: float, *, seed: int = 0) -> Recommendation:
@@ -359,94 +437,3 @@ def recommend(rewards: dict[int, NDArray[np.float64]], seconds: float, *, seed: 
     sentence = f"{what} after {seconds:.0f} s ({sure}){tied}"
     fractions = {limit: float(wins[i]) for i, limit in enumerate(limits)}
     return Recommendation(limits[chosen], sentence, fractions)
-
-
-def _limit_result(cells: list[CellResult], seconds: float) -> LimitResult:
-    def mean_and_error(values: list[float]) -> tuple[float, float]:
-        error = float(np.std(values, ddof=1) / len(values) ** 0.5) if len(values) > 1 else float("nan")
-        return float(np.mean(values)), error
-
-    rate, reward = mean_and_error([c.tokens_per_s for c in cells]), mean_and_error([c.reward for c in cells])
-    in_time = mean_and_error([cell.reward_at(seconds) for cell in cells])
-    means = (float(np.mean([getattr(c, name) for c in cells])) for name in ("goodput", "ess", "staleness_mean"))
-    collapsed = sum(bool(cell.collapse) for cell in cells)
-    return LimitResult(
-        cells[0].max_staleness, len(cells), *rate, *reward, *in_time, *means, collapsed=collapsed, pareto=False
-    )
-
-
-def _with_pareto(own: LimitResult, results: list[LimitResult]) -> LimitResult:
-    beaten = own.collapsed or any(
-        not other.collapsed and other.tokens_per_s >= own.tokens_per_s and other.reward >= own.reward
-        and (other.tokens_per_s, other.reward) != (own.tokens_per_s, own.reward)
-        for other in results
-    )  # fmt: skip
-    return LimitResult(**asdict(own) | {"pareto": not beaten})
-
-
-POINTS = 200
-"""Number of points of a curve over time."""
-
-
-def table_of(results: SweepResults) -> tuple[list[str], list[list[str]]]:
-    """The titles of the columns, and a row of texts for each limit."""
-    in_time = f"reward after\n{results.seconds:.0f} s"
-    titles = ["max\nstaleness", "tokens/s", "goodput", "last reward", in_time, "best\nin", "ESS", "mean\nstaleness",
-              "pareto", "collapsed"]  # fmt: skip
-    return titles, [
-        [
-            str(limit.max_staleness),
-            f"{limit.tokens_per_s:,.0f}{_error(limit.tokens_per_s_error, ',.0f')}",
-            "-" if np.isnan(limit.goodput) else f"{limit.goodput:.0%}",
-            f"{limit.reward:.3f}{_error(limit.reward_error, '.3f')}",
-            f"{limit.reward_in_time:.3f}{_error(limit.reward_in_time_error, '.3f')}",
-            f"{results.recommendation.best_fraction.get(limit.max_staleness, 0.0):.0%}",
-            f"{limit.ess:.3f}",
-            f"{limit.staleness_mean:.2f}",
-            "yes" if limit.pareto else "",
-            f"{limit.collapsed} of {limit.seeds}" if limit.collapsed else "",
-        ]
-        for limit in results.limits
-    ]
-
-
-def _error(value: float, form: str) -> str:
-    return "" if np.isnan(value) else f" ±{value:{form}}"
-
-
-def print_results(results: SweepResults, console: Console) -> None:
-    """Prints a row for each limit, and the recommendation."""
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
-    titles, rows = table_of(results)
-    for title in titles:
-        table.add_column(title, justify="right")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
-    console.print(f"use {results.recommendation.sentence}", style="bold", highlight=False, soft_wrap=True)
-
-
-def write_sweep_report(results: SweepResults, path: Path, *, name: str) -> None:
-    """Writes the page with the table, the rewards against steps and against time, and the Pareto front."""
-    steps, times, front = list[Any](), list[Any](), list[Any]()
-    for limit in results.limits:
-        cells = [cell for cell in results.cells if cell.max_staleness == limit.max_staleness]
-        title = f"max_staleness {limit.max_staleness}"
-        title += f", {limit.collapsed} of {limit.seeds} collapsed" if limit.collapsed else ""
-        last = min(len(cell.steps) for cell in cells)
-        seconds = np.linspace(0.0, min(cell.seconds[-1] for cell in cells), POINTS)
-        in_time = [np.interp(seconds, cell.seconds, cell.rewards) for cell in cells]
-        steps.append([title, cells[0].steps[:last], np.mean([cell.rewards[:last] for cell in cells], 0).tolist()])
-        times.append([title, seconds.tolist(), np.mean(in_time, 0).tolist()])
-        front.append([title, [limit.tokens_per_s], [limit.reward]])
-    best = sorted((limit.tokens_per_s, limit.reward) for limit in results.limits if limit.pareto)
-    front.append(["Pareto front", [rate for rate, _ in best], [reward for _, reward in best]])
-    charts = [
-        {"title": "Reward against steps, mean of the seeds", "x": "step", "lines": steps},
-        {"title": "Reward against time (s), mean of the seeds", "x": "seconds", "lines": times},
-        {"title": "Pareto front: last reward against trained tokens/s", "x": "tokens/s", "lines": front},
-    ]
-    titles, rows = table_of(results)
-    verdict = f"Use {results.recommendation.sentence}."
-    data = {"name": name, "verdict": verdict, "titles": titles, "rows": rows, "charts": charts}
-    write_page(path, f"sweep {name}", data, "sweep.js")

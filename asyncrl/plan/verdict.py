@@ -209,7 +209,7 @@ def verdict_of(run: RecentRun, idle: Idle, *, max_staleness: int) -> Verdict:
     """Returns the verdict on a run, live or ended; from the idle fractions alone while its files do not suffice for a
     simulation, or no group of it has had a signal."""
     try:
-        workload, setup = run.read()
+        workload, setup = run.simulated()
     except (DataError, ConfigError) as error:
         log.info("no simulation for the verdict", error=str(error))
         return guess(idle, max_staleness=max_staleness)

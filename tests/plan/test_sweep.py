@@ -21,12 +21,10 @@ from asyncrl.plan.sweep import (
     Cell,
     Sweep,
     parse_limits,
-    print_results,
     read_results,
     recommend,
     run_cells,
     status_of,
-    write_sweep_report,
 )
 from tests.helpers.replay import small_config
 from tests.plan.made_runs import make_run
@@ -139,12 +137,11 @@ def test_results_of_all_cells(sweep: Sweep, tmp_path: Path) -> None:
     assert results.recommendation.max_staleness == 2
     assert results.recommendation.best_fraction == {0: 0.0, 2: 1.0}
     out = io.StringIO()
-    print_results(results, Console(file=out, width=200))
+    results.show(Console(file=out, width=200))
     assert "use max_staleness 2: reward 0.705" in out.getvalue()
     assert "goodput" in out.getvalue() and " 46% " in out.getvalue()
-    results.write(tmp_path / "sweep.json")
+    results.write(tmp_path, name="<try>")
     assert json.loads((tmp_path / "sweep.json").read_text())["recommendation"]["max_staleness"] == 2
-    write_sweep_report(results, tmp_path / "sweep.html", name="<try>")
     page = (tmp_path / "sweep.html").read_text()
     assert "<title>asyncrl sweep &lt;try&gt;</title>" in page
     assert "Pareto front" in page
@@ -189,16 +186,16 @@ def test_a_limit_at_which_a_run_collapsed_is_not_recommended(sweep: Sweep, tmp_p
     assert (results.recommendation.max_staleness, results.recommendation.best_fraction) == (0, {0: 1.0})
     assert [(limit.collapsed, limit.seeds, limit.pareto) for limit in results.limits] == [(0, 2, True), (1, 2, False)]
     out = io.StringIO()
-    print_results(results, Console(file=out, width=200))
+    results.show(Console(file=out, width=200))
     assert "collapsed" in out.getvalue() and "1 of 2" in out.getvalue() and "use max_staleness 0: " in out.getvalue()
-    write_sweep_report(results, tmp_path / "sweep.html", name="try")
+    results.write(tmp_path, name="try")
     assert "max_staleness 2, 1 of 2 collapsed" in (tmp_path / "sweep.html").read_text()
     for cell in sweep.cells[:3]:
         collapse(cell)
     lost = read_results(sweep.cells)
     assert lost.recommendation.max_staleness is None
     out = io.StringIO()
-    print_results(lost, Console(file=out, width=200))
+    lost.show(Console(file=out, width=200))
     assert "use none of these limits: with each a run collapsed" in out.getvalue()
     assert "with max_staleness 0 so: try-s0-seed0 collapsed. Lower it" in out.getvalue()
 

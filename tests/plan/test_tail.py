@@ -81,14 +81,14 @@ def test_recent_steps_have_the_same_workload_as_all(folder: Path, monkeypatch: p
     path.parent.mkdir()
     folder.rename(path)
     all_of_it = read_run(path)
-    workload, setup = RecentRun(load_config(path / "config.yaml"), generators_per_device=1).read()
+    workload, setup = RecentRun(load_config(path / "config.yaml"), generators_per_device=1).simulated()
     assert (workload.engine, workload.sync, setup) == (
         all_of_it.workload.engine, all_of_it.workload.sync, all_of_it.setup
     )  # fmt: skip
     assert workload.learner == all_of_it.workload.learner
     assert np.array_equal(workload.lengths.completions, all_of_it.workload.lengths.completions)
     monkeypatch.setattr("asyncrl.plan.measured.MAX_GROUPS", 42)
-    workload, setup = RecentRun(load_config(path / "config.yaml"), generators_per_device=1).read()
+    workload, setup = RecentRun(load_config(path / "config.yaml"), generators_per_device=1).simulated()
     assert setup.steps == 8, "42 groups are 8 complete steps of 4, with the refunded groups, and an incomplete step"
     assert len(workload.lengths.completions) == 42
     assert workload.learner.take_s == pytest.approx(all_of_it.workload.learner.take_s)

@@ -87,5 +87,5 @@ def test_a_run_without_any_signal_has_a_verdict(tmp_path: Path, monkeypatch: pyt
     pq.write_table(trace, path / "trace.parquet")
     run = RecentRun(load_config(path / "config.yaml"), generators_per_device=1)
     with pytest.raises(ConfigError, match="no group has a training signal"):
-        run.read()
+        run.simulated()
     assert verdict_of(run, Idle(0.0, 0.6), max_staleness=4).bound == "generator"

@@ -12,6 +12,7 @@ from asyncrl.errors import DataError
 from asyncrl.observe.samples import (
     EVERY_S,
     REASONS,
+    Recorded,
     SampleBook,
     Samples,
     append_rows,
@@ -20,10 +21,14 @@ from asyncrl.observe.samples import (
     evaluated_versions,
     read_evaluated,
     read_latest,
-    read_trained,
 )
 from asyncrl.types import Group, Lease, Prompt
 from tests.helpers.replay import make_group
+
+
+def read_trained(run_dir: Path) -> Samples:
+    recorded = Recorded(run_dir)
+    return recorded.read(list(range(len(recorded))))
 
 
 def group(ticket: int, rewards: Sequence[float], lengths: Sequence[int]) -> Group:
