@@ -25,7 +25,7 @@ from asyncrl.util.processes import HelperContext
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.frames import pack_lists, unpack_lists
 from asyncrl.wire.rpc import Connection
-from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, Said, Turns, TurnStatus, Wishes
+from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, HostReply, HostRequest, PolicyTurn, TurnStatus
 from asyncrl.wire.sockets import socket_folder
 
 log = structlog.get_logger()
@@ -43,7 +43,7 @@ CLOSE_S = 3.0
 
 
 class NextTurn(NamedTuple):
-    """A wish of an episode: the policy's next turn in a branch, after the observation (`SayNext`)."""
+    """A request of an episode: the policy's next turn in a branch, after the observation (`TurnRequest`)."""
 
     episode: str
     observation: NDArray[np.int32]
@@ -73,7 +73,7 @@ class _Host:
     """Number of its episodes in each group."""
     started: list[EpisodeStart] = field(default_factory=list[EpisodeStart])
     prompts: list[NDArray[np.int32]] = field(default_factory=list[NDArray[np.int32]])
-    said: list[Said] = field(default_factory=list[Said])
+    said: list[PolicyTurn] = field(default_factory=list[PolicyTurn])
     tokens: list[NDArray[np.int32]] = field(default_factory=list[NDArray[np.int32]])
     dropped: list[str] = field(default_factory=list[str])
 
@@ -95,7 +95,7 @@ class _Host:
     def flush(self) -> None:
         """Sends the collected turns in one message."""
         if self.started or self.said or self.dropped:
-            turns = Turns(self.started, self.said, self.dropped)
+            turns = HostRequest(self.started, self.said, self.dropped)
             self.connection.send(turns, pack_lists([*self.prompts, *self.tokens]))
             self.started, self.prompts, self.said, self.tokens, self.dropped = [], [], [], [], []
 
@@ -151,7 +151,7 @@ class EnvironmentPool:
     ) -> None:
         """Passes on the policy's turn."""
         host = self._owner[episode]
-        host.said.append(Said(episode, branch, status))
+        host.said.append(PolicyTurn(episode, branch, status))
         host.tokens.append(np.asarray(tokens, dtype=np.int32))
 
     def drop(self, episodes: Iterable[str]) -> None:
@@ -176,7 +176,7 @@ class EnvironmentPool:
             while (message := host.connection.receive(0.0)) is not None:
                 host.connection.check(message)
                 self._failed_starts, host.heard_s, host.stuck = 0, time.monotonic(), message.body.stuck
-                wishes += self._read(host, message.body, unpack_lists(message, len(message.body.says)))
+                wishes += self._read(host, message.body, unpack_lists(message, len(message.body.turns)))
             if problem := self._problem(host):
                 wishes += self._replace(host, problem)
         return wishes
@@ -190,11 +190,11 @@ class EnvironmentPool:
         self._stack.close()
 
     def _read(
-        self, host: _Host, body: Wishes, observations: Sequence[NDArray[np.int32]]
+        self, host: _Host, body: HostReply, observations: Sequence[NDArray[np.int32]]
     ) -> list[NextTurn | EpisodeEnded]:
         says = [
             NextTurn(say.episode, tokens, say.max_tokens, say.keep, say.branch, say.source, say.stop)
-            for say, tokens in zip(body.says, observations, strict=True)
+            for say, tokens in zip(body.turns, observations, strict=True)
             if say.episode in host.live
         ]
         ended = [one for one in body.ended if one.episode in host.live]
@@ -243,7 +243,7 @@ class EnvironmentPool:
         )
         process.start()
         connection = Connection(spec.endpoints, spec.address, f"environment host {number}", strict=True)
-        connection.send(Turns([], [], []))  # to which it answers as soon as it is up
+        connection.send(HostRequest([], [], []))  # to which it answers as soon as it is up
         return _Host(number, process, connection, address, time.monotonic())
 
 

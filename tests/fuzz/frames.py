@@ -14,13 +14,13 @@ from asyncrl.wire import service_messages as s
 from asyncrl.wire.frames import Arrays, encode, pack_lists
 from tests.helpers.replay import PROMPT_TOKENS, make_group
 
-TURNS = s.Turns(
+TURNS = s.HostRequest(
     started=[s.EpisodeStart("0.0.0", 7, "42", "test", {"level": 1}, None, {"answer": "42"}, 5, False)],
-    said=[s.Said("0.0.1", 0, "completed")],
+    turns=[s.PolicyTurn("0.0.1", 0, "completed")],
     dropped=["0.0.2"],
 )
-WISHES = s.Wishes(
-    says=[s.SayNext("0.0.0", 1, 0, 12, 8, ["."])],
+WISHES = s.HostReply(
+    turns=[s.TurnRequest("0.0.0", 1, 0, 12, 8, ["."])],
     ended=[
         s.EpisodeEnded("0.0.1", "failed", "timeout", 0.0, {"calls": 1.0}, [0.5], [0], 0.25, "it took too long", b"[]")
     ],
@@ -56,7 +56,7 @@ METRICS = {"learner/loss": 0.25, "learner/wait_s": 0.1, "weights/broadcasts": 3.
 
 
 PUSHED: list[m.Body] = [
-    s.Manifest('{"weights": [["a", "float32", [2, 3]]], "bytes": 1024}', 1, False),
+    s.Welcome('{"weights": [["a", "float32", [2, 3]]], "bytes": 1024}', 1, False),
     s.Offer(2, 3, "gloo", 1 << 20, False),
     s.Go(2, 1, rank=1, size=2),
     s.Patience(2),
@@ -154,7 +154,7 @@ def requests(step: int = 0) -> dict[str, list[bytes]]:
         "Evaluated": frames_of(evaluated_body(0, 0, step), pack_rows([EvaluatedRow(0, [1, 2, 3])], limit=2)),
         "Value": frames_of(value, rows),
         "Train": frames_of(s.Train(0, 1), [np.ones(3, dtype=np.float32)]),
-        "Turns": frames_of(TURNS, pack_lists([np.ones(3, dtype=np.int32), np.ones(2, dtype=np.int32)])),
+        "HostRequest": frames_of(TURNS, pack_lists([np.ones(3, dtype=np.int32), np.ones(2, dtype=np.int32)])),
     }
 
 

@@ -20,7 +20,7 @@ from asyncrl.wire import store as module
 from asyncrl.wire.rpc import ServerLostError
 from asyncrl.wire.service_messages import StoreRequest
 from asyncrl.wire.sockets import FOREIGN_KEY, NO_KEYS, new_keys
-from asyncrl.wire.store import RemoteStore, Store, StoreError, StoreServer, TorchStore
+from asyncrl.wire.store import KeyValueStore, RemoteStore, StoreError, StoreServer, TorchStore
 
 
 def await_true(condition: Callable[[], object], what: str) -> None:
@@ -164,10 +164,10 @@ def test_it_holds_so_much_and_no_more(client: RemoteStore, monkeypatch: pytest.M
     with pytest.raises(StoreError, match="2 keys where one is needed"):
         client.ask("add", ["a", "b"], amount=1)
     with pytest.raises(StoreError, match="a key of 600 characters"):
-        Store(print).ask("set", ["x" * 600])
+        KeyValueStore(print).ask("set", ["x" * 600])
     monkeypatch.setattr(module, "MAX_VALUE_BYTES", 100)
     with pytest.raises(StoreError, match="a key of 1 characters with 101 bytes is too large"):
-        Store(print).ask("set", ["x"], bytes(101))
+        KeyValueStore(print).ask("set", ["x"], bytes(101))
 
 
 def test_of_too_many_callers_that_wait_the_one_that_waits_longest_is_forgotten(

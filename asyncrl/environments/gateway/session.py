@@ -26,7 +26,7 @@ from asyncrl.environments.gateway.api import (
     canonical,
     to_message,
 )
-from asyncrl.wire.service_messages import SayNext
+from asyncrl.wire.service_messages import TurnRequest
 
 
 @dataclass(slots=True)
@@ -88,7 +88,7 @@ class Session:
     """
 
     def __init__(
-        self, episode: str, dialogue: TextDialogue, limits: Limits, say: Callable[[SayNext, list[int]], None]
+        self, episode: str, dialogue: TextDialogue, limits: Limits, say: Callable[[TurnRequest, list[int]], None]
     ) -> None:
         self.episode = episode
         self._dialogue, self._limits, self._say = dialogue, limits, say
@@ -201,7 +201,7 @@ class Session:
             self._since_s = time.monotonic()
         self._pending[conversation.number] = _Pending(request, conversation, number, answer)
         max_tokens = min(room, limits.max_new_tokens, request.max_tokens or room)
-        wish = SayNext(self.episode, conversation.number, source, keep, max_tokens, list(request.stop))
+        wish = TurnRequest(self.episode, conversation.number, source, keep, max_tokens, list(request.stop))
         self._say(wish, tokens)
         return answer
 

@@ -17,7 +17,7 @@ from asyncrl.environments.gateway.session import Session
 from asyncrl.environments.programs.program import Program, ProgramError, ProgramLostError
 from asyncrl.types import EpisodeEnd
 from asyncrl.util.text import describe
-from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, EpisodeStatus, SayNext
+from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, EpisodeStatus, TurnRequest
 
 
 async def play_program(
@@ -26,7 +26,7 @@ async def play_program(
     program: Program,
     dialogue: TextDialogue,
     limits: Limits,
-    say: Callable[[ProgramPlayer, SayNext, list[int]], None],
+    say: Callable[[ProgramPlayer, TurnRequest, list[int]], None],
 ) -> EpisodeEnded:
     """Plays one episode, with a separate gateway."""
     gateway = Gateway(dialogue)
@@ -48,7 +48,7 @@ class ProgramPlayer:
     dialogue: TextDialogue
     limits: Limits
     gateway: Gateway
-    say: Callable[[ProgramPlayer, SayNext, list[int]], None]
+    say: Callable[[ProgramPlayer, TurnRequest, list[int]], None]
     keeps_messages: bool = True
     """True if the messages are sent with the end of the episode."""
     stuck_calls: list[asyncio.Future[Any]] = field(default_factory=list[asyncio.Future[Any]])
