@@ -63,14 +63,14 @@ def serve(folder: str, episodes: int, pipe: Connection) -> None:
 
 
 async def _serve(folder: str, episodes: int, pipe: Connection) -> None:
-    from asyncrl.environments.dialogue.dialogue import ChatDialogue
+    from asyncrl.environments.dialogue.dialogue import Dialogue
     from asyncrl.environments.episode import Limits, Turn
     from asyncrl.environments.gateway.api import Access
     from asyncrl.environments.gateway.server import Gateway
     from asyncrl.environments.gateway.session import Session
     from asyncrl.wire.service_messages import TurnRequest
 
-    dialogue = ChatDialogue(folder, trust_remote_code=False, max_observation_tokens=2048)
+    dialogue = Dialogue(folder, trust_remote_code=False, max_observation_tokens=2048).chat
     said = [*dialogue.rendering.encode(CALL), dialogue.ends.last]
     gateway, loop = Gateway(dialogue), asyncio.get_running_loop()
     await gateway.start()

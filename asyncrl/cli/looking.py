@@ -53,7 +53,7 @@ def report(
     ] = None,
 ) -> None:
     """Write a page about a run, finished or in progress, or one that compares several. Exit code 2: unknown run."""
-    from asyncrl.observe.report import report_on
+    from asyncrl.observe.run_report import report_on
 
     report_on(folders, out, Console())
 

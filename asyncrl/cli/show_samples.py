@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from asyncrl.observe.report import RunSummary
+from asyncrl.observe.run_report import RunSummary
 from asyncrl.observe.sample_search import (
     CONVERSATION,
     Query,

@@ -244,25 +244,8 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _check_optimizer(self) -> Self:
-        learner = self.learner
-        if learner.optimizer == "adamw" or (learner.zero_stage == 0 and self.model.dtype == "float32"):
-            return self
-        key = f"learner.zero_stage = {learner.zero_stage}" if learner.zero_stage else "model.dtype = bfloat16"
-        raise ValueError(
-            f"learner.optimizer = {learner.optimizer!r}: needs complete matrices, but with {key} the optimizer of "
-            "DeepSpeed has flat parts of all parameters; use learner.zero_stage=0 with model.dtype=float32, or "
-            "learner.optimizer=adamw"
-        )
-
-    @model_validator(mode="after")
     def _check_lora(self) -> Self:
         learner, reference = self.learner, self.algorithm.reference
-        if learner.lora.rank and learner.optimizer != "adamw":
-            raise ValueError(
-                f"learner.lora.rank = {learner.lora.rank} with learner.optimizer = {learner.optimizer!r}: it is made "
-                "for complete weights, not for their factors; use learner.optimizer=adamw"
-            )
         if learner.lora.rank and self.weights.staging == "buckets":
             raise ValueError(
                 f"weights.staging = 'buckets' with learner.lora.rank = {learner.lora.rank}: adapters are small, and "

@@ -64,7 +64,7 @@ DEEPSPEED_REFUSED = {
     "it is learner.offload": tuple(f"zero_optimization.{name}" for name in (
         "offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory",
     )),
-    "it is learner.optimizer with learner.lr, learner.lr_schedule and learner.optimizer_options": (
+    "it is learner.lr, learner.lr_schedule and learner.optimizer_options": (
         "optimizer", "scheduler", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
     ),
     "it is model.dtype; gradients add up in float32": (

@@ -73,22 +73,14 @@ Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class OptimizerOptions(MappingValue):
-    """The options of the optimizers, with torch's names."""
+    """The options of AdamW, with torch's names."""
 
     weight_decay: float = Field(default=0.01, ge=0.0)
     """Fraction of the weights that an update subtracts, times the learning rate."""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
-    """AdamW, and muon's AdamW: decay rates of the first and second moment, per update."""
+    """Decay rates of the first and second moment, per update."""
     eps: float = Field(default=1e-8, gt=0.0)
-    """AdamW, and muon's AdamW: added to the root of the second moment, by which updates are divided."""
-    momentum: Decay = 0.95
-    """Muon: decay rate of the momentum, per update."""
-    nesterov: bool = True
-    """Muon: Nesterov's form of the momentum."""
-    beta2_decay: float = Field(default=-0.8, le=0.0)
-    """Adafactor: the second moment's decay rate in update t is 1 - t to this power."""
-    d: float = Field(default=1.0, ge=1.0)
-    """Adafactor: largest root mean square of an update, relative to the learning rate."""
+    """Added to the root of the second moment, by which updates are divided."""
 
 
 Unpenalized = Literal["keep", "mask", "bootstrap"]
@@ -161,31 +153,20 @@ class AlgorithmConfig(Section):
         return value  # pyright: ignore[reportUnknownVariableType]
 
 
-OPTIMIZERS = {
-    "adamw": ("weight_decay", "betas", "eps"),
-    "adafactor": ("weight_decay", "beta2_decay", "d"),
-    "muon": ("weight_decay", "momentum", "nesterov", "betas", "eps"),
-}
-"""The options of each optimizer."""
-
-
 class LearnerConfig(Section):
     """The optimizer, and the division of a batch into updates and micro-batches."""
 
     lr: float = Field(default=1e-6, gt=0.0)
-    """Learning rate after the warm-up. That of adafactor is relative to the size of a parameter's weights."""
+    """Learning rate after the warm-up."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after the warm-up; linear and cosine end at 0 with the last step."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps in which the learning rate rises to `lr`."""
-    optimizer: Literal["adamw", "adafactor", "muon"] = "adamw"
-    """Optimizer of policy and critic. muon is Muon for the matrices of the layers and AdamW for the other parameters.
-    muon and adafactor need complete matrices: float32 and `zero_stage: 0`."""
     optimizer_options: OptimizerOptions = OptimizerOptions()
-    """Options of the optimizer."""
+    """Options of AdamW, which trains policy and critic."""
     lora: Lora = Lora()
     """Train low-rank adapters of the policy in place of its weights, from `rank` 1 on: {rank: 16, alpha: 32}. Needs
-    adamw, and a learning rate about ten times as high."""
+    a learning rate about ten times as high."""
     max_grad_norm: float = Field(default=1.0, gt=0.0)
     """Gradients with a larger norm, over all parameters, are scaled down to it."""
     on_collapse: Literal["warn", "stop", "rollback"] = "warn"
@@ -217,18 +198,6 @@ class LearnerConfig(Section):
     def updates(self) -> int:
         """Optimizer updates of a step."""
         return self.epochs * self.minibatches
-
-    @model_validator(mode="after")
-    def _check_optimizer_options(self) -> Self:
-        taken = OPTIMIZERS[self.optimizer]
-        defaults = OptimizerOptions()
-        for name, value in self.optimizer_options:
-            if name not in taken and value != getattr(defaults, name):
-                raise ValueError(
-                    f"optimizer_options.{name} = {value!r}: {self.optimizer} has no such option; it takes "
-                    f"{', '.join(taken)}"
-                )
-        return self
 
     @model_validator(mode="after")
     def _check_offload(self) -> Self:

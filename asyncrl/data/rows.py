@@ -7,7 +7,7 @@ import json
 import time
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import date, datetime
 from datetime import time as time_of_day
 from decimal import Decimal
@@ -389,7 +389,7 @@ def no_template(config: Config) -> str:
     )
 
 
-def count_sources(config: Config, splits: tuple[Split, ...] = ("train", "eval")) -> dict[str, int]:
+def count_sources(config: Config, splits: Sequence[Split] = ("train", "eval")) -> dict[str, int]:
     """The number of rows of each data source in the splits; reads only that column. Of a user's dataset, as many rows
     are read as `check_dataset` checks."""
     sources: Counter[str] = Counter()

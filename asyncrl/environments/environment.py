@@ -37,7 +37,9 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, ClassVar, get_type_hints
+from typing import Any, ClassVar, NotRequired, get_type_hints
+
+from typing_extensions import TypedDict
 
 from asyncrl.errors import ConfigError
 from asyncrl.util.text import describe
@@ -171,36 +173,27 @@ class Tool:
     name: str
     schema: Schema
     is_async: bool
-    readers: Mapping[str, Any] | None = None
-    """Checks the value of each argument, by its name; None if the tool does so itself."""
-    needed: frozenset[str] = frozenset()
-    """Arguments without a default."""
+    arguments: Any = None
+    """Validates the arguments, as a `pydantic.TypeAdapter`; None if the tool does so itself."""
 
     def read(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments in the types of the method. Raises ToolError for those that it does not take."""
         from pydantic import ValidationError
 
-        if self.readers is None:
+        if self.arguments is None:
             return dict(arguments)
-        for name in arguments:
-            if name not in self.readers:
-                raise ToolError(f"{self.name} has no argument {name!r}; it has {', '.join(self.readers) or 'none'}")
-        if missing := sorted(self.needed - arguments.keys()):
-            raise ToolError(f"{self.name} needs {', '.join(missing)}")
-        read: dict[str, Any] = {}
-        for name, value in arguments.items():
-            try:
-                read[name] = self.readers[name].validate_python(value)
-            except ValidationError as error:
-                raise ToolError(f"{self.name}: argument {name}: {error.errors()[0]['msg']}") from None
-        return read
+        try:
+            return self.arguments.validate_python(arguments)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise ToolError(f"{self.name}: argument {first['loc'][0]}: {first['msg']}") from None
 
 
 class _Schemas:
     """The schemas of a class, made when they are first needed."""
 
     def __get__(self, instance: object, owner: type[ToolEnvironment]) -> list[Schema]:
-        return [tool.schema for tool in tools_of(owner).values()]
+        return [tool.schema for tool in (owner._known or tools_of(owner)).values()]
 
 
 class ToolEnvironment(Environment):
@@ -213,6 +206,10 @@ class ToolEnvironment(Environment):
     """
 
     tools: Any = _Schemas()
+    _known: ClassVar[Mapping[str, Tool] | None] = None
+    """The tools of a class whose own methods are none, by name."""
+    _errors_are_answers: ClassVar[bool] = False
+    """True if the policy reads every exception of a tool."""
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
@@ -223,11 +220,21 @@ class ToolEnvironment(Environment):
 
     def _tools(self) -> Mapping[str, Tool]:
         """The tools of the episode, by name."""
-        return tools_of(type(self))
+        return self._known or tools_of(type(self))
 
     def _method(self, name: str) -> Callable[..., Any]:
         """The method that runs a tool."""
         return getattr(self, name)
+
+    def _text(self, name: str, result: Any) -> str:
+        """The text of a tool's result: JSON unless it is a text."""
+        if isinstance(result, str):
+            return result
+        try:
+            return json.dumps(result, ensure_ascii=False)
+        except (TypeError, ValueError) as error:
+            text = f"{name} returned {type(result).__name__}, which is neither a text nor JSON: {error}"
+            raise TypeError(text) from None
 
     async def step(self, action: Action) -> Step:
         """Makes the calls of a turn. The answer to each is a message of the role "tool"."""
@@ -277,10 +284,10 @@ class ToolEnvironment(Environment):
                 result, error = await self.in_thread(lambda: _caught(method, arguments))
                 if error is not None:
                     raise error
-            return _text_of(call.name, result), False
-        except ToolError as error:
-            return f"Error: {error}", True
+            return self._text(call.name, result), False
         except (Exception, SystemExit) as error:  # the latter would end the event loop
+            if isinstance(error, ToolError) or (self._errors_are_answers and isinstance(error, Exception)):
+                return f"Error: {error}", True
             raise RuntimeError(f"{call.name} raised {describe(error)}") from error
 
 
@@ -317,52 +324,36 @@ def _is_method(value: Any) -> bool:
 
 
 def _tool(kind: type, name: str, function: Any) -> Tool:
-    from pydantic import PydanticSchemaGenerationError, TypeAdapter
+    from pydantic import TypeAdapter
+    from transformers.utils.chat_template_utils import get_json_schema
 
     where, hint = f"{kind.__name__}.{name}", "; a method that is no tool begins with an underscore"
-    signature = inspect.signature(function)
     bound = isinstance(inspect.getattr_static(kind, name), staticmethod | classmethod)
-    parameters = list(signature.parameters.values())[0 if bound else 1 :]
+    parameters = list(inspect.signature(function).parameters.values())[0 if bound else 1 :]
     for parameter in parameters:
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise ConfigError(f"{where}: argument {parameter} has no name that a call could give{hint}")
-        if parameter.annotation is parameter.empty:
-            raise ConfigError(f"{where}: argument {parameter.name} has no type hint{hint}")
-    schema = _schema(where, function, [parameter.name for parameter in parameters], hint)
-    readers: dict[str, Any] = {}
-    hints = get_type_hints(function, include_extras=True)
-    for parameter in parameters:
-        try:
-            readers[parameter.name] = TypeAdapter(hints[parameter.name])
-        except PydanticSchemaGenerationError:
-            hint = hints[parameter.name]
-            raise ConfigError(
-                f"{where}: argument {parameter.name}: a call cannot give a {getattr(hint, '__name__', hint)}{hint}"
-            ) from None
-    needed = frozenset(parameter.name for parameter in parameters if parameter.default is parameter.empty)
-    return Tool(name, schema, inspect.iscoroutinefunction(function), readers, needed)
-
-
-def _schema(where: str, function: Any, parameters: list[str], hint: str) -> Schema:
-    """The schema of a method, as TRL and transformers make it. Raises ConfigError."""
-    from transformers.utils.chat_template_utils import get_json_schema, parse_google_format_docstring
-
-    text = inspect.getdoc(function)
-    if not text:
-        raise ConfigError(
-            f'{where}: has no docstring; say what the tool does, and under "Args:" what each argument is{hint}'
-        )
-    description, described, _ = parse_google_format_docstring(text.strip())
-    if not description:
-        raise ConfigError(f"{where}: its docstring does not say what the tool does{hint}")
-    for name in parameters:
-        if name not in (described or {}):
-            raise ConfigError(f'{where}: argument {name} is not described under "Args:" of the docstring{hint}')
     try:
         with _without_torch():
-            return get_json_schema(function)
-    except Exception as error:  # of several classes of transformers, for hints without a schema
+            schema = get_json_schema(function)
+        arguments = TypeAdapter(_arguments(function, parameters))
+    except Exception as error:  # of several classes of transformers and pydantic
         raise ConfigError(f"{where}: {error}{hint}") from None
+    return Tool(name, schema, inspect.iscoroutinefunction(function), arguments)
+
+
+def _arguments(function: Any, parameters: Sequence[inspect.Parameter]) -> type:
+    """A dict of exactly the arguments, in their types."""
+    hints = get_type_hints(function, include_extras=True)
+    fields = {
+        parameter.name: hints[parameter.name]
+        if parameter.default is parameter.empty
+        else NotRequired[hints[parameter.name]]
+        for parameter in parameters
+    }
+    arguments: Any = TypedDict("Arguments", fields)  # type: ignore[misc]
+    arguments.__pydantic_config__ = {"extra": "forbid"}
+    return arguments
 
 
 @contextmanager
@@ -389,13 +380,3 @@ def _caught(method: Callable[..., Any], arguments: Mapping[str, Any]) -> tuple[A
 
 def _answer(name: str, call: str, text: str) -> Message:
     return {"role": "tool", "name": name, "tool_call_id": call, "content": text}
-
-
-def _text_of(name: str, result: Any) -> str:
-    """The text of a tool's result: JSON unless it is a text."""
-    if isinstance(result, str):
-        return result
-    try:
-        return json.dumps(result, ensure_ascii=False)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{name} returned {type(result).__name__}, which is neither a text nor JSON: {error}") from None

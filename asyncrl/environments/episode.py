@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from asyncrl.config.config import Config
 from asyncrl.environments.dialogue.conversation import ConversationRenderer, Spoken, note_refusal, num_common
-from asyncrl.environments.dialogue.dialogue import TextDialogue, check_appendable
+from asyncrl.environments.dialogue.dialogue import Dialogue, check_appendable
 from asyncrl.environments.dialogue.rendering import DialogueError
 from asyncrl.environments.environment import Message, Schema, Task, ToolCall
 from asyncrl.types import Prompt
@@ -101,7 +101,7 @@ class Place(NamedTuple):
 class KeptHistory:
     """Observations are appended to all that the policy has read and written."""
 
-    def __init__(self, words: TextDialogue, tools: Sequence[Schema], num_tokens: int) -> None:
+    def __init__(self, words: Dialogue, tools: Sequence[Schema], num_tokens: int) -> None:
         """`num_tokens` are before the first turn."""
         self._words, self._tools = words, tools
         self.branch = 0
@@ -127,7 +127,7 @@ class RenderedHistory(KeptHistory):
 
     def __init__(
         self,
-        words: TextDialogue,
+        words: Dialogue,
         tools: Sequence[Schema],
         renderer: ConversationRenderer,
         messages: Sequence[Message],
@@ -168,7 +168,7 @@ class RenderedHistory(KeptHistory):
 
 
 def history_of(
-    words: TextDialogue, tools: Sequence[Schema], messages: Sequence[Message] | None, tokens: Sequence[int]
+    words: Dialogue, tools: Sequence[Schema], messages: Sequence[Message] | None, tokens: Sequence[int]
 ) -> KeptHistory:
     """The history of an episode that begins with these tokens; `messages` are None if they are plain text."""
     renderer = ConversationRenderer.of(words)

@@ -18,9 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
-from pydantic import JsonValue
 
-from asyncrl.config.sections import Options
+from asyncrl.config.config import Config
 from asyncrl.environments.dialogue.dialogue import Dialogue
 from asyncrl.environments.episode import Limits, Turn
 from asyncrl.environments.gateway.server import Gateway
@@ -45,19 +44,9 @@ MAX_THREADS = 1024
 class HostSpec:
     """The settings of a host."""
 
-    names: str | dict[str, str]
-    options: dict[str, Options]
-    python: str | None
-    """The interpreter of agent programs; None for this one."""
-    tokenizer_path: str
-    trust_remote_code: bool
-    limits: Limits
-    max_observation_tokens: int
-    tool_format: str
-    history: str
-    template_options: dict[str, JsonValue]
-    keeps_messages: bool
-    """True if the messages of an episode are sent with its end."""
+    config: Config
+    window_tokens: int
+    """The engine's window: prompt, turns and observations together."""
     endpoints: Endpoints
     address: str
     """The address at which it listens."""
@@ -76,16 +65,13 @@ class Host:
 
     def __init__(self, spec: HostSpec) -> None:
         """Loads environments and tokenizer. Raises ConfigError."""
-        self._spec = spec
-        self._table = EnvironmentTable(spec.names, spec.options, python=spec.python)
-        self._dialogue = Dialogue(
-            spec.tokenizer_path,
-            trust_remote_code=spec.trust_remote_code,
-            max_observation_tokens=spec.max_observation_tokens,
-            tool_format=spec.tool_format,
-            history=spec.history,
-            template_options=spec.template_options,
-        )
+        config = spec.config
+        settings = config.environment
+        assert settings.name is not None
+        self._limits = Limits.of(config, window_tokens=spec.window_tokens)
+        self._keeps_messages = config.has_reward_functions
+        self._table = EnvironmentTable(settings.name, settings.options, python=settings.python)
+        self._dialogue = Dialogue.of(config)
         self._threads = ThreadPoolExecutor(MAX_THREADS, "environment")
         self._server = Server(
             spec.endpoints,
@@ -146,8 +132,8 @@ class Host:
         return None
 
     def _player(self, start: EpisodeStart, prompt: list[int]) -> Player | ProgramPlayer:
-        found, dialogue, limits = self._table.of(start.data_source), self._dialogue, self._spec.limits
-        keeps = self._spec.keeps_messages
+        found, dialogue, limits = self._table.of(start.data_source), self._dialogue, self._limits
+        keeps = self._keeps_messages
         if isinstance(found, Named):
             return Player(start, prompt, found, dialogue, limits, self._threads, self._say, keeps_messages=keeps)
         return ProgramPlayer(

@@ -27,7 +27,7 @@ from asyncrl.environments.calling import (
     to_spoken,
     to_step,
 )
-from asyncrl.environments.dialogue.dialogue import Dialogue, TextDialogue
+from asyncrl.environments.dialogue.dialogue import Dialogue
 from asyncrl.environments.dialogue.rendering import DialogueError
 from asyncrl.environments.environment import Action, Environment, Message, Schema, ToolEnvironment
 from asyncrl.environments.episode import KeptHistory, Limits, Place, Turn, history_of, task_of
@@ -89,7 +89,7 @@ class Player:
     num_calls: int = 0
     """Calls of tools so far."""
     caller: Caller = field(init=False)
-    words: TextDialogue = field(init=False)
+    words: Dialogue = field(init=False)
     """The dialogue that fits the row's prompt."""
 
     def __post_init__(self) -> None:

@@ -17,7 +17,7 @@ import structlog
 from numpy.typing import NDArray
 
 from asyncrl.config.config import Config
-from asyncrl.environments.episode import Limits, start_of
+from asyncrl.environments.episode import start_of
 from asyncrl.environments.host import HostSpec, run_host
 from asyncrl.errors import RunError
 from asyncrl.types import Prompt
@@ -109,27 +109,12 @@ class EnvironmentPool:
     def __init__(self, config: Config, *, window_tokens: int, endpoints: Endpoints) -> None:
         """`window_tokens` is the engine's window: prompt, turns and observations together."""
         self._config = config
-        settings = config.environment
-        assert settings.name is not None
         self._stack = ExitStack()
         self._folder = self._stack.enter_context(socket_folder())
         self._starts = self._failed_starts = 0
-        self._spec = HostSpec(
-            names=settings.name,
-            options=settings.options,
-            python=settings.python,
-            tokenizer_path=config.model.path,
-            trust_remote_code=config.model.trust_remote_code,
-            limits=Limits.of(config, window_tokens=window_tokens),
-            max_observation_tokens=settings.max_observation_tokens,
-            tool_format=settings.tool_format,
-            history=settings.history,
-            template_options=config.data.template_options,
-            keeps_messages=config.has_reward_functions,
-            endpoints=replace(endpoints, keys=""),  # it listens in a folder that only this user can enter
-            address="",
-        )
-        self._hosts = [self._start_host(number) for number in range(settings.hosts)]
+        private = replace(endpoints, keys="")  # it listens in a folder that only this user can enter
+        self._spec = HostSpec(config, window_tokens, private, address="")
+        self._hosts = [self._start_host(number) for number in range(config.environment.hosts)]
         self._owner: dict[str, _Host] = {}
 
     @property

@@ -315,19 +315,17 @@ def _learners(base: Config, models: Models, max_ranks: int, gpu: Gpu) -> Iterato
             sides = [
                 _learner(base, models, gpu, ranks, stage, offload, checkpointing=checkpointing, tokens=tokens)
                 for ranks in range(base.learner.sequence_parallel, max_ranks + 1, base.learner.sequence_parallel)
-                for stage, offload in _memory_savings(base, ranks)
+                for stage, offload in _memory_savings(ranks)
             ]
             yield from sides
             if all(side.missing_bytes for side in sides):
                 break
 
 
-def _memory_savings(base: Config, ranks: int) -> list[tuple[int, str]]:
+def _memory_savings(ranks: int) -> list[tuple[int, str]]:
     """ZeRO stages, and kinds of offload."""
     savings = [(stage, "none") for stage in (STAGES if ranks > 1 else STAGES[:1])]
-    if base.learner.optimizer == "adamw":
-        savings += [(2, "optimizer"), (3, "optimizer"), (3, "all")]
-    return savings
+    return [*savings, (2, "optimizer"), (3, "optimizer"), (3, "all")]
 
 
 def _learner(

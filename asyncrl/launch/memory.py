@@ -194,7 +194,7 @@ def _states(config: Config, shape: Shape, ranks: int, *, in_host: bool) -> Parts
     parts = {
         "weights": size * (-(-weights // ranks) if stage == 3 else weights),
         "float32 copy of the weights": 4 * sharded if stage else 0,
-        "optimizer states": optimizer_bytes(config, shape, sharded if stage else total),
+        "optimizer states": 8 * (sharded if stage else total),
         "gradients": 4 * (sharded if stage >= 2 else total),
     }
     offload = config.learner.offload
@@ -205,18 +205,6 @@ def _states(config: Config, shape: Shape, ranks: int, *, in_host: bool) -> Parts
 def _bucket_bytes(parameters: int, *, on_gpu: bool) -> int:
     """The memory of the buffer in which gradients are collected. On a CPU only the used pages count."""
     return 4 * (BUCKET_ELEMENTS if on_gpu else min(BUCKET_ELEMENTS, parameters))
-
-
-def optimizer_bytes(config: Config, shape: Shape, parameters: int) -> int:
-    """Returns the bytes of the optimizer's states for `parameters` of the model's parameters: two numbers for each
-    with AdamW; with Muon one for each in the layers; with Adafactor one for each row and column of a matrix."""
-    vectors = shape.hidden * (4 * shape.layers + 1)
-    if config.learner.optimizer == "muon":
-        ends = min(2 * shape.vocabulary * shape.hidden + vectors, parameters)
-        return 4 * (parameters - ends) + 8 * ends
-    if config.learner.optimizer == "adafactor":
-        return 4 * (2 * parameters // min(shape.hidden, shape.key_value) + vectors)
-    return 8 * parameters
 
 
 def learner_parts(
@@ -663,7 +651,7 @@ def _candidates(config: Config, placement: Placement) -> Iterator[tuple[str, Any
         yield "weights.transport", "gloo"
     if config.hands_over:
         yield "weights.transport", "auto"
-    if config.learner.optimizer == "adamw" and config.learner.offload == "none":
+    if config.learner.offload == "none":
         if config.learner.zero_stage == 0:
             yield "learner.zero_stage", 1
         yield "learner.offload", "optimizer"

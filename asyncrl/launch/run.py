@@ -58,7 +58,7 @@ from asyncrl.observe.console import (
 )
 from asyncrl.observe.live import LiveView
 from asyncrl.observe.logs import configure_logs
-from asyncrl.observe.report import report_end
+from asyncrl.observe.run_report import report_end
 from asyncrl.observe.sample_watch import SampleWatch
 from asyncrl.observe.trace import trace_bytes
 from asyncrl.replay.client import LauncherClient

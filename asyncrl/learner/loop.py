@@ -43,7 +43,7 @@ from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.metrics import StepProfiler, device_peak, utilization
 from asyncrl.learner.model.saving import save_model
 from asyncrl.learner.step import Trainer
-from asyncrl.observe.metrics import LEARNER_TIMES
+from asyncrl.observe.run_metrics import LEARNER_TIMES
 from asyncrl.observe.samples import SampleBook
 from asyncrl.observe.trackers import Trackers
 from asyncrl.replay.client import LearnerClient

@@ -35,7 +35,7 @@ from asyncrl.launch.run_dir import is_running
 from asyncrl.observe.curves import Row, decode_row, spread
 from asyncrl.observe.document import RUNNING, SAMPLE_FIELDS, UNFINISHED, PageSamples, curves_of, run_document
 from asyncrl.observe.page import SCRIPTS, STYLES, render_page, web_file
-from asyncrl.observe.report import RunSummary, read_summary, trace_of
+from asyncrl.observe.run_report import RunSummary, read_summary, trace_of
 from asyncrl.observe.sample_search import RunTexts, find_group, page_samples
 from asyncrl.observe.samples import FOLDER as SAMPLES
 from asyncrl.observe.samples import Samples, evaluated_versions, read_evaluated

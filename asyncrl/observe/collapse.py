@@ -227,17 +227,17 @@ class CollapseWatch(Durable):
 def _sentence(watch: CollapseWatch, config: Config) -> str:
     first, events = watch.latest[0], [_event(alarm) for alarm in watch.latest]
     if watch.has_collapsed:
-        what = f"collapsed at step {first.since_step}"
+        outcome = f"collapsed at step {first.since_step}"
         if all(alarm.signal != "reward" for alarm in watch.active):
             now, best = fmean(watch.rewards), watch.best_reward
             events.append(
                 f"the reward fell from {best:.3g} to {now:.3g}" if now < best else f"the reward was {now:.3g}"
             )
     elif watch.active:
-        what = f"has been diverging since step {first.since_step}"
+        outcome = f"has been diverging since step {first.since_step}"
     else:
-        what = f"diverged at step {first.since_step}, and recovered"
-    return f"{what}: {', then '.join(events)}. {_advice(first, config)}"
+        outcome = f"diverged at step {first.since_step}, and recovered"
+    return f"{outcome}: {', then '.join(events)}. {_advice(first, config)}"
 
 
 def _event(alarm: Alarm) -> str:

@@ -135,9 +135,9 @@ class Curves:
     def _merge(self) -> None:
         self.bucket_steps *= 2
         half, rest = MAX_POINTS // 2, np.zeros(MAX_POINTS - MAX_POINTS // 2)
-        for kept in (self._sums, self._counts):
-            for name, values in kept.items():
-                kept[name] = np.concatenate([values.reshape(half, 2).sum(1), rest])
+        for table in (self._sums, self._counts):
+            for name, values in table.items():
+                table[name] = np.concatenate([values.reshape(half, 2).sum(1), rest])
         # An incomplete last bucket ends with its only half.
         self._ends = np.concatenate([self._ends.reshape(half, 2).max(1), rest.astype(np.int64)])
         pairs = self._elapsed_s.reshape(half, 2)

@@ -143,8 +143,8 @@ def _tiles(curves: Curves, summary: Mapping[str, Any]) -> list[dict[str, Any]]:
         role = max(idle, key=lambda name: idle[name])
         others = ", ".join(f"{name} {idle[name]:.0%}" for name in idle if name != role)
         note = f"of its time; {others}; below, the learner's seconds of waiting by step"
-        what = f"environments {idle[role]:.0%}" if role == "environments" else f"{role} waits {idle[role]:.0%}"
-        tiles.append(_tile("What holds it back?", what, note, "learner/wait_s"))
+        value = f"environments {idle[role]:.0%}" if role == "environments" else f"{role} waits {idle[role]:.0%}"
+        tiles.append(_tile("What holds it back?", value, note, "learner/wait_s"))
     if "mean" in summary.get("staleness", {}):
         staleness = summary["staleness"]
         note = f"steps of staleness, mean of tokens; the oldest {staleness['max']}, limit {staleness['limit']}"
@@ -307,9 +307,9 @@ def _finite(value: Any) -> Any:
     """The document with null for NaN and infinity, which JSON lacks, and numbers of six digits."""
     match value:
         case dict():
-            return {str(key): _finite(one) for key, one in value.items()}
+            return {str(key): _finite(item) for key, item in value.items()}
         case list() | tuple():
-            return [_finite(one) for one in value]
+            return [_finite(item) for item in value]
         case float():
             return float(f"{value:.6g}") if math.isfinite(value) else None
         case _:
@@ -470,9 +470,9 @@ def _add_generators(
     shown = sorted(rows, key=lambda row: (row[0], row[2]))
     top = 2
     for generator in sorted({row[0] for row in shown}):
-        own = [row for row in shown if row[0] == generator][:MAX_GROUPS]
-        lanes = _lanes([(row[2], row[3]) for row in own])
-        for row, lane in zip(own, lanes, strict=True):
+        groups = [row for row in shown if row[0] == generator][:MAX_GROUPS]
+        lanes = _lanes([(row[2], row[3]) for row in groups])
+        for row, lane in zip(groups, lanes, strict=True):
             if lane < MAX_LANES:
                 _, ticket, started_s, finished_s, start, train, outcome = row
                 kind = f"staleness {train - start}" if outcome == "trained" else f"{outcome}".replace("_", " ")

@@ -40,7 +40,7 @@ class LiveView:
         self._last_step = -1
         self._verdict = ""
         self._raised_step = 0
-        self._history = History(rewards)
+        self._history = RewardHistory(rewards)
         self._samples: list[ShownSample] = []
         self._samples_s = -math.inf
         self._progress = Progress(
@@ -204,7 +204,7 @@ Lines = tuple[list[RenderableType], list[RenderableType]]
 Answers = dict[str, Lines]
 
 
-class History:
+class RewardHistory:
     """The rewards of the steps so far, and how long the latest steps took."""
 
     def __init__(self, rewards: Sequence[float] = ()) -> None:
@@ -261,7 +261,7 @@ def _answers_table(answers: Answers, *, with_minor: bool) -> Table:
     return table
 
 
-def _learning(status: dict[str, Any], history: History, width: int) -> Lines:
+def _learning(status: dict[str, Any], history: RewardHistory, width: int) -> Lines:
     metrics, rewards = status["metrics"], history.rewards
     reward = Text.assemble("reward ", (_number(status["reward"], ".3f"), "bold green"))
     if len(rewards) > 1:
@@ -277,7 +277,7 @@ def _learning(status: dict[str, Any], history: History, width: int) -> Lines:
     return lines, [", ".join(facts)] if facts else []
 
 
-def _speed(status: dict[str, Any], history: History, width: int) -> Lines:
+def _speed(status: dict[str, Any], history: RewardHistory, width: int) -> Lines:
     speed = Text.assemble((f"{status['tokens_per_s']:,.0f}", "bold"), " trained tokens/s")
     if history.step_s is not None:
         speed.append(f", {history.step_s:.2g} s a step")
@@ -362,12 +362,12 @@ def _staleness_table(metrics: dict[str, float]) -> Section:
     for title in (*STALENESS_COLUMNS, "clipped +/-", "masked +/-"):
         table.add_column(title, justify="right")
     for bucket in buckets:
-        own = {name: metrics.get(f"staleness/{bucket}/{name}", float("nan")) for name in STALENESS_METRICS}
+        values = {name: metrics.get(f"staleness/{bucket}/{name}", float("nan")) for name in STALENESS_METRICS}
         cells = [
-            f"{own[name]:.0%}" if name == "tokens_fraction" else f"{own[name]:.3g}"
+            f"{values[name]:.0%}" if name == "tokens_fraction" else f"{values[name]:.3g}"
             for name in STALENESS_COLUMNS.values()
         ]
-        signs = [f"{own[f'{what}_positive']:.1%} {own[f'{what}_negative']:.1%}" for what in ("clip", "mask")]
+        signs = [f"{values[f'{name}_positive']:.1%} {values[f'{name}_negative']:.1%}" for name in ("clip", "mask")]
         table.add_row(bucket, *cells, *(text.replace("nan%", "-") for text in signs))
     return [table]
 

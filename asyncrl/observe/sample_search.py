@@ -162,20 +162,20 @@ def find_samples(run_dir: Path, query: Query, *, special_tokens: bool = False) -
         pattern = None if query.grep is None else re.compile(query.grep)
     except re.error as error:
         raise ConfigError(f"--grep {query.grep!r}: not a regular expression: {error}") from None
-    found = Samples.concat([])
+    samples = Samples.concat([])
     for part in stored.parts(query):
         part = part.select(query.matches(part))
         if pattern is not None:
             completions = texts.decode(part).table["completion"].to_pylist()
             part = part.select(np.array([pattern.search(text) is not None for text in completions], dtype=np.bool_))
-        found = Samples.concat([found, part])
+        samples = Samples.concat([samples, part])
         if query.order != "newest":
-            found = found.sort(_COLUMN[query.order], descending=query.order != "worst")
-        elif found.begins_member.sum() >= query.limit:
+            samples = samples.sort(_COLUMN[query.order], descending=query.order != "worst")
+        elif samples.begins_member.sum() >= query.limit:
             break
-        found = _first_members(found, query.limit)
+        samples = _first_members(samples, query.limit)
     split = "eval" if query.evaluated else "train"
-    return Found(texts.add_to(_first_members(found, query.limit), split), stored.describe())
+    return Found(texts.add_to(_first_members(samples, query.limit), split), stored.describe())
 
 
 def _first_members(samples: Samples, count: int) -> Samples:
@@ -258,7 +258,7 @@ _LINES = pa.list_(
 )  # fmt: skip
 
 
-class Line(NamedTuple):
+class ConversationLine(NamedTuple):
     """A message of a conversation, or a part of one."""
 
     role: str
@@ -326,10 +326,10 @@ class RunTexts:
             return list(display.said(tokens) if role == "policy" else display.heard(tokens))
 
         has_rewards = any(part.reward for part in parts)
-        lines = [Line(role or "prompt", text, said=False) for role, text in texts_of(prompt, "prompt")]
+        lines = [ConversationLine(role or "prompt", text, said=False) for role, text in texts_of(prompt, "prompt")]
         for part in parts:
             texts = texts_of(part.tokens, "policy" if part.said else "environment")
-            lines += [Line(role, text, part.said, part.version) for role, text in texts]
+            lines += [ConversationLine(role, text, part.said, part.version) for role, text in texts]
             if part.said and has_rewards:
                 lines[-1] = lines[-1]._replace(reward=part.reward)
         return [line._asdict() for line in lines]

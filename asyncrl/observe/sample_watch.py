@@ -118,8 +118,8 @@ class ZeroRewardCheck:
         causes = f", {failed:,} of them because they could not be computed" if failed else ""
         self._say(f"warning: all {count:,} rewards so far are 0{causes}; nothing can be learned from them. The latest:")
         try:
-            found = [find_samples(self._run_dir, Query(refunded=flag, limit=SHOWN)).samples for flag in (True, False)]
-            for row in Samples.concat(found).select(slice(SHOWN)).table.to_pylist():
+            parts = [find_samples(self._run_dir, Query(refunded=flag, limit=SHOWN)).samples for flag in (True, False)]
+            for row in Samples.concat(parts).select(slice(SHOWN)).table.to_pylist():
                 self._say(_line(row))
         except Exception as error:  # a tokenizer may raise anything
             self._say(f"  (no samples: {error})")

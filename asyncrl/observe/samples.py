@@ -78,7 +78,7 @@ EPISODES = {"segment_tokens": pa.int32(), "turn_rewards": pa.float64()}
 numbers of tokens of the prompt, the first turn, the observation after it, the next turn, and so on."""
 
 
-class Part(NamedTuple):
+class Segment(NamedTuple):
     """A part of a trajectory."""
 
     tokens: list[int]
@@ -96,9 +96,9 @@ class Samples:
     def __init__(self, table: pa.Table) -> None:
         """Raises DataError if the table lacks a column of SCHEMA, or one has another type."""
         for field in SCHEMA:
-            found = table.schema.field(field.name).type if field.name in table.column_names else "missing"
-            if found != field.type:
-                raise DataError(f"samples: the column {field.name} is {found}, it has to be {field.type}")
+            kind = table.schema.field(field.name).type if field.name in table.column_names else "missing"
+            if kind != field.type:
+                raise DataError(f"samples: the column {field.name} is {kind}, it has to be {field.type}")
         self.table = table
 
     @classmethod
@@ -108,20 +108,25 @@ class Samples:
         trajectories: list[Trajectory] = []
         for group in groups:
             shared = {name: getattr(group, name) for name in _OF_GROUP} | {"step": step, "outcome": outcome}
-            for index, (number, one) in enumerate(zip(group.members, group.trajectories, strict=True)):
-                own = {name: getattr(one, name) for name in (*_OF_TRAJECTORY, *_COUNTS)}
-                parts = {"reward_parts": list(one.reward_parts.items())}
-                staleness = None if step is None else step - 1 - min(one.oldest_version, step - 1)
-                reward = None if one.status == "failed" else one.reward
+            for index, (number, trajectory) in enumerate(zip(group.members, group.trajectories, strict=True)):
+                values = {name: getattr(trajectory, name) for name in (*_OF_TRAJECTORY, *_COUNTS)}
+                parts = {"reward_parts": list(trajectory.reward_parts.items())}
+                staleness = None if step is None else step - 1 - min(trajectory.oldest_version, step - 1)
+                reward = None if trajectory.status == "failed" else trajectory.reward
                 places = {"index": index, "member": number, "staleness": staleness, "reward": reward}
-                rows.append({**shared, **own, **parts, **places})
-                trajectories.append(one)
+                rows.append({**shared, **values, **parts, **places})
+                trajectories.append(trajectory)
         table = pa.Table.from_pylist(rows, SCHEMA)
         for name, kind in {"tokens": pa.int32(), **ARRAYS}.items():
-            table = _put(table, name, _lists([getattr(one, name) for one in trajectories], kind))
-        if any(one.episode is not None for one in trajectories):
-            rewards = [None if one.episode is None else one.episode.turn_rewards for one in trajectories]
-            segments = [None if one.episode is None else segments_of(one.action_mask) for one in trajectories]
+            table = _put(table, name, _lists([getattr(trajectory, name) for trajectory in trajectories], kind))
+        if any(trajectory.episode is not None for trajectory in trajectories):
+            rewards = [
+                None if trajectory.episode is None else trajectory.episode.turn_rewards for trajectory in trajectories
+            ]
+            segments = [
+                None if trajectory.episode is None else segments_of(trajectory.action_mask)
+                for trajectory in trajectories
+            ]
             for name, lists in (("segment_tokens", segments), ("turn_rewards", rewards)):
                 table = _put(table, name, pa.array(lists, pa.list_(EPISODES[name])))
         return cls(table)
@@ -212,21 +217,21 @@ class Samples:
         tables = [SCHEMA.empty_table(), *(part.table for part in parts)]
         return cls(pa.concat_tables(tables, promote_options="default"))
 
-    def turns(self, row: int) -> list[Part]:
+    def turns(self, row: int) -> list[Segment]:
         """The parts of a trajectory after its prompt: the policy's turns, and the observations between them.
         Raises DataError if the table lacks both `action_mask` and `segment_tokens`."""
-        one = self.select([row])
-        tokens, segments = one["tokens"][0].tolist(), self._of_row(row, "segment_tokens")
+        chosen = self.select([row])
+        tokens, segments = chosen["tokens"][0].tolist(), self._of_row(row, "segment_tokens")
         if segments is None:
             if "action_mask" not in self.columns:
                 raise DataError("samples: action_mask is missing, so that turns cannot be told apart")
-            segments = segments_of(one["action_mask"][0])
+            segments = segments_of(chosen["action_mask"][0])
         versions, rewards = self._of_row(row, "versions"), iter(self._of_row(row, "turn_rewards") or ())
-        parts: list[Part] = []
+        parts: list[Segment] = []
         for number, (begin, end) in enumerate(pairwise(accumulate(segments))):
-            said = not number % 2
-            newest = max(versions[begin:end], default=None) if said and versions else None
-            parts.append(Part(tokens[begin:end], said, newest, next(rewards, None) if said else None))
+            is_action = not number % 2
+            newest = max(versions[begin:end], default=None) if is_action and versions else None
+            parts.append(Segment(tokens[begin:end], is_action, newest, next(rewards, None) if is_action else None))
         return parts
 
     def _of_row(self, row: int, name: str) -> list[Any] | None:
@@ -359,16 +364,16 @@ def choose(groups: Sequence[Group], *, step: int) -> Samples:
             reasons.setdefault(number, reason)
     parts: list[Samples] = []
     for number, reason in reasons.items():
-        own = rows[places[number]]
-        part = Samples.of_groups([groups[places[number][0]]], step=step, outcome="trained").select(own)
-        parts.append(part.with_column(CHOSEN, pa.array([reason] * len(own), pa.string())))
+        indices = rows[places[number]]
+        part = Samples.of_groups([groups[places[number][0]]], step=step, outcome="trained").select(indices)
+        parts.append(part.with_column(CHOSEN, pa.array([reason] * len(indices), pa.string())))
     return Samples.concat(parts or [_samples_of([])])
 
 
 def append_rows(file: Path, samples: Samples) -> None:
     """Appends the samples to a file of lines. A disk that is full costs the record, not the run."""
-    kept = [name for name in samples.columns if name not in ARRAYS]
-    rows = samples.table.select(kept).to_pylist(maps_as_pydicts="strict")
+    names = [name for name in samples.columns if name not in ARRAYS]
+    rows = samples.table.select(names).to_pylist(maps_as_pydicts="strict")
     content = "".join(json.dumps(row) + "\n" for row in rows).encode()
     try:
         file.parent.mkdir(mode=0o700, exist_ok=True)
@@ -426,7 +431,7 @@ class Recorded:
         return _read_at(self._file, [self._places[index] for index in indices])
 
 
-class Record(NamedTuple):
+class RecordedStep(NamedTuple):
     """The samples of a step, as they were recorded."""
 
     step: int
@@ -435,13 +440,13 @@ class Record(NamedTuple):
     """The position of the next record in the file."""
 
 
-def recorded_steps(run_dir: Path, offset: int) -> Iterator[Record]:
+def recorded_steps(run_dir: Path, offset: int) -> Iterator[RecordedStep]:
     """Yields the records that begin at this offset in the file, or after it. Raises DataError."""
     file = run_dir / FOLDER / TRAINED
     for step, lines in groupby(_heads(file, offset=offset), key=lambda line: line[0].step):
         places = [place for _, place in lines]
         end = places[-1].begin + places[-1].num_bytes
-        yield Record(step or 0, partial(_read_at, file, places), end)
+        yield RecordedStep(step or 0, partial(_read_at, file, places), end)
 
 
 def read_latest(run_dir: Path) -> Samples:
@@ -517,9 +522,9 @@ def _read_at(file: Path, places: Sequence[_Place]) -> Samples:
         with file.open("rb") as content:
             for begin in range(0, len(places), ROWS_AT_A_TIME):
                 rows: list[dict[str, Any]] = []
-                for place in places[begin : begin + ROWS_AT_A_TIME]:
-                    content.seek(place.begin)
-                    rows.append(json.loads(content.read(place.num_bytes)))
+                for position in places[begin : begin + ROWS_AT_A_TIME]:
+                    content.seek(position.begin)
+                    rows.append(json.loads(content.read(position.num_bytes)))
                 parts.append(_samples_of(rows))
     return Samples.concat(parts)
 

@@ -65,7 +65,7 @@ class DownsampledSeries(Durable):
         if len(self.points) > CURVE_POINTS:
             self.stride *= 2
             pairs = [self.points[i : i + 2] for i in range(0, len(self.points), 2)]
-            self.points = [[sum(one[0] for one in pair), sum(one[1] for one in pair)] for pair in pairs]
+            self.points = [[sum(point[0] for point in pair), sum(point[1] for point in pair)] for pair in pairs]
 
     def first_tenth(self) -> float | None:
         """Mean of the first tenth of the values, at least one; None when there is none."""
@@ -188,9 +188,9 @@ def count_rewards(outcomes: Iterable[OutcomeStats]) -> dict[str, int]:
     """The numbers of trajectories with a reward ("scored") and without one because it could not be computed ("failed"),
     and whether every reward is 0 ("all_zero")."""
     stats = list(outcomes)
-    scored = sum(one.rewards.count for one in stats)
-    failed = sum(one.tokens.count for one in stats) - scored
-    all_zero = all(one.rewards.mean == 0.0 and one.rewards.variance == 0.0 for one in stats)
+    scored = sum(outcome.rewards.count for outcome in stats)
+    failed = sum(outcome.tokens.count for outcome in stats) - scored
+    all_zero = all(outcome.rewards.mean == 0.0 and outcome.rewards.variance == 0.0 for outcome in stats)
     return {"scored": scored, "failed": failed, "all_zero": all_zero}
 
 

@@ -15,10 +15,20 @@ from asyncrl.config.load import load_config
 from asyncrl.errors import DataError
 from asyncrl.observe.collapse import read_rollbacks, rollback_line
 from asyncrl.observe.curves import OF_STEP, decode_row, read_metrics
-from asyncrl.observe.metrics import COSTS
+from asyncrl.observe.run_metrics import COSTS
 from asyncrl.observe.stats import bare_fraction
 from asyncrl.observe.trace import list_sums, read_trace
-from asyncrl.plan.workload import TURNS, EngineCost, Episodes, LearnerCost, Lengths, Setup, SyncCost, Workload, slowdown
+from asyncrl.plan.workload import (
+    TURNS,
+    EngineCost,
+    EpisodeLengths,
+    LearnerCost,
+    Lengths,
+    Setup,
+    SyncCost,
+    Workload,
+    slowdown,
+)
 from asyncrl.types import goodput_of
 from asyncrl.util.files import read_json, read_last_lines
 from asyncrl.util.processes import GENERATOR_PHASES
@@ -242,7 +252,7 @@ def _lengths(trace: pa.Table, config: Config) -> Lengths:
     episodes = None
     if sums["turns"].any():
         turns, wait_s, slow_turns = (sums[name] for name in OF_TURNS)
-        episodes = Episodes(np.maximum(turns, 1).astype(np.int32), wait_s, slow_turns.astype(np.int32))
+        episodes = EpisodeLengths(np.maximum(turns, 1).astype(np.int32), wait_s, slow_turns.astype(np.int32))
     failed = np.isin(complete.column("outcome").to_pylist(), REFUNDED)
     first = prompts.values.to_numpy()[prompts.offsets.to_numpy()[:-1]]
     return Lengths(completions, first, has_signal(complete), failed, episodes)

@@ -62,14 +62,16 @@ def show_simulation(
     if max_tokens is not None:
         workload = replace(workload, lengths=workload.lengths.cut(max_tokens))
     setup = replace(before, **changes)
-    found = simulate(workload, setup, seed=seed)
+    prediction = simulate(workload, setup, seed=seed)
     unchanged = measured if setup == before and max_tokens is None else None
-    _print_prediction(console, found, unchanged, has_episodes=workload.lengths.episodes is not None)
-    _print_queue(console, found, workload.lengths, routing_bytes)
-    return found
+    _print_prediction(console, prediction, unchanged, has_episodes=workload.lengths.episodes is not None)
+    _print_queue(console, prediction, workload.lengths, routing_bytes)
+    return prediction
 
 
-def _print_prediction(console: Console, found: Prediction, measured: Measured | None, *, has_episodes: bool) -> None:
+def _print_prediction(
+    console: Console, prediction: Prediction, measured: Measured | None, *, has_episodes: bool
+) -> None:
     table = Table(box=None, padding=(0, 3, 0, 0), header_style="bold")
     table.add_column()
     table.add_column("simulated", justify="right")
@@ -77,36 +79,36 @@ def _print_prediction(console: Console, found: Prediction, measured: Measured | 
         table.add_column("measured", justify="right")
     histogram, real = (measured.staleness, measured.goodput) if measured is not None else ([], {})
     lines: list[tuple[str, str, float, float]] = [
-        ("trained tokens/s", ",.0f", found.tokens_per_s, measured.tokens_per_s if measured else 0.0),
+        ("trained tokens/s", ",.0f", prediction.tokens_per_s, measured.tokens_per_s if measured else 0.0),
         *(
             ("goodput" if name == "total" else f"  {name}", ".3f", value, real.get(name, math.nan))
-            for name, value in found.goodput.items()
+            for name, value in prediction.goodput.items()
         ),
-        ("generators idle", ".1%", found.generator_idle, measured.generator_idle if measured else 0.0),
+        ("generators idle", ".1%", prediction.generator_idle, measured.generator_idle if measured else 0.0),
         *(
-            [("generators in environments", ".1%", found.environments, measured.environments if measured else 0.0)]
+            [("generators in environments", ".1%", prediction.environments, measured.environments if measured else 0.0)]
             if has_episodes
             else []
         ),
-        ("learners idle", ".1%", found.learner_idle, measured.learner_idle if measured else 0.0),
-        ("staleness, mean", ".2f", found.staleness_mean, mean_staleness(histogram)),
-        ("staleness, max", ".0f", found.staleness_max, max(len(histogram) - 1, 0)),
+        ("learners idle", ".1%", prediction.learner_idle, measured.learner_idle if measured else 0.0),
+        ("staleness, mean", ".2f", prediction.staleness_mean, mean_staleness(histogram)),
+        ("staleness, max", ".0f", prediction.staleness_max, max(len(histogram) - 1, 0)),
     ]
     for name, form, simulated, own in lines:
         own_text = "-" if math.isnan(own) else f"{own:{form}}"
         table.add_row(name, f"{simulated:{form}}", *([own_text] if measured is not None else []))
-    table.add_row("tokens in flight, mean", f"{found.tokens_in_flight:,.0f}")
-    table.add_row("groups in flight, mean", f"{found.groups_in_flight:,.1f}")
-    table.add_row("seconds from lease to training", f"{found.life_s:.2f}")
-    setup = found.setup
+    table.add_row("tokens in flight, mean", f"{prediction.tokens_in_flight:,.0f}")
+    table.add_row("groups in flight, mean", f"{prediction.groups_in_flight:,.1f}")
+    table.add_row("seconds from lease to training", f"{prediction.life_s:.2f}")
+    setup = prediction.setup
     hidden = {"generators_per_device", *(["max_episodes"] if setup.max_episodes is None else [])}
     title = ", ".join(f"{name} {getattr(setup, name)}" for name in setup.__slots__ if name not in hidden)
     console.print(title, highlight=False, soft_wrap=True)
     console.print(table)
-    total = max(sum(found.staleness), 1)
-    shares = ", ".join(f"{staleness}: {tokens / total:.1%}" for staleness, tokens in enumerate(found.staleness))
+    total = max(sum(prediction.staleness), 1)
+    shares = ", ".join(f"{staleness}: {tokens / total:.1%}" for staleness, tokens in enumerate(prediction.staleness))
     console.print(f"tokens by staleness  {shares}", highlight=False, soft_wrap=True)
-    console.print(f"bottleneck           {bottleneck_of(found)}", highlight=False)
+    console.print(f"bottleneck           {bottleneck_of(prediction)}", highlight=False)
 
 
 def _routing_of(run: Path) -> int:
@@ -117,10 +119,10 @@ def _routing_of(run: Path) -> int:
     return 0 if routers is None else routers.token_bytes
 
 
-def _print_queue(console: Console, found: Prediction, lengths: Lengths, routing_bytes: int) -> None:
+def _print_queue(console: Console, prediction: Prediction, lengths: Lengths, routing_bytes: int) -> None:
     """Prints the bytes that go through the replay queue, and how busy it is."""
     tokens = float((lengths.completions.sum(axis=1) + lengths.group_size * lengths.prompts).mean())
-    groups_per_s, group_bytes = found.leased_groups / found.wall_s, (TOKEN_BYTES + routing_bytes) * tokens
+    groups_per_s, group_bytes = prediction.leased_groups / prediction.wall_s, (TOKEN_BYTES + routing_bytes) * tokens
     routing = f", of a token {routing_bytes} for its routing" if routing_bytes else ""
     console.print(
         f"replay queue         {groups_per_s * group_bytes / 1e6:,.3g} MB/s{routing}, busy for "
@@ -142,12 +144,12 @@ def show_plan(console: Console, run: Path, *, devices: int, max_staleness: int) 
         )
         if highest < 0:
             return []
-    found = search(measured.workload, measured.setup, devices=devices, max_staleness=max_staleness)
+    candidates = search(measured.workload, measured.setup, devices=devices, max_staleness=max_staleness)
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
     for title in TITLES:
         table.add_column(title, justify="right")
     table.add_column("bottleneck")
-    for candidate in found[:ROWS]:
+    for candidate in candidates[:ROWS]:
         p = candidate.prediction
         cells: tuple[Any, ...] = (
             p.setup.generators, p.setup.learners, p.setup.max_staleness, f"{p.signal_tokens_per_s:,.0f}",
@@ -156,10 +158,10 @@ def show_plan(console: Console, run: Path, *, devices: int, max_staleness: int) 
         )  # fmt: skip
         table.add_row(*map(str, cells))
     console.print(
-        f"{devices} devices, predicted from {run}; {len(found)} setups tried", highlight=False, soft_wrap=True
+        f"{devices} devices, predicted from {run}; {len(candidates)} setups tried", highlight=False, soft_wrap=True
     )
     console.print(table)
-    best = found[0].prediction.setup
+    best = candidates[0].prediction.setup
     changed = ""
     config = (run if run.is_dir() else run.parent) / "config.yaml"
     if load_config(config).replay.min_staleness > best.max_staleness:
@@ -171,4 +173,4 @@ def show_plan(console: Console, run: Path, *, devices: int, max_staleness: int) 
         highlight=False,
         soft_wrap=True,
     )
-    return found
+    return candidates

@@ -17,7 +17,7 @@ from math import inf
 import numpy as np
 
 from asyncrl.observe.stats import goodput_factors
-from asyncrl.plan.workload import EngineCost, Setup, Turn, Workload, slowdown, turns_of
+from asyncrl.plan.workload import EngineCost, Setup, SimulatedTurn, Workload, slowdown, turns_of
 from asyncrl.replay.ledger import Ledger, State, wanted_groups
 from asyncrl.types import mean_staleness
 
@@ -113,7 +113,7 @@ class Simulation:
         """Number of the next event of each generator; events with an older number are ignored."""
         self._denied: dict[int, None] = {}
         """Generators with free capacity that received too few leases, in the order of their requests."""
-        self._groups: dict[int, Group] = {}
+        self._groups: dict[int, LeasedGroup] = {}
         self._wanted = wanted_groups(setup.max_running_groups)
         self._limit = self._ledger.per_generator_limit(setup.generators)
         self._events: list[tuple[float, int, str, int, int]] = []
@@ -201,13 +201,13 @@ class Simulation:
         self._busy[generator] = not self._busy[generator]
         each = self._setup.generators_per_device
         first = generator - generator % each
-        there = range(first, min(first + each, len(self._engines)))
-        slowed = slowdown(sum(self._busy[one] for one in there), self._workload.turns)
-        for one in there:
-            self._engines[one].advance(self._now_s)
-            self._engines[one].slowdown = slowed
-            if one != generator:
-                self._schedule(one)
+        sharing = range(first, min(first + each, len(self._engines)))
+        slowed = slowdown(sum(self._busy[engine] for engine in sharing), self._workload.turns)
+        for engine in sharing:
+            self._engines[engine].advance(self._now_s)
+            self._engines[engine].slowdown = slowed
+            if engine != generator:
+                self._schedule(engine)
 
     def _end_sequences(self, generator: int) -> None:
         """Ends the group or the sequence whose end is the current event."""
@@ -351,7 +351,7 @@ DRAWN_AT_ONCE = 4096
 
 
 @dataclass(slots=True)
-class Group:
+class LeasedGroup:
     """A group in flight."""
 
     generator: int
@@ -377,7 +377,7 @@ class Draws:
         refunded = lengths.failed | ~lengths.signal if setup.zero_variance == "refund" else lengths.failed
         self._refunded: list[bool] = refunded.tolist()
         self._episodes = lengths.episodes
-        self._single_turns = [[(Turn(tokens, 0.0),) for tokens in row] for row in self._completions]
+        self._single_turns = [[(SimulatedTurn(tokens, 0.0),) for tokens in row] for row in self._completions]
         """Completions as episodes of one turn, by row."""
         self._dice, self._waits = np.random.default_rng(seed), np.random.default_rng([seed, 1])
         self._drawn: list[int] = []
@@ -388,7 +388,7 @@ class Draws:
             self._drawn = self._dice.integers(len(self._completions), size=DRAWN_AT_ONCE).tolist()
         return self._drawn.pop()
 
-    def start(self, engine: SimulatedEngine, number: int, row: int, *, generator: int, now_s: float) -> Group:
+    def start(self, engine: SimulatedEngine, number: int, row: int, *, generator: int, now_s: float) -> LeasedGroup:
         """Starts the group of this row in an engine."""
         lengths, episodes = self._completions[row], self._episodes
         if episodes is None:
@@ -404,21 +404,21 @@ class Draws:
             engine.add(number, turns)
         prompt_tokens = self._prompts[row] * len(lengths)
         signal, refunded = self._signal[row], self._refunded[row]
-        return Group(generator, now_s, sum(lengths), prompt_tokens, signal, refunded)
+        return LeasedGroup(generator, now_s, sum(lengths), prompt_tokens, signal, refunded)
 
 
 ALMOST = 1e-6
 """Tolerance for rounding of the clock, in tokens."""
 
 
-_Episode = tuple[int, Sequence[Turn], int]
-"""Group, turns, and number of the current turn."""
+_Episode = tuple[int, Sequence[SimulatedTurn], int]
+"""LeasedGroup, turns, and number of the current turn."""
 
 
 @dataclass(slots=True)
 class _Progress:
     left: int
-    """Episodes of the group in progress."""
+    """EpisodeLengths of the group in progress."""
     ended_tokens: int = 0
     by_version: dict[int, int] = field(default_factory=dict[int, int])
 
@@ -532,7 +532,7 @@ class SimulatedEngine:
         else:
             self.idle_s += now_s - at_s
 
-    def add(self, group: int, episodes: Sequence[Sequence[Turn]]) -> None:
+    def add(self, group: int, episodes: Sequence[Sequence[SimulatedTurn]]) -> None:
         """Starts the episodes of a group."""
         self._groups[group] = _Progress(len(episodes))
         for turns in episodes:

@@ -76,13 +76,13 @@ class Sweep:
 
     def config_of(self, cell: Cell) -> Config:
         """Returns the config of a cell."""
-        own = {"run": cell.name, "seed": cell.seed, "replay.max_staleness": cell.max_staleness, "resume": "auto"}
-        return load_config(self.config, self.settings | own)
+        values = {"run": cell.name, "seed": cell.seed, "replay.max_staleness": cell.max_staleness, "resume": "auto"}
+        return load_config(self.config, self.settings | values)
 
     def arguments(self, cell: Cell) -> list[str]:
         """Returns the arguments of `asyncrl` for a cell."""
-        own = ["--run", cell.name, "--max-staleness", str(cell.max_staleness), f"seed={cell.seed}", "resume=auto"]
-        return ["launch", "--config", self.config, *self.overrides, *own]
+        values = ["--run", cell.name, "--max-staleness", str(cell.max_staleness), f"seed={cell.seed}", "resume=auto"]
+        return ["launch", "--config", self.config, *self.overrides, *values]
 
 
 def sweep(name: str, config: str, overrides: Sequence[str], limits: str, seeds: int, console: Console) -> int:
@@ -121,9 +121,9 @@ def check(sweep: Sweep) -> None:
             continue
         saved = load_config(file)
         both = (saved, config.with_choices_of(saved))
-        found, wanted = (one.model_dump(mode="json", exclude=OF_THE_CELL) for one in both)
-        if found != wanted:
-            changed = [name for name in wanted if found[name] != wanted[name]]
+        saved_values, wanted = (settings.model_dump(mode="json", exclude=OF_THE_CELL) for settings in both)
+        if saved_values != wanted:
+            changed = [name for name in wanted if saved_values[name] != wanted[name]]
             raise ConfigError(
                 f"{cell.run_dir}: belongs to a sweep with other settings ({', '.join(changed)}); use another --name, "
                 "or move its runs away"
@@ -254,8 +254,8 @@ class LimitResult:
 
     def is_beaten_by(self, other: LimitResult) -> bool:
         """Returns True if the other limit is at least as fast and as good, and better in one of both."""
-        own, others = (self.tokens_per_s, self.reward), (other.tokens_per_s, other.reward)
-        return not other.collapsed and own != others and all(a <= b for a, b in zip(own, others, strict=True))
+        mine, theirs = (self.tokens_per_s, self.reward), (other.tokens_per_s, other.reward)
+        return not other.collapsed and mine != theirs and all(a <= b for a, b in zip(mine, theirs, strict=True))
 
     def texts(self, best_fraction: float) -> list[str]:
         """Returns the cells of its row in the table."""
@@ -362,26 +362,26 @@ def has_ended(cell: Cell) -> bool:
 
 def read_results(cells: Sequence[Cell], *, seed: int = 0) -> SweepResults:
     """Returns the results of the cells that have ended. Raises DataError if none has."""
-    found = [read_cell(cell) for cell in cells if has_ended(cell)]
-    if not found:
+    ended = [read_cell(cell) for cell in cells if has_ended(cell)]
+    if not ended:
         raise DataError("no cell of the sweep has finished; see its logs")
-    seconds = min(cell.seconds[-1] for cell in [cell for cell in found if not cell.collapse] or found)
-    by_limit = {limit: [cell for cell in found if cell.max_staleness == limit] for limit in sorted(
-        {cell.max_staleness for cell in found})}  # fmt: skip
-    results = [LimitResult.of(own, seconds) for own in by_limit.values()]
+    seconds = min(cell.seconds[-1] for cell in [cell for cell in ended if not cell.collapse] or ended)
+    by_limit = {limit: [cell for cell in ended if cell.max_staleness == limit] for limit in sorted(
+        {cell.max_staleness for cell in ended})}  # fmt: skip
+    results = [LimitResult.of(results_of_limit, seconds) for results_of_limit in by_limit.values()]
     for result in results:
         result.pareto = not result.collapsed and not any(map(result.is_beaten_by, results))
     in_time = {
-        limit: np.array([cell.reward_at(seconds) for cell in own])
-        for limit, own in by_limit.items()
-        if not any(cell.collapse for cell in own)
+        limit: np.array([cell.reward_at(seconds) for cell in results_of_limit])
+        for limit, results_of_limit in by_limit.items()
+        if not any(cell.collapse for cell in results_of_limit)
     }
     if in_time:
-        return SweepResults(seconds, results, recommend(in_time, seconds, seed=seed), found)
+        return SweepResults(seconds, results, recommend(in_time, seconds, seed=seed), ended)
     lowest = results[0].max_staleness
     first = next(cell for cell in by_limit[lowest] if cell.collapse)
     sentence = f"none of these limits: with each a run collapsed, with max_staleness {lowest} so: {first.collapse}"
-    return SweepResults(seconds, results, Recommendation(None, sentence, {}), found)
+    return SweepResults(seconds, results, Recommendation(None, sentence, {}), ended)
 
 
 def read_cell(cell: Cell) -> CellResult:
@@ -427,13 +427,13 @@ def recommend(rewards: dict[int, NDArray[np.float64]], seconds: float, *, seed: 
     alike = [i for i in range(len(limits)) if i != best and np.quantile(gaps[i], 0.05) <= 0.0]
     chosen = best if one_seed else min([best, *alike], key=lambda index: limits[index])
     low, high = np.quantile(samples[chosen], [0.025, 0.975])
-    what = f"max_staleness {limits[chosen]}: reward {means[chosen]:.3f}"
+    choice = f"max_staleness {limits[chosen]}: reward {means[chosen]:.3f}"
     if one_seed:
         sure = "one seed only, so the confidence is unknown: use --seeds 3"
     else:
         sure = f"95 % between {low:.3f} and {high:.3f}, the best of all in {wins[chosen]:.0%} of the bootstrap samples"
     others = [limits[i] for i in [best, *alike] if i != chosen]
     tied = f"; not distinguishable from it: {', '.join(map(str, sorted(others)))}" if others and not one_seed else ""
-    sentence = f"{what} after {seconds:.0f} s ({sure}){tied}"
+    sentence = f"{choice} after {seconds:.0f} s ({sure}){tied}"
     fractions = {limit: float(wins[i]) for i, limit in enumerate(limits)}
     return Recommendation(limits[chosen], sentence, fractions)

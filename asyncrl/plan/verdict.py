@@ -56,18 +56,18 @@ def search(workload: Workload, setup: Setup, *, devices: int, max_staleness: int
         )
     if max_staleness < 0:
         raise ConfigError(f"max_staleness = {max_staleness}: must not be negative")
-    found = [
+    candidates = [
         Candidate(p, bottleneck_of(p))
-        for p in (predict(workload, one) for one in _setups(setup, devices, max_staleness))
+        for p in (predict(workload, split) for split in _setups(setup, devices, max_staleness))
     ]
-    best = max(candidate.prediction.signal_tokens_per_s for candidate in found)
+    best = max(candidate.prediction.signal_tokens_per_s for candidate in candidates)
 
     def rank(candidate: Candidate) -> tuple[bool, float, float]:
         behind = candidate.prediction.signal_tokens_per_s < (1 - AS_GOOD) * best
         limit = 0 if behind else candidate.prediction.setup.max_staleness
         return behind, limit, -candidate.prediction.signal_tokens_per_s
 
-    return sorted(found, key=rank)
+    return sorted(candidates, key=rank)
 
 
 def bottleneck_of(prediction: Prediction) -> str:
@@ -95,10 +95,10 @@ def _setups(setup: Setup, devices: int, max_staleness: int) -> Iterator[Setup]:
 
 def limits(highest: int) -> list[int]:
     """Returns the staleness limits to try: 0 to 4, then each about 1.5 times the previous one, up to `highest`."""
-    found = [limit for limit in (0, 1, 2, 3, 4) if limit <= highest]
-    while found[-1] < highest:
-        found.append(min(highest, found[-1] + max(1, found[-1] // 2)))
-    return found
+    tried = [limit for limit in (0, 1, 2, 3, 4) if limit <= highest]
+    while tried[-1] < highest:
+        tried.append(min(highest, tried[-1] + max(1, tried[-1] // 2)))
+    return tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,9 +316,9 @@ def goodput_sentence(
     """
     if "total" not in goodput:
         return ""
-    what = f"Goodput {goodput['total']:.0%}"
+    total = f"Goodput {goodput['total']:.0%}"
     if goodput["total"] > GOOD:
-        return f"{what}."
+        return f"{total}."
     factor = min(GOODPUT_FACTORS, key=lambda name: goodput[name])
     lever = {
         "engine": _engine(config, may_be_older),
@@ -327,7 +327,7 @@ def goodput_sentence(
         "trained": "the other tokens with signal are in flight or were returned; a longer run, or a lower "
         "replay.max_staleness, has fewer of them",
     }[factor]
-    return f"{what}; its smallest factor is {factor}, {goodput[factor]:.0%}: {lever}."
+    return f"{total}; its smallest factor is {factor}, {goodput[factor]:.0%}: {lever}."
 
 
 def timeout_sentence(config: Config, timed_out: float) -> str:

@@ -92,7 +92,7 @@ class Lengths:
     """[groups], true for groups whose training changes the policy."""
     failed: NDArray[np.bool_]
     """[groups], true for groups that are refunded for another reason than equal rewards."""
-    episodes: Episodes | None = None
+    episodes: EpisodeLengths | None = None
     """Turns and waits of the completions with an environment; None without one."""
 
     @classmethod
@@ -253,7 +253,7 @@ class SyntheticJob(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         )
         if self.episode_turns > 1:
             shape, wait_s, share = lengths.completions.shape, self.turn_wait_s, self.turn_wait_share
-            episodes = Episodes.of_shape(shape, turns=self.episode_turns, wait_s=wait_s, wait_share=share, seed=0)
+            episodes = EpisodeLengths.of_shape(shape, turns=self.episode_turns, wait_s=wait_s, wait_share=share, seed=0)
             lengths = replace(lengths, episodes=episodes)
         return Workload(
             lengths,
@@ -264,7 +264,7 @@ class SyntheticJob(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         )
 
 
-class Turn(NamedTuple):
+class SimulatedTurn(NamedTuple):
     """A turn of the policy."""
 
     tokens: int
@@ -273,7 +273,7 @@ class Turn(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Episodes:
+class EpisodeLengths:
     """Turns and waits of the trajectories of a workload, [groups, group_size] each."""
 
     turns: NDArray[np.int32]
@@ -320,7 +320,7 @@ class Episodes:
         return float(np.median(self.wait_s[slow] / self.slow_turns[slow])) if slow.any() else 0.0
 
 
-def turns_of(tokens: int, turns: int, wait_s: float, slow_turns: int, dice: np.random.Generator) -> list[Turn]:
+def turns_of(tokens: int, turns: int, wait_s: float, slow_turns: int, dice: np.random.Generator) -> list[SimulatedTurn]:
     """Returns an episode of this many tokens, divided evenly among its turns. The waits are after `slow_turns` of the
     turns that another follows, or of all if those are too few."""
     turns = min(turns, tokens)
@@ -330,4 +330,4 @@ def turns_of(tokens: int, turns: int, wait_s: float, slow_turns: int, dice: np.r
     if 0 < slow_turns < len(followed):
         slow = dice.choice(len(followed), slow_turns, replace=False).tolist()
     waits_s = dict.fromkeys(slow, wait_s / len(slow))
-    return [Turn(each + (number < more), waits_s.get(number, 0.0)) for number in range(turns)]
+    return [SimulatedTurn(each + (number < more), waits_s.get(number, 0.0)) for number in range(turns)]

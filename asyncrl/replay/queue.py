@@ -46,7 +46,7 @@ from msgspec import structs
 from asyncrl.config.config import Config
 from asyncrl.errors import ProtocolError
 from asyncrl.observe.collapse import COLLAPSE
-from asyncrl.observe.metrics import FailedRewards
+from asyncrl.observe.run_metrics import FailedRewards
 from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay.codec import NO_LIMITS, GroupLimits, check_group, check_sampled
 from asyncrl.replay.evaluation import STRANDED, eval_metrics

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.observe.collapse import COLLAPSE
-from asyncrl.observe.metrics import RATE_WINDOW_S, RunMetrics, peaks_bytes, times
+from asyncrl.observe.run_metrics import RATE_WINDOW_S, RunMetrics, peaks_bytes, times
 from asyncrl.observe.stats import bias_alarms, count_rewards
 from asyncrl.replay.evaluation import eval_metrics
 from asyncrl.replay.ledger import Ledger, State

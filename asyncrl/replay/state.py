@@ -17,7 +17,7 @@ from msgspec import field
 from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError, JournalError, RunError
 from asyncrl.observe.collapse import COLLAPSE
-from asyncrl.observe.metrics import RunMetrics, RunSums
+from asyncrl.observe.run_metrics import RunMetrics, RunSums
 from asyncrl.observe.stats import ReportedStats
 from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay.evaluation import EvalRecord, Evaluations

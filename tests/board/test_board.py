@@ -17,7 +17,7 @@ import pytest
 
 from asyncrl.errors import PeerTimeoutError
 from asyncrl.launch.run_dir import lock_path
-from asyncrl.observe import report as documents
+from asyncrl.observe import run_report as documents
 from asyncrl.observe.board import CARD_POINTS, HOSTS, card_of
 from asyncrl.util.locks import try_lock
 from tests.helpers.board import Client, add_samples, append_metrics, made_run, rows_of, serving

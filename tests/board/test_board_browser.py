@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.launch.run_dir import lock_path
 from asyncrl.observe.page import write_report
-from asyncrl.observe.report import document_of
+from asyncrl.observe.run_report import document_of
 from asyncrl.util.locks import try_lock
 from tests.helpers.board import add_samples, append_metrics, made_run, rows_of, serving
 from tests.helpers.browser import Browser

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from asyncrl.environments.episode import Limits, Turn
-from asyncrl.environments.gateway.api import Access, BadRequestError, EpisodeOverError, chat_request
+from asyncrl.environments.gateway.api import Access, GatewayError, chat_request
 from asyncrl.environments.gateway.server import Gateway
 from asyncrl.environments.gateway.session import Session
 from asyncrl.wire.service_messages import TurnRequest
@@ -245,7 +245,7 @@ def test_what_cannot_be_trained_is_refused(options: dict[str, Any], message: str
     ],
 )
 def test_a_field_that_would_change_what_is_read_or_sampled_is_refused_by_name(name: str, value: Any) -> None:
-    with pytest.raises(BadRequestError, match=f"{name} = "):
+    with pytest.raises(GatewayError, match=f"{name} = "):
         chat_request({"messages": [USER], name: value}, b"", {}, {})
 
 
@@ -257,9 +257,9 @@ def test_options_of_the_template_are_taken_if_they_are_those_of_the_run() -> Non
         ({"style": "terse", "enable_thinking": True}, "enable_thinking = True: in the run it is False; set data.templ"),
         ({"depth": 3}, "depth = 3: in the run it is not set; set data.template_options"),
     ):
-        with pytest.raises(BadRequestError, match=rf"chat_template_kwargs\.{message}"):
+        with pytest.raises(GatewayError, match=rf"chat_template_kwargs\.{message}"):
             chat_request({"messages": [USER], "chat_template_kwargs": options}, b"", {}, own)
-    with pytest.raises(BadRequestError, match="an object is required"):
+    with pytest.raises(GatewayError, match="an object is required"):
         chat_request({"messages": [USER], "chat_template_kwargs": "no"}, b"", {}, own)
 
 
@@ -315,7 +315,7 @@ def test_a_session_that_is_over_refuses_and_ends_who_waits() -> None:
         await asyncio.sleep(0)
         session.close()
         for request in (waiting, session.complete(chat_request({"messages": [USER]}, b"2", {}, {}))):
-            with pytest.raises(EpisodeOverError):
+            with pytest.raises(GatewayError, match="episode 0 is over"):
                 await request
 
     asyncio.run(run())

@@ -18,7 +18,7 @@ from generator_model import deterministic_engine, make_loop, small_config
 from test_episodes import Recording, finish, hf_logprobs
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from asyncrl.environments.dialogue.dialogue import ChatDialogue
+from asyncrl.environments.dialogue.dialogue import Dialogue
 from asyncrl.environments.pool import EnvironmentPool
 from asyncrl.generator.engine import Engine
 from asyncrl.types import Group, Lease, Prompt
@@ -82,7 +82,7 @@ def run(chat_path: str, engine: Engine, name: str, **settings: object) -> tuple[
     options: dict[str, Any] = {"deterministic": True, "replay__max_staleness": 0, "environment__name": name}
     options |= {f"environment__{key}": value for key, value in settings.items()}
     config = small_config(chat_path, **options)
-    dialogue = ChatDialogue(chat_path, trust_remote_code=False, max_observation_tokens=100)
+    dialogue = Dialogue(chat_path, trust_remote_code=False, max_observation_tokens=100).chat
     tokens = np.array(dialogue.begin(MESSAGES, ()), dtype=np.int32)
     left = deque(Lease(n, 0, Prompt(n, tokens, "12", "test", chat=MESSAGES)) for n in range(GROUPS))
 
@@ -192,7 +192,7 @@ def test_each_turn_is_trained_once_behind_what_the_template_renders(
     (tmp_path / "echo.py").write_text(ENVIRONMENT)
     groups, recorded = run(thinking_path, thinking_engine, "echo.py:Echo", history="template")
     policy = Qwen2ForCausalLM.from_pretrained(thinking_path, dtype=torch.float32).eval().requires_grad_(False)
-    dialogue = ChatDialogue(thinking_path, trust_remote_code=False, max_observation_tokens=100)
+    dialogue = Dialogue(thinking_path, trust_remote_code=False, max_observation_tokens=100).chat
     tokenizer, rows, worst = load_tokenizer(thinking_path), 0, 0.0
     for group in groups:
         assert len(group.firsts) == 2 and set(group.members) == {0, 1}, "group statistics are over members"

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from asyncrl.environments.dialogue.dialogue import TextDialogue
+from asyncrl.environments.dialogue.dialogue import Dialogue
 from asyncrl.environments.dialogue.formats import Read, to_message
 from asyncrl.environments.environment import ToolCall
 
@@ -14,7 +14,7 @@ END = 0
 ROLES = {"system": 1, "user": 2, "assistant": 3, "tool": 4}
 
 
-class CharacterDialogue(TextDialogue):
+class CharacterDialogue(Dialogue):
     """Renders each message as the token of its role, its characters and END. A turn `!NAME {JSON}` is a tool call."""
 
     is_chat = True

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from asyncrl.environments.dialogue.dialogue import ChatDialogue
+from asyncrl.environments.dialogue.dialogue import Dialogue
 from tests.helpers.chat_models import save_chat_model
 
 WINDOW_TOKENS = 1024
@@ -19,7 +19,7 @@ STEPS, BATCH, CONTEXT_TOKENS = 150, 16, 160
 def save_talking_model(folder: Path, texts: Sequence[str], *, template: str | None = None) -> None:
     """Writes the model. It is trained on the texts behind random tokens and the generation prompt."""
     save_chat_model(folder, template=template)
-    dialogue = ChatDialogue(str(folder), trust_remote_code=False, max_observation_tokens=1000)
+    dialogue = Dialogue(str(folder), trust_remote_code=False, max_observation_tokens=1000).chat
     said = [[*dialogue.rendering.encode(text), dialogue.ends.last] for text in texts]
     before = dialogue.rendering.encode(dialogue.rendering.render([{"role": "user", "content": "x"}], (), generate=True))
     prompt = before[before.index(dialogue.ends.last) + 1 :]

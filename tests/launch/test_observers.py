@@ -14,7 +14,7 @@ from rich.console import Console
 
 from asyncrl.errors import observer_failures
 from asyncrl.launch.bottleneck import Background
-from asyncrl.observe import report as documents
+from asyncrl.observe import run_report as documents
 from asyncrl.observe.console import ignore_broken_pipe
 from asyncrl.observe.page import write_report
 from asyncrl.util import files

@@ -1,8 +1,7 @@
 """Runs `run_learner` as one of two ranks with ZeRO stage 3, with fakes for the replay queue and the weight senders.
 
-In the folder, `begin.json` contains the number of steps committed before, `offline.json` selects `run_offline`, `exact`
-declares that the engine does not round, and with `files` weights go to a folder, in pieces of a kilobyte. The log-probs
-of the trajectories are synthetic.
+In the folder, `begin.json` contains the number of steps committed before, and `exact` declares that the engine does not
+round. The log-probs of the trajectories are synthetic.
 """
 
 from __future__ import annotations
@@ -14,21 +13,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from worlds import endpoints, make_config, make_groups
 
 import asyncrl.replay.client
-import asyncrl.replay.history
-import asyncrl.weights.deltas
 import asyncrl.weights.sender
-import asyncrl.weights.version_store
-from asyncrl.learner.role import run_learner, run_offline
+from asyncrl.learner.role import run_learner
 from asyncrl.types import Shard
 from asyncrl.weights.layout import share_of
-from asyncrl.wire.messages import Announced, Committed
+from asyncrl.wire.messages import Committed
 
 rank, port, model, out = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4])
 
@@ -87,41 +82,11 @@ class Sender:
             (out / "shapes.json").write_text(json.dumps(self.shapes))
 
 
-class JournalBatches(Client):
-    def __init__(self, folder: Path, rank: int, *, ranks: int) -> None:
-        super().__init__(None, rank, timeout_s=0)
-        assert (folder, ranks) == (out / "journal", 2)
-
-    def begin(self, step: int) -> int:
-        return STEPS
-
-    def take(self, step: int) -> Shard | None:
-        return super().take(step) if step <= STEPS else None
-
-
-class Announcer:
-    def __init__(self, endpoints: Any, *, timeout_s: float) -> None:
-        self.file = out / "announced"
-
-    def announce(self, announced: Announced, check: Any) -> list[Any]:
-        self.file.write_bytes(msgspec.json.encode(announced))
-        return []
-
-    def close(self) -> None: ...
-
-
 STEPS = 4
 asyncrl.replay.client.LearnerClient = Client  # pyright: ignore[reportAttributeAccessIssue]
 asyncrl.weights.sender.WeightSender = Sender  # pyright: ignore[reportAttributeAccessIssue]
 asyncrl.weights.sender.RankShareSender = Sender  # pyright: ignore[reportAttributeAccessIssue]
-asyncrl.replay.history.JournalBatches = JournalBatches  # pyright: ignore[reportAttributeAccessIssue]
-asyncrl.replay.client.Announcer = Announcer  # pyright: ignore[reportAttributeAccessIssue]
 torch.set_num_threads(1)
-by_files = (out / "files").exists()
-if by_files:
-    asyncrl.weights.deltas.BLOCK_WORDS = 512
-    asyncrl.weights.version_store.SUM_BYTES = 1024
-offline = out / "offline.json"
 config = make_config(
     model,
     learner={"zero_stage": 3},
@@ -130,12 +95,7 @@ config = make_config(
     deterministic=True,
     replay={"max_staleness": 0},
     generator={} if (out / "exact").exists() else {"engine_options": {"quantization": "fp8"}},
-    weights={"transport": "files"} if by_files else {},
-    steps=9 if offline.exists() else STEPS,
+    steps=STEPS,
 )
-options: dict[str, Any] = {"rank": rank, "endpoints": endpoints(port), "run_dir": out, "should_stop": lambda: False}
-if offline.exists():
-    run_offline(config, **options, out_dir=out / "offline", start=json.loads(offline.read_text()))
-else:
-    run_learner(config, **options)
+run_learner(config, rank=rank, endpoints=endpoints(port), run_dir=out, should_stop=lambda: False)
 assert torch.are_deterministic_algorithms_enabled()

@@ -81,14 +81,14 @@ def attend(query: Tensor, key: Tensor, value: Tensor, sizes: np.ndarray) -> Tens
 def test_packed_attention_is_attention_of_each_sequence(
     common: int, grouped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Includes sequences with a common prefix (the last four), and devices without kernels for grouped key heads."""
+    """Includes sequences with a common prefix (the last four), and a GPU, where key heads are repeated."""
 
     def kernel(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool, **options: Any) -> Tensor:
         assert enable_gqa is grouped and (q.shape[1] == k.shape[1] == v.shape[1]) is not grouped
         return scaled_dot_product_attention(q, k, v, enable_gqa=enable_gqa, **options)
 
     monkeypatch.setattr(attention, "scaled_dot_product_attention", kernel)
-    monkeypatch.setattr(attention, "lacks_grouped_kernel", lambda query, mask: not grouped)
+    monkeypatch.setattr(attention, "is_on_gpu", lambda tensor: not grouped)
     torch.manual_seed(0)
     sizes = np.array([3, 70, 1, 33, 200, 64, 90])
     total = int(sizes.sum())

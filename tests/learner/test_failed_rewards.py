@@ -18,7 +18,7 @@ from asyncrl.learner.algorithm import make_algorithm
 from asyncrl.learner.batch import Batch, collate
 from asyncrl.learner.step import ModelScores, estimate
 from asyncrl.learner.update import sync_microbatches
-from asyncrl.observe.metrics import LATEST_GROUPS, FailedRewards
+from asyncrl.observe.run_metrics import LATEST_GROUPS, FailedRewards
 from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay.codec import pack_group, unpack_group
 from asyncrl.replay.journal import Journal

@@ -264,22 +264,6 @@ def test_two_ranks_restart(tiny_model: Path, two: Path, copied: Path, free_port:
     assert read_rows(copied) == read_rows(two)
 
 
-@pytest.mark.parametrize("first", [pytest.param(0, marks=pytest.mark.slow), 2])
-def test_two_ranks_train_offline(
-    first: int, tiny_model: Path, two: Path, copied: Path, free_port: Callable[[], int]
-) -> None:
-    (copied / "offline").mkdir()
-    (copied / "offline.json").write_text(str(first))
-    (copied / "sent-0.safetensors").unlink()
-    assert run_two(tiny_model, copied, free_port()) == {}
-    model = "model/model.safetensors"
-    assert (copied / "offline" / model).read_bytes() == (two / model).read_bytes()
-    replayed, rows = read_rows(copied / "offline"), read_rows(two)[first:]
-    assert [(row["step"], row["learner/loss"]) for row in replayed] == [(r["step"], r["learner/loss"]) for r in rows]
-    assert checkpoints_of(copied) == checkpoints_of(two)
-    assert read_rows(copied) == read_rows(two)
-
-
 def checkpoints_of(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 

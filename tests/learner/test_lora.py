@@ -130,7 +130,6 @@ def test_layers_by_name(one_rank: Ranks, tiny_model: Path) -> None:
 @pytest.mark.parametrize(
     ("sections", "error"),
     [
-        ({"learner": {"lora": LORA, "optimizer": "muon"}}, "lora.rank = 4 with learner.optimizer = 'muon'"),
         ({"learner": {"lora": LORA}, "weights": {"staging": "buckets"}}, "adapters are small"),
         ({"learner": {"lora": {"targets": ["q_proj"]}}}, "there are no adapters; set rank"),
         (

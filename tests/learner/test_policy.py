@@ -11,13 +11,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
-from torch.optim import Adafactor, AdamW, Muon, Optimizer
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 from worlds import (
     LR,
-    copy_weights,
-    gradients_before_step,
     make_config,
     make_groups,
     make_trainer,
@@ -32,10 +29,9 @@ from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.learner.algorithm import make_algorithm
 from asyncrl.learner.batch import make_batch
-from asyncrl.learner.critic import CriticModel, ValueNetwork
+from asyncrl.learner.critic import ValueNetwork
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.model import logprob_head
-from asyncrl.learner.model.engine import MuonWithAdamW, layer_matrices
 from asyncrl.learner.model.loading import load_policy_model
 from asyncrl.learner.model.policy import Policy, PolicyNetwork
 from asyncrl.types import Group
@@ -244,58 +240,6 @@ def test_models_that_cannot_be_trained_are_refused(tiny_model: Path, tmp_path: P
     capped.save_pretrained(tmp_path / "capped")
     with pytest.raises(ConfigError, match="models with final_logit_softcapping cannot be trained"):
         load_policy_model(make_config(tiny_model), str(tmp_path / "capped"))
-
-
-NORM = 100.0
-"""A maximum norm that clips nothing."""
-
-
-def muon(matrices: list[nn.Parameter], others: list[nn.Parameter]) -> list[Optimizer]:
-    options: dict[str, Any] = {"lr": LR, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
-    return [Muon(matrices, momentum=0.9, **options), AdamW(others, lr=LR, weight_decay=0.1, betas=(0.9, 0.95))]
-
-
-def adafactor(matrices: list[nn.Parameter], others: list[nn.Parameter]) -> list[Optimizer]:
-    return [Adafactor([*matrices, *others], lr=LR, weight_decay=0.1, beta2_decay=-0.7, d=2.0)]
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "make"),
-    [("muon", {"momentum": 0.9}, muon), ("adafactor", {"beta2_decay": -0.7, "d": 2.0}, adafactor)],
-)
-def test_updates_are_those_of_torch(
-    name: str, options: dict[str, Any], make: Any, one_rank: Ranks, tiny_model: Path
-) -> None:
-    learner = {"optimizer": name, "optimizer_options": {"weight_decay": 0.1, **options}, "max_grad_norm": NORM}
-    trainer = make_trainer(make_config(tiny_model, learner=learner), one_rank)
-    policy = trainer.policy
-    matrices = {id(parameter) for parameter in layer_matrices(policy.model)}
-    chosen = {n for n, p in policy.model.named_parameters() if id(p) in matrices}
-    assert "model.embed_tokens.weight" not in chosen and "model.layers.0.mlp.up_proj.weight" in chosen
-    assert len(chosen) == 2 * 7
-    own = {n: nn.Parameter(weight) for n, weight in copy_weights(policy).items()}
-    expected = make([p for n, p in own.items() if n in chosen], [p for n, p in own.items() if n not in chosen])
-    for step in (1, 2, 3):
-        with gradients_before_step(policy) as gradients:
-            trainer.train(pack_groups(trainer.config, make_groups(seed=step)), step=step)
-        for parameter, gradient in gradients.items():
-            own[parameter].grad = gradient
-        for optimizer in expected:
-            optimizer.step()
-    for parameter, weight in copy_weights(policy).items():
-        torch.testing.assert_close(weight, own[parameter].detach(), atol=1e-6, rtol=1e-5)
-
-
-def test_the_head_of_a_critic_is_not_muons(one_rank: Ranks, tiny_model: Path) -> None:
-    config = make_config(tiny_model, learner={"optimizer": "muon"}, algorithm={"advantage": "gae"})
-    critic = CriticModel(config, one_rank)
-    assert isinstance(critic.optimizer, MuonWithAdamW)
-    own = {id(p) for group in critic.optimizer.adamw.param_groups for p in group["params"]}
-    named = dict(critic.model.named_parameters())
-    assert {n for n, p in named.items() if id(p) in own and p.ndim == 2} == {
-        "model.embed_tokens.weight",
-        "score.weight",
-    }
 
 
 CASES: dict[str, dict[str, Any]] = {

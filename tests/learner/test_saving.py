@@ -331,7 +331,7 @@ def test_the_state_of_another_model_is_refused(one_rank: Ranks, tiny_model: Path
         return str(raised.value)
 
     key = "exp_avg/model.norm.weight"
-    advice = "resume with the model.path, critic.path, learner.lora and learner.optimizer that the run began with"
+    advice = "resume with the model.path, critic.path and learner.lora that the run began with"
     assert error({k: t for k, t in state.items() if k != key}) == (
         f"{tmp_path}: lacks {key}, unlike the model of this run; {advice}"
     )

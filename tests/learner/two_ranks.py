@@ -39,8 +39,6 @@ RUNS: dict[str, dict[str, Any]] = {
     "critic-zero3": {**CRITIC, "learner": {"zero_stage": 3}},
     "zero0": {"learner": {"zero_stage": 0}},
     "epochs": {"learner": {"zero_stage": 2, "minibatches": 3, "epochs": 2}},
-    "muon": {"learner": {"optimizer": "muon"}},
-    "adafactor": {"learner": {"optimizer": "adafactor"}},
     "zero1": {"learner": {"zero_stage": 1}},
     "zero2": {"learner": {"zero_stage": 2}},
     "zero3": {"learner": {"zero_stage": 3, "gradient_checkpointing": True}},

@@ -62,8 +62,6 @@ GAE_CONFIG: dict[str, Any] = {
 LORA = {"rank": 4}
 STATE_RUNS: dict[str, dict[str, Any]] = {
     "zero0": {"learner": {"zero_stage": 0}, "steps": 4},
-    "muon": {"learner": {"optimizer": "muon"}, "steps": 4},
-    "adafactor": {"learner": {"optimizer": "adafactor", "lr": 0.01}, "steps": 4},
     "zero2": {"learner": {"zero_stage": 2}, "steps": 4},
     "zero3": {"learner": {"zero_stage": 3}, "steps": 4},
     "bfloat16-zero1": {"learner": {"zero_stage": 1}, "model": {"dtype": "bfloat16"}, "steps": 4},

@@ -83,7 +83,7 @@ def test_pages_of_400_000_evaluated_completions(tmp_path: Path, what: str) -> No
         os.link(file, evaluated_file(tmp_path, version))
     imports = """
         from asyncrl.observe.board import WatchedRun
-        from asyncrl.observe.report import document_of
+        from asyncrl.observe.run_report import document_of
         from asyncrl.observe.page import write_report
     """
     code = {

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from asyncrl.observe.live import MAX_HISTORY, History, LiveView, ShownSample
+from asyncrl.observe.live import MAX_HISTORY, LiveView, RewardHistory, ShownSample
 from tests.observe.test_observe import COLLAPSE, LAGS, STATUS
 
 METRICS = {
@@ -116,7 +116,7 @@ def test_a_panel_without_steps_or_metrics_is_drawn() -> None:
 def test_the_history_is_bounded_and_knows_how_long_a_step_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = iter(range(0, 10_000, 2))
     monkeypatch.setattr("asyncrl.observe.live.time.monotonic", lambda: float(next(now_s)))
-    history = History()
+    history = RewardHistory()
     for step in range(1, 2 * MAX_HISTORY):
         history.add(step, 1.0)
         history.add(step, 5.0)

@@ -13,7 +13,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.plan.show import show_simulation
 from asyncrl.plan.simulation import Prediction, simulate
 from asyncrl.plan.verdict import Idle, bottleneck_of, groups_needed, guess, judge, predict
-from asyncrl.plan.workload import EngineCost, Episodes, LearnerCost, Lengths, Setup, SyncCost, Workload, turns_of
+from asyncrl.plan.workload import EngineCost, EpisodeLengths, LearnerCost, Lengths, Setup, SyncCost, Workload, turns_of
 
 LENGTHS = Lengths.log_normal(mean_tokens=18, sigma=0.2, max_tokens=36, group_size=8)
 ENGINE, LEARNER = EngineCost(0.002, 0.00025), LearnerCost(0.3, 1e-9)
@@ -21,7 +21,7 @@ ENGINE, LEARNER = EngineCost(0.002, 0.00025), LearnerCost(0.3, 1e-9)
 
 def played(wait_s: float = 0.0, *, turns: int = 3, share: float = 0.3, lengths: Lengths = LENGTHS) -> Lengths:
     shape = lengths.completions.shape
-    episodes = Episodes.of_shape(shape, turns=turns, wait_s=wait_s, wait_share=share, seed=1)
+    episodes = EpisodeLengths.of_shape(shape, turns=turns, wait_s=wait_s, wait_share=share, seed=1)
     return replace(lengths, episodes=episodes)
 
 

@@ -13,7 +13,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from asyncrl.errors import ProtocolError
-from asyncrl.observe.metrics import RunSums
+from asyncrl.observe.run_metrics import RunSums
 from asyncrl.observe.stats import GeneratorState
 from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay.codec import GroupLimits, pack_group

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 from msgspec import structs
 
-from asyncrl.observe.metrics import RunMetrics, StalenessBreakdown, generator_metrics, peaks_bytes, rates, times
+from asyncrl.observe.run_metrics import RunMetrics, StalenessBreakdown, generator_metrics, peaks_bytes, rates, times
 from asyncrl.observe.stats import GeneratorState, ReportedStats
 from asyncrl.replay.codec import pack_group
 from asyncrl.types import Lease

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from asyncrl.cli.parts import make_verifiers_rows
-from asyncrl.environments.dialogue.dialogue import ChatDialogue
+from asyncrl.environments.dialogue.dialogue import ChatDialogue, Dialogue
 from asyncrl.environments.environment import Message
 from asyncrl.launch.fork_server import ForkServer
 from asyncrl.replay.history import JournalBatches
@@ -166,7 +166,7 @@ def replay(
 def check(run_dir: Path, model: Path, rows: list[tuple[list[Message], str]], program: Program) -> Counter[int]:
     """Asserts that all that was trained is what the program makes of the policy's turns; returns how many episodes have
     how many turns."""
-    dialogue, found = ChatDialogue(str(model), trust_remote_code=False, max_observation_tokens=2048), Counter[int]()
+    dialogue, found = Dialogue(str(model), trust_remote_code=False, max_observation_tokens=2048).chat, Counter[int]()
     for row, member in members(run_dir):
         reward, parts = replay(dialogue, member, rows[row], program)
         assert member.reward == pytest.approx(reward)
@@ -208,7 +208,7 @@ def test_a_command_with_the_agents_of_openai_trains_unchanged(folder: Path, trai
     few = ["replay.groups_per_step=2", "generator.group_size=2", "generator.max_running_groups=2"]
     run_dir = train("calculator_agent.yaml", name, *few)
     for row, member in members(run_dir):
-        dialogue = ChatDialogue("model", trust_remote_code=False, max_observation_tokens=2048)
+        dialogue = Dialogue("model", trust_remote_code=False, max_observation_tokens=2048).chat
         last = dialogue.read(turns_of(member)[-1], ()).message["content"]
         assert member.reward == float(last.strip() == ROWS[row][1])
         assert len(turns_of(member)) <= 4

@@ -194,19 +194,6 @@ def test_overrides_are_yaml() -> None:
             {"learner.optimizer_options.betas": [0.9, 1.0]},
             "learner.optimizer_options.betas.1 = 1.0: input should be less than 1",
         ),
-        (
-            {"learner.optimizer": "adafactor", "learner.optimizer_options": {"momentum": 0.9}},
-            "learner.optimizer_options.momentum = 0.9: adafactor has no such option; it takes weight_decay, ",
-        ),
-        ({"learner.optimizer": "sgd"}, "learner.optimizer = 'sgd': input should be 'adamw', 'adafactor' or 'muon'"),
-        (
-            {"learner.optimizer": "muon", "learner.zero_stage": 2},
-            "learner.optimizer = 'muon': needs complete matrices, but with learner.zero_stage = 2 the optimizer of",
-        ),
-        (
-            {"learner.optimizer": "adafactor", "model.dtype": "bfloat16"},
-            "learner.optimizer = 'adafactor': needs complete matrices, but with model.dtype = bfloat16 the optimizer",
-        ),
         ({"eval.sampling.n": 4}, "eval.sampling.n = 4: cannot be set here: it is eval.samples"),
         ({"eval.sampling.seed": 4}, "eval.sampling.seed = 4: cannot be set here: it follows from seed"),
         ({"eval.sampling.topp": 0.9}, "eval.sampling.topp = 0.9: unknown key; did you mean eval.sampling.top_p?"),

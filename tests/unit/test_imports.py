@@ -23,7 +23,7 @@ LEVELS = [
     {"colocate"},
     {"generator", "learner", "plan"},
     {"launch.run_dir", "launch.bottleneck"},
-    {"observe.board", "observe.document", "observe.sample_watch", "observe.live", "observe.report"}
+    {"observe.board", "observe.document", "observe.sample_watch", "observe.live", "observe.run_report"}
     | {"observe.sample_search"},
     {"launch"},
     {"cli"},

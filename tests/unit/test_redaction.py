@@ -19,7 +19,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.run_dir import lock_path, refuse_changes
 from asyncrl.observe.board import WatchedRun
 from asyncrl.observe.page import write_report
-from asyncrl.observe.report import document_of
+from asyncrl.observe.run_report import document_of
 from asyncrl.observe.trackers import settings_of
 from asyncrl.util.locks import try_lock
 from asyncrl.util.text import redact, redact_named

@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -39,8 +39,8 @@ def load_mcp(rest: str, options: Options, python: str | None) -> Named:
         tools = thread.submit(lambda: asyncio.run(_listed(name, rest))).result()
     if not tools:
         raise ConfigError(f"environment.name = {name!r}: the server has no tools")
-    members = {"target": rest, "known": tools, "tools": [tool.schema for tool in tools.values()]}
-    return checked(name, type(name, (McpEnvironment,), members), options)
+    kind = type(name, (McpEnvironment,), {"target": rest, "_known": tools})
+    return checked(name, kind, options)
 
 
 class McpEnvironment(ToolEnvironment):
@@ -49,7 +49,6 @@ class McpEnvironment(ToolEnvironment):
 
     returns_at_once = True
     target: ClassVar[str]
-    known: ClassVar[Mapping[str, Tool]]
 
     def __init__(self, task: Task, *, reward: str | None = None, per_episode: bool = False) -> None:
         super().__init__(task)
@@ -71,9 +70,6 @@ class McpEnvironment(ToolEnvironment):
     async def close(self) -> None:
         if self._own and self._server is not None:
             await self._server.close()
-
-    def _tools(self) -> Mapping[str, Tool]:
-        return self.known
 
     def _method(self, name: str) -> Callable[..., Any]:
         assert self._server is not None

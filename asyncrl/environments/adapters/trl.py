@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from functools import wraps
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from asyncrl.config.sections import Options
 from asyncrl.environments.adapters.answers import own_function
-from asyncrl.environments.environment import Action, Message, Step, Task, Tool, ToolEnvironment, ToolError, make_tools
+from asyncrl.environments.environment import Action, Message, Step, Task, ToolEnvironment, make_tools
 from asyncrl.environments.programs.program import accepted
 from asyncrl.environments.table import Named, checked
 from asyncrl.errors import ConfigError
@@ -40,7 +39,7 @@ def load_trl(rest: str, options: Options, python: str | None) -> Named:
         tools = make_tools(foreign, names)
     except ConfigError as error:
         raise ConfigError(f"environment.name = {name!r}: {error}") from None
-    members = {"factory": staticmethod(factory), "known": tools, "tools": [tool.schema for tool in tools.values()]}
+    members = {"factory": staticmethod(factory), "_known": tools}
     return checked(name, type(foreign.__name__, (TrlEnvironment,), members), options)
 
 
@@ -49,7 +48,7 @@ class TrlEnvironment(ToolEnvironment):
 
     factory: ClassVar[Any]
     """Returns an instance of the class of TRL."""
-    known: ClassVar[Mapping[str, Tool]]
+    _errors_are_answers = True
 
     def __init__(self, task: Task, *, reward: str | None = None) -> None:
         super().__init__(task)
@@ -88,38 +87,18 @@ class TrlEnvironment(ToolEnvironment):
         own = {"ground_truth": task.ground_truth, "data_source": task.data_source, "extra_info": dict(task.extra_info)}
         return {**task.extra_info, **task.columns, **own}
 
-    def _tools(self) -> Mapping[str, Tool]:
-        return self.known
-
     def _method(self, name: str) -> Callable[..., Any]:
-        method = getattr(self._foreign, name)
+        return getattr(self._foreign, name)
 
-        @wraps(method)
-        async def later(**arguments: Any) -> str:
-            try:
-                return _text(await method(**arguments))
-            except Exception as error:  # an answer, as in TRL
-                raise ToolError(str(error)) from error
-
-        @wraps(method)
-        def now(**arguments: Any) -> str:
-            try:
-                return _text(method(**arguments))
-            except Exception as error:  # an answer, as in TRL
-                raise ToolError(str(error)) from error
-
-        return later if self.known[name].is_async else now
+    def _text(self, name: str, result: Any) -> str:
+        """The text of a tool's result; blocks of a message are joined. Raises ValueError for pictures."""
+        if not isinstance(result, list) or not all(isinstance(block, dict) and "type" in block for block in result):
+            return str(result)
+        if kinds := sorted({str(block["type"]) for block in result} - {"text"}):
+            raise ValueError(f"the tool returned {', '.join(kinds)}; only text can be shown")
+        return "".join(str(block["text"]) for block in result)
 
     async def _called(self, function: Callable[..., Any], **arguments: Any) -> Any:
         if inspect.iscoroutinefunction(function):
             return await function(**arguments)
         return await self.in_thread(lambda: function(**arguments))
-
-
-def _text(result: Any) -> str:
-    """The text of a tool's result; blocks of a message are joined. Raises ValueError for pictures."""
-    if not isinstance(result, list) or not all(isinstance(block, dict) and "type" in block for block in result):
-        return str(result)
-    if kinds := sorted({str(block["type"]) for block in result} - {"text"}):
-        raise ValueError(f"the tool returned {', '.join(kinds)}; only text can be shown")
-    return "".join(str(block["text"]) for block in result)

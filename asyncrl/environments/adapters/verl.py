@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from asyncrl.config.sections import Options
 from asyncrl.environments.adapters.answers import load_reward, need
-from asyncrl.environments.environment import Action, Step, Task, Tool, ToolEnvironment, ToolError
+from asyncrl.environments.environment import Action, Step, Task, Tool, ToolEnvironment
 from asyncrl.environments.table import Named, checked
 from asyncrl.errors import ConfigError
 from asyncrl.util.text import describe
@@ -40,8 +40,7 @@ def load_verl(rest: str, options: Options, python: str | None) -> Named:
         raise ConfigError(f"environment.name = {name!r}: cannot load its tools: {describe(error)}") from None
     if not tools:
         raise ConfigError(f"environment.name = {name!r}: has no tools")
-    members = {"known": tools, "tools": [tool.schema for tool in tools.values()]}
-    members["foreign"] = {tool.name: tool for tool in loaded}
+    members = {"_known": tools, "foreign": {tool.name: tool for tool in loaded}}
     return checked(name, type(Path(rest).name, (VerlEnvironment,), members), options)
 
 
@@ -49,14 +48,15 @@ class VerlEnvironment(ToolEnvironment):
     """Each call creates, executes and releases its tool, as verl's loop does, so that no state of a tool lives from one
     call to the next. Every exception of a tool is an answer; the sum of the rewards of a turn's calls is its reward."""
 
-    known: ClassVar[Mapping[str, Tool]]
+    _known: ClassVar[Mapping[str, Tool]]
+    _errors_are_answers = True
     foreign: ClassVar[Mapping[str, Any]]
 
     def __init__(self, task: Task, *, functions: str | None = None, reward: str | None = None) -> None:
         super().__init__(task)
         self._reward = load_reward(reward)
         selected = task.extra_info.get("tool_selection")
-        self._selected = {key: tool for key, tool in self.known.items() if not selected or key in selected}
+        self._selected = {key: tool for key, tool in self._known.items() if not selected or key in selected}
         self.tools = [tool.schema for tool in self._selected.values()]
         self._settings = task.extra_info.get("tools_kwargs") or {}
         self._call_rewards: list[float] = []
@@ -85,10 +85,7 @@ class VerlEnvironment(ToolEnvironment):
         tool = self.foreign[name]
 
         async def call(**arguments: Any) -> str:
-            try:
-                response, reward, _ = await (self._function if hasattr(tool, "fn") else self._tool)(tool, arguments)
-            except Exception as error:  # an answer, as in verl
-                raise ToolError(str(error)) from error
+            response, reward, _ = await (self._function if hasattr(tool, "fn") else self._tool)(tool, arguments)
             if response.image or response.video:
                 raise ValueError(f"{name} returned pictures; only text can be shown")
             self._call_rewards.append(0.0 if reward is None else float(reward))

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import structlog
 
 from asyncrl.environments.dialogue import formats
-from asyncrl.environments.dialogue.dialogue import ChatDialogue, TextDialogue
+from asyncrl.environments.dialogue.dialogue import ChatDialogue, Dialogue
 from asyncrl.environments.dialogue.rendering import SECRET, DialogueError
 from asyncrl.environments.environment import Message, Schema
 
@@ -54,7 +54,7 @@ class ConversationRenderer:
         self._shortened: dict[str, str] = {}
 
     @classmethod
-    def of(cls, dialogue: TextDialogue) -> ConversationRenderer | None:
+    def of(cls, dialogue: Dialogue) -> ConversationRenderer | None:
         """A renderer for one episode; None if its turns are appended."""
         return cls(dialogue) if isinstance(dialogue, ChatDialogue) and dialogue.renders_history else None
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +14,6 @@ from asyncrl.environments.dialogue.formats import Read
 from asyncrl.environments.dialogue.rendering import (
     ANCHOR,
     DUMMY,
-    SECRET,
     DialogueError,
     Ends,
     Rendering,
@@ -34,6 +31,10 @@ MARK = "\n[...]\n"
 """Stands for the middle of an observation that is too long."""
 CHARACTERS_PER_TOKEN = 32
 """Text beyond this many characters per allowed token is cut before it is encoded, which takes time."""
+UNKNOWN = "\ufffd"
+"""Stands for the bytes of a character that was cut."""
+MAX_CHATS = 64
+"""Maximum number of cached dialogues of rows with separate template options."""
 
 
 class Coders(NamedTuple):
@@ -44,8 +45,8 @@ class Coders(NamedTuple):
     """The tokens of a text, in which special tokens are text."""
 
 
-class TextDialogue:
-    """Encodes observations and decodes turns with the model's tokenizer, without a template.
+class Dialogue:
+    """Encodes observations and decodes turns as plain text; `chat` does so under the model's chat template.
 
     The text of a special token in an observation stays text: an environment cannot say a special token.
     """
@@ -53,25 +54,63 @@ class TextDialogue:
     is_chat = False
     """True if prompts are messages."""
 
-    @property
-    def template_options(self) -> Mapping[str, Any]:
-        """The variables of the chat template."""
-        return {}
-
     def __init__(
         self,
         tokenizer_path: str,
         *,
         trust_remote_code: bool,
         max_observation_tokens: int,
-        coders: Coders | None = None,
+        tool_format: str = "auto",
+        history: str = "keep",
+        template_options: Mapping[str, Any] | None = None,
     ) -> None:
-        """`coders` are the tokenizer's, if they are loaded already."""
-        self.coders = coders or Coders(
+        """`tool_format` and `history` come from the config's environment, `template_options` from its data."""
+        self.coders = Coders(
             load_decoder(tokenizer_path, trust_remote_code=trust_remote_code),
             _load_encoder(tokenizer_path, trust_remote_code=trust_remote_code),
         )
+        self.renders_history = history == "template"
+        """True if the prompt of each turn is a rendering of the complete conversation."""
+        self._path, self._trust_remote_code = tokenizer_path, trust_remote_code
         self._max_tokens = max_observation_tokens
+        self._tool_format, self._template_options = tool_format, template_options
+        self._chats: dict[str, ChatDialogue] = {}
+
+    @classmethod
+    def of(cls, config: Config, *, folder: str | None = None) -> Dialogue:
+        """The dialogue of a run, with the tokenizer in the folder, by default in `model.path`."""
+        return cls(
+            folder or config.model.path,
+            trust_remote_code=config.model.trust_remote_code,
+            max_observation_tokens=config.environment.max_observation_tokens,
+            tool_format=config.environment.tool_format,
+            history=config.environment.history,
+            template_options=config.data.template_options,
+        )
+
+    @cached_property
+    def chat(self) -> ChatDialogue:
+        """The dialogue under the chat template, which is loaded when the first row needs it. Raises ConfigError or
+        DialogueError if the template cannot be used."""
+        rendering = Rendering(self._path, trust_remote_code=self._trust_remote_code, options=self._template_options)
+        return ChatDialogue(self, rendering)
+
+    def chat_for(self, columns: Mapping[str, Any]) -> ChatDialogue:
+        """The dialogue for a row with these columns, which may have options of the template. Raises as `chat` does."""
+        options: dict[str, Any] = columns.get(TEMPLATE_COLUMN) or {}
+        if not options:
+            return self.chat
+        key = json.dumps(options, sort_keys=True)
+        if key not in self._chats:
+            if len(self._chats) >= MAX_CHATS:
+                self._chats.clear()
+            self._chats[key] = ChatDialogue(self, self.chat.rendering.with_options(options))
+        return self._chats[key]
+
+    @property
+    def template_options(self) -> Mapping[str, Any]:
+        """The variables of the chat template."""
+        return {}
 
     def begin(self, messages: Sequence[Message], tools: Sequence[Schema]) -> list[int]:
         """The tokens up to the policy's first turn. Without a template these encode the contents, without tools."""
@@ -88,31 +127,34 @@ class TextDialogue:
         """True if the turn ended with a token that ends turns."""
         return True
 
-    def parse(self, tokens: Sequence[int], tools: Sequence[Schema]) -> Message:
-        """The turn as a message."""
-        return self.read(tokens, tools).message
-
     def read(self, tokens: Sequence[int], tools: Sequence[Schema], *, first_call: int = 0) -> Read:
         """The turn as a message, with its calls, which are numbered from `first_call`. Without a template it has
         none."""
         return Read({"role": "assistant", "content": self.text_of(tokens)}, (), ())
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of an observation; of a longer one, the tokens of its two ends with MARK between them."""
-        limit, ends = self._max_tokens, self._max_tokens * CHARACTERS_PER_TOKEN
-        if len(text) > 2 * ends:
-            return self._cut(self.coders.encode(text[:ends]), self.coders.encode(text[-ends:]))
-        tokens = self.coders.encode(text)
-        return tokens if len(tokens) <= limit else self._cut(tokens, tokens)
+        """The tokens of an observation; a longer one is shortened."""
+        return self.coders.encode(self.shortened(text))
 
     def text_of(self, tokens: Sequence[int]) -> str:
         """The text of a turn, without special tokens."""
         return self.coders.decode([tokens])[0]
 
-    def _cut(self, first: list[int], last: list[int]) -> list[int]:
-        mark = self.coders.encode(MARK)[: self._max_tokens]
-        room = self._max_tokens - len(mark)
-        return [*first[: room - room // 2], *mark, *last[len(last) - room // 2 :]]
+    def shortened(self, content: Any) -> Any:
+        """A content that is too long, with MARK between its two ends."""
+        if not isinstance(content, str) or len(content.encode(errors="replace")) <= self._max_tokens:
+            return content
+        encode, ends = self.coders.encode, self._max_tokens * CHARACTERS_PER_TOKEN
+        if len(content) > 2 * ends:
+            first, last = encode(content[:ends]), encode(content[-ends:])
+        else:
+            first = last = encode(content)
+            if len(first) <= self._max_tokens:
+                return content
+        room = max(0, self._max_tokens - len(encode(MARK)))
+        parts = [first[: room - room // 2], last[len(last) - room // 2 :]]
+        texts = self.coders.decode(parts, special_tokens=True)
+        return f"{texts[0].rstrip(UNKNOWN)}{MARK}{texts[1].lstrip(UNKNOWN)}"
 
 
 def _load_encoder(path: str, *, trust_remote_code: bool) -> Callable[[str], list[int]]:
@@ -133,35 +175,7 @@ def _load_encoder(path: str, *, trust_remote_code: bool) -> Callable[[str], list
     return lambda text: checked(slow.encode(text, add_special_tokens=False, split_special_tokens=True))
 
 
-MAX_FRAMES = 256
-UNKNOWN = "\ufffd"
-"""Stands for the bytes of a character that was cut."""
-PROBES = (
-    "7",
-    "a",
-    '{"a": [1, "b"]}',
-    "[1, 2]",
-    "two\nlines, <b>&amp;</b> \"quoted\" and 'single'",
-    "ünïcode ✓",
-    "-1.5",
-)
-"""Contents with which a frame is compared with the rendering of the template."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Frame:
-    """The text after a turn, in pieces between which contents are put."""
-
-    pieces: list[str]
-
-    def fill(self, contents: Sequence[str]) -> str:
-        texts = [self.pieces[0]]
-        for content, piece in zip(contents, self.pieces[1:], strict=True):
-            texts += [content, piece]
-        return "".join(texts)
-
-
-class ChatDialogue(TextDialogue):
+class ChatDialogue(Dialogue):
     """Renders messages with the model's chat template, and reads turns.
 
     A turn of the policy is never rendered: `follow` renders a conversation whose turn is a dummy, and returns what
@@ -170,50 +184,18 @@ class ChatDialogue(TextDialogue):
 
     is_chat = True
 
-    def __init__(
-        self,
-        tokenizer_path: str,
-        *,
-        trust_remote_code: bool,
-        max_observation_tokens: int,
-        tool_format: str = "auto",
-        history: str = "keep",
-        template_options: Mapping[str, Any] | None = None,
-        coders: Coders | None = None,
-    ) -> None:
-        """`tool_format` and `history` come from the config's environment, `template_options` from its data;
-        `coders` are the tokenizer's, if they are loaded already. Raises ConfigError if the model has no chat
-        template, and DialogueError for a template that cannot be used."""
-        super().__init__(
-            tokenizer_path,
-            trust_remote_code=trust_remote_code,
-            max_observation_tokens=max_observation_tokens,
-            coders=coders,
-        )
-        self._tool_format = tool_format
-        self.renders_history = history == "template"
-        """True if the prompt of each turn is a rendering of the complete conversation."""
-        self._read_template(Rendering(tokenizer_path, trust_remote_code=trust_remote_code, options=template_options))
-
-    def with_options(self, options: Mapping[str, Any]) -> ChatDialogue:
-        """The dialogue with further options of the template, which go before its own. Raises DialogueError if it cannot
-        be used with them."""
-        other = copy.copy(self)
-        other._read_template(self.rendering.with_options(options))
-        return other
-
-    def _read_template(self, rendering: Rendering) -> None:
+    def __init__(self, text: Dialogue, rendering: Rendering) -> None:
+        """`text` is the dialogue without the template. Raises DialogueError for a template that cannot be used."""
+        self.coders, self.renders_history = text.coders, text.renders_history
+        self._max_tokens, self._tool_format = text._max_tokens, text._tool_format
         self.rendering = rendering
-        self.turns = Turns.of(self.rendering)
+        self.turns = Turns.of(rendering)
         self.end_tokens = frozenset(token for token in self.ends if token is not None)
-        self.generation_prompt = self.rendering.plain(self.turns.prompt)
+        self.generation_prompt = rendering.plain(self.turns.prompt)
         """The text that the template writes before a turn."""
         opened, closed = (self.generation_prompt.rfind(mark) for mark in (formats.THINK, formats.END_THINK))
         self.opens_reasoning = opened > closed
         """True if it opens the reasoning."""
-        self._frames: dict[str, _Frame | None] = {}
-        self.framed = frozenset(role for role in ("user", "tool", "system") if self._frames_agree(role))
-        """The roles whose contents the template copies unchanged."""
 
     @property
     def template_options(self) -> Mapping[str, Any]:
@@ -242,35 +224,10 @@ class ChatDialogue(TextDialogue):
         tokens = self.rendering.encode(text)
         return tokens[1:] if closed else tokens
 
-    def closes(self, tokens: Sequence[int]) -> bool:
-        return bool(tokens) and tokens[-1] in self.end_tokens
-
-    def read(self, tokens: Sequence[int], tools: Sequence[Schema], *, first_call: int = 0) -> Read:
-        text = self.decode(tokens[:-1] if self.closes(tokens) else tokens)
-        return self._read(text, tools, first_call)
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of the tokens, with special tokens."""
-        return self.coders.decode([tokens], special_tokens=True)[0]
-
     def suffix(self, said: Sequence[Message], tools: Sequence[Schema], calls: Sequence[ToolCall] = ()) -> str:
-        """The text that `follow` encodes, with the names of special tokens. Raises DialogueError."""
+        """The text that `follow` encodes, with the names of special tokens: what the template writes after a dummy
+        turn. Raises DialogueError."""
         check_appendable(said)
-        contents = [message["content"] for message in said]
-        if not all(
-            message["role"] in self.framed and _is_plain(message["content"]) for message in said
-        ) or not isinstance(contents[0], str):
-            return self._rendered(said, tools, calls)
-        key = json.dumps([[{**message, "content": ""} for message in said], tools, [call.name for call in calls]])
-        if key not in self._frames:
-            if len(self._frames) >= MAX_FRAMES:
-                self._frames.clear()
-            self._frames[key] = self._frame(said, tools, calls)
-        frame = self._frames[key]
-        return self._rendered(said, tools, calls) if frame is None else frame.fill(contents)
-
-    def _rendered(self, said: Sequence[Message], tools: Sequence[Schema], calls: Sequence[ToolCall]) -> str:
-        """The text after the dummy turn in a rendering."""
         names = {call.id: call.name for call in calls}
         answered = [message for message in said if message["role"] == "tool"]
         made = [dummy_call(message, names, is_text=self.turns.has_text_arguments) for message in answered]
@@ -279,12 +236,8 @@ class ChatDialogue(TextDialogue):
         except DialogueError:
             if len(made) < 2:
                 raise
-            text = self.rendering.render(
-                [DUMMY, dummy_turn(made[-1:]), *said], tools, generate=True
-            )  # one call at a time
-        return self._behind_turn(text, said)
-
-    def _behind_turn(self, text: str, said: Sequence[Message]) -> str:
+            one_call = dummy_turn(made[-1:])  # some templates take one call at a time
+            text = self.rendering.render([DUMMY, one_call, *said], tools, generate=True)
         anchor = text.rfind(ANCHOR)
         for token, position in self.rendering.special_in(text):
             if position > anchor >= 0 and token in self.end_tokens:
@@ -294,55 +247,41 @@ class ChatDialogue(TextDialogue):
             f"{sorted(self.end_tokens)}"
         )
 
-    def _frame(self, said: Sequence[Message], tools: Sequence[Schema], calls: Sequence[ToolCall]) -> _Frame | None:
-        """The frame of messages like these; None if the template does not show each content once, in order."""
-        marks = [f"Zm{SECRET}m{number}mZ" for number in range(len(said))]
-        marked = [{**message, "content": mark} for message, mark in zip(said, marks, strict=True)]
-        rest, pieces = self._rendered(marked, tools, calls), list[str]()
-        for mark in marks:
-            if rest.count(mark) != 1:
-                return None
-            piece, _, rest = rest.partition(mark)
-            pieces.append(piece)
-        return _Frame([*pieces, rest])
+    def closes(self, tokens: Sequence[int]) -> bool:
+        return bool(tokens) and tokens[-1] in self.end_tokens
 
-    def _frames_agree(self, role: str) -> bool:
-        """True if frames of a role are what the template renders, for the contents of PROBES."""
-        message: Message = {"role": role, "content": ""}
-        if role == "tool":
-            message |= {"tool_call_id": "call00000", "name": "probe"}
-        try:
-            frame = self._frame([message], (), ())
-            return frame is not None and all(
-                frame.fill([content]) == self._rendered([{**message, "content": content}], (), ()) for content in PROBES
-            )
-        except DialogueError:
-            return False
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of the tokens, with special tokens."""
+        return self.coders.decode([tokens], special_tokens=True)[0]
 
-    def shortened(self, content: Any) -> Any:
-        """A content that is too long, with MARK between its two ends."""
-        if not isinstance(content, str) or len(content.encode()) <= self._max_tokens:
-            return content
-        encode, ends = self.coders.encode, self._max_tokens * CHARACTERS_PER_TOKEN
-        if len(content) > 2 * ends:
-            first, last = encode(content[:ends]), encode(content[-ends:])
-        else:
-            first = last = encode(content)
-            if len(first) <= self._max_tokens:
-                return content
-        room = max(0, self._max_tokens - len(encode(MARK)))
-        parts = [first[: room - room // 2], last[len(last) - room // 2 :]]
-        texts = self.coders.decode(parts, special_tokens=True)
-        return f"{texts[0].rstrip(UNKNOWN)}{MARK}{texts[1].lstrip(UNKNOWN)}"
-
-    def _read(self, text: str, tools: Sequence[Schema], first_call: int) -> Read:
+    def read(self, tokens: Sequence[int], tools: Sequence[Schema], *, first_call: int = 0) -> Read:
+        text = self.decode(tokens[:-1] if self.closes(tokens) else tokens)
         template = self.rendering.response_template
         if template is not None and self._tool_format == "auto":
-            return self._read_by_template(template, text, tools, first_call)
-        spoken = self.rendering.without_special(text)
-        reasoning, rest = formats.split_reasoning(spoken, opened=self.opens_reasoning)
-        written = self._format(tools)(rest, tools)
-        return self._made(written, reasoning, first_call)
+            written, reasoning = self._read_by_template(template, text, tools)
+        else:
+            spoken = self.rendering.without_special(text)
+            reasoning, rest = formats.split_reasoning(spoken, opened=self.opens_reasoning)
+            written = self._format(tools)(rest, tools)
+        calls = tuple(
+            ToolCall(name, arguments, call_id if call_id and self.turns.ids.fullmatch(call_id) else f"call{number:05d}")
+            for number, (name, arguments, call_id) in enumerate(written.calls, first_call)
+        )
+        content = self.rendering.without_special(written.content)
+        return Read(formats.to_message(content, reasoning, calls), calls, tuple(written.problems))
+
+    def _read_by_template(self, template: Any, text: str, tools: Sequence[Schema]) -> tuple[formats.Written, str]:
+        """The turn and its reasoning, as the tokenizer's response template describes them."""
+        from transformers.utils.chat_parsing import parse_response
+
+        end = self.rendering.plain(self.rendering.name_of(self.ends.last))
+        try:
+            parsed = parse_response(f"{text}{end}", template, prefix=self.generation_prompt, tools=list(tools) or None)
+            written = formats.of_message(parsed if tools else {**parsed, "tool_calls": []})
+        except Exception as error:  # a template is a program, which may raise anything
+            reasoning, rest = formats.split_reasoning(text, opened=self.opens_reasoning)
+            return formats.Written(rest, (), [f"the turn is not valid: {error}"]), reasoning
+        return written, str(parsed.get("reasoning_content") or parsed.get("thinking") or "")
 
     def _format(self, tools: Sequence[Schema]) -> formats.Format:
         if not tools:
@@ -350,27 +289,6 @@ class ChatDialogue(TextDialogue):
         if self._tool_format == "auto":
             return formats.format_of(self.rendering.template(tools))
         return formats.FORMATS[self._tool_format]
-
-    def _read_by_template(self, template: Any, text: str, tools: Sequence[Schema], first_call: int) -> Read:
-        """The turn as the tokenizer's response template describes it."""
-        from transformers.utils.chat_parsing import parse_response
-
-        end = self.rendering.plain(self.rendering.name_of(self.ends.last))
-        try:
-            found = parse_response(f"{text}{end}", template, prefix=self.generation_prompt, tools=list(tools) or None)
-            written = formats.of_message(found if tools else {**found, "tool_calls": []})
-        except Exception as error:  # a template is a program, which may raise anything
-            reasoning, rest = formats.split_reasoning(text, opened=self.opens_reasoning)
-            return self._made(formats.Written(rest, (), [f"the turn is not valid: {error}"]), reasoning, first_call)
-        return self._made(written, str(found.get("reasoning_content") or found.get("thinking") or ""), first_call)
-
-    def _made(self, written: formats.Written, reasoning: str, first_call: int) -> Read:
-        calls = tuple(
-            ToolCall(name, arguments, own if own and self.turns.ids.fullmatch(own) else f"call{number:05d}")
-            for number, (name, arguments, own) in enumerate(written.calls, first_call)
-        )
-        content = self.rendering.without_special(written.content)
-        return Read(formats.to_message(content, reasoning, calls), calls, tuple(written.problems))
 
 
 def is_appendable(said: Sequence[Message]) -> bool:
@@ -384,74 +302,6 @@ def check_appendable(said: Sequence[Message]) -> None:
     """Raises DialogueError unless `is_appendable`."""
     if not is_appendable(said):
         raise DialogueError(
-            f"{roles_of(said)} cannot be appended to a conversation: behind a turn come messages of tools and then at "
-            "most one of the user or the system"
+            f"{roles_of(said)} cannot be appended to a conversation: a turn is followed by messages of tools and then "
+            "at most one of the user or the system"
         )
-
-
-def _is_plain(content: Any) -> bool:
-    """True for a content that a template which trims does not change."""
-    return isinstance(content, str) and bool(content) and content == content.strip()
-
-
-MAX_CHATS = 64
-"""Maximum number of cached dialogues of rows with separate template options."""
-
-
-class Dialogue(TextDialogue):
-    """Plain text, and `chat` under the model's template, which is loaded when the first row needs it."""
-
-    def __init__(
-        self,
-        tokenizer_path: str,
-        *,
-        trust_remote_code: bool,
-        max_observation_tokens: int,
-        tool_format: str = "auto",
-        history: str = "keep",
-        template_options: Mapping[str, Any] | None = None,
-    ) -> None:
-        """`tool_format` and `history` come from the config's environment, `template_options` from its data."""
-        super().__init__(
-            tokenizer_path, trust_remote_code=trust_remote_code, max_observation_tokens=max_observation_tokens
-        )
-        self._path, self._trust_remote_code = tokenizer_path, trust_remote_code
-        self._tool_format, self._history, self._template_options = tool_format, history, template_options
-        self._chats: dict[str, ChatDialogue] = {}
-
-    @classmethod
-    def of(cls, config: Config, *, folder: str | None = None) -> Dialogue:
-        """The dialogue of a run, with the tokenizer in the folder, by default in `model.path`."""
-        return cls(
-            folder or config.model.path,
-            trust_remote_code=config.model.trust_remote_code,
-            max_observation_tokens=config.environment.max_observation_tokens,
-            tool_format=config.environment.tool_format,
-            history=config.environment.history,
-            template_options=config.data.template_options,
-        )
-
-    @cached_property
-    def chat(self) -> ChatDialogue:
-        """The dialogue under the chat template. Raises ConfigError or DialogueError if it cannot be used."""
-        return ChatDialogue(
-            self._path,
-            trust_remote_code=self._trust_remote_code,
-            max_observation_tokens=self._max_tokens,
-            tool_format=self._tool_format,
-            history=self._history,
-            template_options=self._template_options,
-            coders=self.coders,
-        )
-
-    def chat_for(self, columns: Mapping[str, Any]) -> ChatDialogue:
-        """The dialogue for a row with these columns, which may have options of the template. Raises as `chat` does."""
-        options: dict[str, Any] = columns.get(TEMPLATE_COLUMN) or {}
-        if not options:
-            return self.chat
-        key = json.dumps(options, sort_keys=True)
-        if key not in self._chats:
-            if len(self._chats) >= MAX_CHATS:
-                self._chats.clear()
-            self._chats[key] = self.chat.with_options(options)
-        return self._chats[key]

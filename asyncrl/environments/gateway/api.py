@@ -10,6 +10,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -34,126 +35,46 @@ class Access(NamedTuple):
 class GatewayError(AsyncrlError):
     """A request that is not served: an HTTP status, and an error in the form of the OpenAI API."""
 
-    status = 500
-    kind = "server_error"
-    code: str | None = None
+    def __init__(self, text: str, *, status: int = 400, code: str | None = None) -> None:
+        super().__init__(text)
+        self.status, self.code = status, code
 
     def body(self) -> dict[str, Any]:
         """The JSON body of the response."""
-        return {"error": {"message": str(self), "type": self.kind, "param": None, "code": self.code}}
-
-
-class BadRequestError(GatewayError):
-    """The request is wrong, or asks for what cannot be trained."""
-
-    status, kind = 400, "invalid_request_error"
-
-
-class WrongKeyError(GatewayError):
-    """The request has not the key of its episode."""
-
-    status, kind, code = 401, "invalid_request_error", "invalid_api_key"
-
-
-class EpisodeOverError(GatewayError):
-    """The episode has ended, or never began."""
-
-    status, kind, code = 410, "invalid_request_error", "episode_over"
-
-
-class WindowFullError(GatewayError):
-    """The conversation does not fit the engine's window. Clients know the code and the words."""
-
-    status, kind, code = 400, "invalid_request_error", "context_length_exceeded"
-
-
-class TurnsUsedError(GatewayError):
-    """The episode has had all its turns."""
-
-    status, kind, code = 400, "invalid_request_error", "max_turns"
+        return {"error": {"message": str(self), "type": "invalid_request_error", "param": None, "code": self.code}}
 
 
 ROLES = ("system", "user", "assistant", "tool")
 _ROLE_OF = {"developer": "system", "function": "tool"}
 
 
-class Call(NamedTuple):
-    """A call of a tool."""
-
-    name: str
-    arguments: str
-    """JSON with sorted keys; the text itself if it is none."""
-    id: str
-
-
-class Canonical(NamedTuple):
-    """A message in which absent, null and empty fields are the same."""
-
-    role: str
-    content: str = ""
-    reasoning: str = ""
-    name: str = ""
-    call_id: str = ""
-    calls: tuple[Call, ...] = ()
-
-    def is_echo_of(self, own: Canonical) -> bool:
-        """True if a client sends back the policy's turn `own` with this: the same words and calls. Most clients
-        leave out the reasoning and the space around the content."""
-        if self.role != "assistant" or self.reasoning not in ("", own.reasoning):
-            return self == own
-        return (self.role, self.content.strip(), self.calls) == (own.role, own.content.strip(), own.calls)
-
-
-def canonical(message: Any) -> Canonical:
-    """The canonical form of a message. Raises BadRequestError if it is none, or has more than text."""
+def normalized(message: Any) -> Message:
+    """The message for a chat template, in which absent, null and empty fields are the same and the arguments of calls
+    are objects. Raises GatewayError if it is no message, or has more than text."""
     if not isinstance(message, Mapping):
-        raise BadRequestError(f"a message is {type(message).__name__}, it has to be an object")
+        raise GatewayError(f"a message is {type(message).__name__}, it has to be an object")
     role = _ROLE_OF.get(message.get("role", ""), message.get("role"))
     if role not in ROLES:
-        raise BadRequestError(f"a message has the role {role!r}; there are {', '.join(ROLES)}")
-    return Canonical(
-        role,
-        _text(message.get("content")),
-        _text(message.get("reasoning_content") or message.get("reasoning")),
-        str(message.get("name") or ""),
-        str(message.get("tool_call_id") or ""),
-        tuple(_call(call) for call in message.get("tool_calls") or ()),
-    )
+        raise GatewayError(f"a message has the role {role!r}; there are {', '.join(ROLES)}")
+    fields = {
+        "reasoning_content": _text(message.get("reasoning_content") or message.get("reasoning")),
+        "name": str(message.get("name") or ""),
+        "tool_call_id": str(message.get("tool_call_id") or ""),
+        "tool_calls": [_normalized_call(call) for call in message.get("tool_calls") or ()],
+    }
+    return {"role": role, "content": _text(message.get("content"))} | {k: v for k, v in fields.items() if v}
 
 
-def to_message(one: Canonical) -> Message:
-    """The message for a chat template, which gets the arguments of calls as objects."""
-    message: Message = {"role": one.role, "content": one.content}
-    if one.reasoning:
-        message["reasoning_content"] = one.reasoning
-    if one.name:
-        message["name"] = one.name
-    if one.call_id:
-        message["tool_call_id"] = one.call_id
-    if one.calls:
-        message["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": _loaded(call.arguments)}}
-            for call in one.calls
-        ]
-    return message
-
-
-def to_answer(message: Message) -> Message:
-    """The policy's message as the API returns it: the arguments of calls are JSON texts."""
-    answer: Message = {"role": "assistant", "content": message.get("content") or None}
-    if message.get("reasoning_content"):
-        answer["reasoning_content"] = message["reasoning_content"]
-    if message.get("tool_calls"):
-        answer["tool_calls"] = [
-            {"id": call["id"], "type": "function", "function": call["function"] | {"arguments": _json(call)}}
-            for call in message["tool_calls"]
-        ]
-    return answer
-
-
-def _json(call: Mapping[str, Any]) -> str:
-    arguments = call["function"]["arguments"]
-    return arguments if isinstance(arguments, str) else json.dumps(arguments)
+def _normalized_call(call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise GatewayError('a tool call has no "function" with a "name"')
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        with suppress(ValueError):
+            arguments = json.loads(arguments)
+    name = function["name"]
+    return {"id": str(call.get("id") or ""), "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _text(content: Any) -> str:
@@ -163,36 +84,32 @@ def _text(content: Any) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):
-        raise BadRequestError(f"a content is {type(content).__name__}, it has to be a text or a list of parts")
+        raise GatewayError(f"a content is {type(content).__name__}, it has to be a text or a list of parts")
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         if kind != "text" or not isinstance(part.get("text"), str):
-            raise BadRequestError(f"a content has a part of type {kind!r}; the policy reads text only")
+            raise GatewayError(f"a content has a part of type {kind!r}; the policy reads text only")
     return "".join(part["text"] for part in content)
 
 
-def _call(call: Any) -> Call:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise BadRequestError('a tool call has no "function" with a "name"')
-    arguments = function.get("arguments")
-    loaded = _loaded(arguments) if isinstance(arguments, str) else arguments
-    text = loaded if isinstance(loaded, str) else json.dumps(loaded or {}, sort_keys=True)
-    return Call(function["name"], text, str(call.get("id") or ""))
+def is_echo(message: Message, turn: Message) -> bool:
+    """True if a client sends back a message of the conversation, both normalized: of the policy's turns the same words
+    and calls. Most clients leave out the reasoning and the space around the content."""
+    reasoning = message.get("reasoning_content")
+    if message["role"] != "assistant" or (reasoning and reasoning != turn.get("reasoning_content")):
+        return message == turn
+    return _spoken(message) == _spoken(turn)
 
 
-def _loaded(arguments: str) -> Any:
-    try:
-        return json.loads(arguments or "{}")
-    except ValueError:
-        return arguments
+def _spoken(message: Message) -> tuple[Any, ...]:
+    return message["role"], message["content"].strip(), message.get("tool_calls")
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
     """A request for a turn."""
 
-    messages: tuple[Canonical, ...]
+    messages: tuple[Message, ...]
     tools: tuple[Any, ...] = ()
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
@@ -238,42 +155,45 @@ DEFAULTS: Mapping[str, Any] = {
 }  # fmt: skip
 """Fields whose default is taken; other values are refused."""
 DISTRIBUTION = "it changes the distribution from which the policy is trained"
-STAYS = "they stay in the generator, which trains with them; leave this out"
-TEMPLATE = "options of the chat template are those of the run; set data.template_options"
 REASONS: Mapping[str, str] = {
     "n": "one completion for each request; send several requests",
     "best_of": "one completion for each request; send several requests",
-    "tool_choice": f"{DISTRIBUTION}; use auto or none",
-    "parallel_tool_calls": f"{DISTRIBUTION}; a turn may have several calls",
-    "logprobs": STAYS,
-    "top_logprobs": STAYS,
-    "prompt_logprobs": STAYS,
-    "chat_template": TEMPLATE,
-    "reasoning_effort": TEMPLATE,
     "functions": "the older form of tools; send tools",
     "function_call": "the older form of tool_choice; send tools and tool_choice",
-    "add_generation_prompt": "the policy continues a last message of the assistant, and else begins a turn",
-    "continue_final_message": "the policy continues a last message of the assistant, and else begins a turn",
-} | dict.fromkeys(
-    (
-        "response_format", "logit_bias", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
-        "structured_outputs", "min_tokens", "bad_words", "stop_token_ids", "allowed_token_ids", "ignore_eos",
+    "parallel_tool_calls": f"{DISTRIBUTION}; a turn may have several calls",
+    **dict.fromkeys(
+        ("logprobs", "top_logprobs", "prompt_logprobs"),
+        "they stay in the generator, which trains with them; leave this out",
     ),
-    DISTRIBUTION,
-)  # fmt: skip
+    **dict.fromkeys(
+        ("chat_template", "reasoning_effort"),
+        "options of the chat template are those of the run; set data.template_options",
+    ),
+    **dict.fromkeys(
+        ("add_generation_prompt", "continue_final_message"),
+        "the policy continues a last message of the assistant, and else begins a turn",
+    ),
+    **dict.fromkeys(
+        (
+            "response_format", "logit_bias", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+            "structured_outputs", "min_tokens", "bad_words", "stop_token_ids", "allowed_token_ids", "ignore_eos",
+        ),
+        DISTRIBUTION,
+    ),
+}  # fmt: skip
 """Reasons for which fields are refused; all others are reported as unknown."""
 RETRY_COUNT, IDEMPOTENCY = "x-stainless-retry-count", "idempotency-key"
 """Headers by which clients say that a request repeats another."""
 
 
 def read_body(content: bytes) -> dict[str, Any]:
-    """The object in a body. Raises BadRequestError."""
+    """The object in a body. Raises GatewayError."""
     try:
         body = msgspec.json.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadRequestError(f"the body is no JSON: {error}") from None
+        raise GatewayError(f"the body is no JSON: {error}") from None
     if not isinstance(body, dict):
-        raise BadRequestError(f"the body is {type(body).__name__}, it has to be an object")
+        raise GatewayError(f"the body is {type(body).__name__}, it has to be an object")
     return body
 
 
@@ -283,24 +203,24 @@ def chat_request(
     headers: Mapping[str, str],
     template_options: Mapping[str, Any],
 ) -> Request:
-    """The request of `chat/completions`; `template_options` are the episode's. Raises BadRequestError."""
+    """The request of `chat/completions`; `template_options` are the episode's. Raises GatewayError."""
     _check_fields(body, template_options)
     messages = body.get("messages")
     if not isinstance(messages, list) or not 0 < len(messages) <= MAX_MESSAGES:
-        raise BadRequestError(f"messages: a list of 1 to {MAX_MESSAGES} messages is required")
+        raise GatewayError(f"messages: a list of 1 to {MAX_MESSAGES} messages is required")
     tools = body.get("tools") or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) and "function" in tool for tool in tools):
-        raise BadRequestError('tools: a list of objects with a "function" is required')
+        raise GatewayError('tools: a list of objects with a "function" is required')
     shown = () if body.get("tool_choice") == "none" else tuple(tools)
-    return _request(body, content, headers, messages=tuple(map(canonical, messages)), tools=shown)
+    return _request(body, content, headers, messages=tuple(map(normalized, messages)), tools=shown)
 
 
 def text_request(body: Mapping[str, Any], content: bytes, headers: Mapping[str, str]) -> Request:
-    """The request of `completions`, whose prompt is a list of tokens. Raises BadRequestError."""
+    """The request of `completions`, whose prompt is a list of tokens. Raises GatewayError."""
     _check_fields(body, {})
     prompt = body.get("prompt")
     if not isinstance(prompt, list) or not prompt or not all(type(token) is int and token >= 0 for token in prompt):
-        raise BadRequestError("prompt: a list of tokens is required; texts are for chat/completions")
+        raise GatewayError("prompt: a list of tokens is required; texts are for chat/completions")
     return _request(body, content, headers, messages=(), tokens=tuple(prompt))
 
 
@@ -310,9 +230,9 @@ def sampling_of(body: Mapping[str, Any]) -> list[str]:
 
 
 def _request(body: Mapping[str, Any], content: bytes, headers: Mapping[str, str], **prompt: Any) -> Request:
-    own_key, count = headers.get(IDEMPOTENCY), headers.get(RETRY_COUNT, "0")
-    digest = own_key or hashlib.blake2b(content, digest_size=16).hexdigest()
-    is_retry = own_key is not None or (count.isdecimal() and int(count) > 0)
+    key, count = headers.get(IDEMPOTENCY), headers.get(RETRY_COUNT, "0")
+    digest = key or hashlib.blake2b(content, digest_size=16).hexdigest()
+    is_retry = key is not None or (count.isdecimal() and int(count) > 0)
     return Request(**prompt, max_tokens=_limit(body), stop=_stop(body), digest=digest, is_retry=is_retry)
 
 
@@ -320,42 +240,40 @@ def _limit(body: Mapping[str, Any]) -> int | None:
     limits = [body.get(name) for name in ("max_tokens", "max_completion_tokens") if body.get(name) is not None]
     for limit in limits:
         if type(limit) is not int or limit < 1:
-            raise BadRequestError(f"max_tokens is {limit!r}, it has to be a positive number")
+            raise GatewayError(f"max_tokens is {limit!r}, it has to be a positive number")
     return min(limits, default=None)  # type: ignore[type-var]
 
 
 def _stop(body: Mapping[str, Any]) -> tuple[str, ...]:
     stop = body.get("stop") or []
     stops = [stop] if isinstance(stop, str) else stop
-    good = isinstance(stops, list) and all(
-        isinstance(one, str) and 0 < len(one) <= MAX_STOP_CHARACTERS for one in stops
-    )
+    good = isinstance(stops, list) and all(isinstance(s, str) and 0 < len(s) <= MAX_STOP_CHARACTERS for s in stops)
     if not good or len(stops) > MAX_STOPS:
-        raise BadRequestError(f"stop: at most {MAX_STOPS} texts of at most {MAX_STOP_CHARACTERS} characters")
+        raise GatewayError(f"stop: at most {MAX_STOPS} texts of at most {MAX_STOP_CHARACTERS} characters")
     return tuple(stops)
 
 
 def _check_fields(body: Mapping[str, Any], template_options: Mapping[str, Any]) -> None:
-    """Raises BadRequestError for a field that is not known, or whose value would change what the policy reads or
+    """Raises GatewayError for a field that is not known, or whose value would change what the policy reads or
     samples."""
     options = body.get(TEMPLATE_COLUMN) or {}
     if not isinstance(options, dict):
-        raise BadRequestError(f"{TEMPLATE_COLUMN}: an object is required")
+        raise GatewayError(f"{TEMPLATE_COLUMN}: an object is required")
     for name, value in options.items():
         if name not in template_options or value != template_options[name]:
-            own = _shown(template_options[name]) if name in template_options else "not set"
-            raise BadRequestError(
-                f"{TEMPLATE_COLUMN}.{name} = {_shown(value)}: in the run it is {own}; set data.template_options"
+            set_value = _shown(template_options[name]) if name in template_options else "not set"
+            raise GatewayError(
+                f"{TEMPLATE_COLUMN}.{name} = {_shown(value)}: in the run it is {set_value}; set data.template_options"
             )
     if body.get("tool_choice") not in (None, "auto", "none"):
-        raise BadRequestError(f"tool_choice {_shown(body['tool_choice'])}: {REASONS['tool_choice']}")
+        raise GatewayError(f"tool_choice {_shown(body['tool_choice'])}: {DISTRIBUTION}; use auto or none")
     for name, value in body.items():
         if name in READ or name in NO_EFFECT or name in SAMPLING or value is None:
             continue
         if name in DEFAULTS and value == DEFAULTS[name]:
             continue
         reason = REASONS.get(name, "this server has no such field; leave it out")
-        raise BadRequestError(f"{name} = {_shown(value)}: {reason}")
+        raise GatewayError(f"{name} = {_shown(value)}: {reason}")
 
 
 def _shown(value: Any) -> str:
@@ -403,6 +321,19 @@ def chat_chunks(episode: str, answer: Answer, *, model: str, with_usage: bool) -
     if with_usage:
         yield _event(head | {"choices": [], "usage": usage(answer)})
     yield b"data: [DONE]\n\n"
+
+
+def to_answer(message: Message) -> Message:
+    """The policy's message as the API returns it: the arguments of calls are JSON texts."""
+    answer: Message = {"role": "assistant", "content": message.get("content") or None}
+    if message.get("reasoning_content"):
+        answer["reasoning_content"] = message["reasoning_content"]
+    if message.get("tool_calls"):
+        answer["tool_calls"] = [
+            {**call, "function": call["function"] | {"arguments": json.dumps(call["function"]["arguments"])}}
+            for call in message["tool_calls"]
+        ]
+    return answer
 
 
 def finish_reason(answer: Answer) -> str:

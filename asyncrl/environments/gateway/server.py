@@ -17,14 +17,12 @@ import msgspec
 import structlog
 from aiohttp import web
 
-from asyncrl.environments.dialogue.dialogue import TextDialogue
+from asyncrl.environments.dialogue.dialogue import Dialogue
 from asyncrl.environments.gateway.api import (
     MODEL,
     Access,
     Answer,
-    EpisodeOverError,
     GatewayError,
-    WrongKeyError,
     chat_chunks,
     chat_completion,
     chat_request,
@@ -48,7 +46,7 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Gateway:
     """The HTTP server of an environment host; `start` opens its port."""
 
-    def __init__(self, dialogue: TextDialogue) -> None:
+    def __init__(self, dialogue: Dialogue) -> None:
         self._dialogue = dialogue
         self._sessions: dict[str, tuple[Session, str]] = {}
         """The session and the key of each episode in progress."""
@@ -92,11 +90,11 @@ class Gateway:
     def _session(self, request: web.Request) -> Session:
         episode = request.match_info["episode"]
         if episode not in self._sessions:
-            raise EpisodeOverError(f"episode {episode} is over, or never began")
+            raise GatewayError(f"episode {episode} is over, or never began", status=410, code="episode_over")
         session, key = self._sessions[episode]
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if not hmac.compare_digest(given.encode(), key.encode()):
-            raise WrongKeyError(f"episode {episode} has another key")
+            raise GatewayError(f"episode {episode} has another key", status=401, code="invalid_api_key")
         return session
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
@@ -166,5 +164,5 @@ async def _errors(request: web.Request, handler: _Handler) -> web.StreamResponse
     except GatewayError as error:
         return _json(error.body(), error.status)
     except web.HTTPException as error:
-        kind = {"message": f"{request.method} {request.path}: {error.reason}", "type": "invalid_request_error"}
-        return _json({"error": kind | {"param": None, "code": None}}, error.status)
+        refused = GatewayError(f"{request.method} {request.path}: {error.reason}")
+        return _json(refused.body(), error.status)

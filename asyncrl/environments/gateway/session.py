@@ -10,22 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.environments.dialogue.conversation import ConversationRenderer, Spoken, note_refusal, num_common
-from asyncrl.environments.dialogue.dialogue import TextDialogue, is_appendable
+from asyncrl.environments.dialogue.dialogue import Dialogue, is_appendable
 from asyncrl.environments.dialogue.rendering import DialogueError
 from asyncrl.environments.environment import Message, ToolCall
 from asyncrl.environments.episode import Limits, Turn
-from asyncrl.environments.gateway.api import (
-    Answer,
-    BadRequestError,
-    Canonical,
-    EpisodeOverError,
-    GatewayError,
-    Request,
-    TurnsUsedError,
-    WindowFullError,
-    canonical,
-    to_message,
-)
+from asyncrl.environments.gateway.api import Answer, GatewayError, Request, is_echo, normalized
 from asyncrl.wire.service_messages import TurnRequest
 
 
@@ -50,7 +39,7 @@ class _Conversation:
 
     number: int
     tools: str
-    messages: tuple[Canonical, ...] = ()
+    messages: tuple[Message, ...] = ()
     tokens: list[int] = field(default_factory=list[int])
     ends: list[_End] = field(default_factory=list[_End])
     num_opening: int | None = None
@@ -58,11 +47,11 @@ class _Conversation:
     busy: bool = False
     """True while a turn is sampled."""
 
-    def common_turns(self, messages: Sequence[Canonical]) -> int:
+    def common_turns(self, messages: Sequence[Message]) -> int:
         """Number of its turns that the messages begin with."""
         equal = 0
-        for own, given in zip(self.messages, messages, strict=False):
-            if not given.is_echo_of(own):
+        for turn, message in zip(self.messages, messages, strict=False):
+            if not is_echo(message, turn):
                 break
             equal += 1
         return sum(end.num_messages <= equal for end in self.ends)
@@ -88,7 +77,7 @@ class Session:
     """
 
     def __init__(
-        self, episode: str, dialogue: TextDialogue, limits: Limits, say: Callable[[TurnRequest, list[int]], None]
+        self, episode: str, dialogue: Dialogue, limits: Limits, say: Callable[[TurnRequest, list[int]], None]
     ) -> None:
         self.episode = episode
         self._dialogue, self._limits, self._say = dialogue, limits, say
@@ -119,9 +108,9 @@ class Session:
         return self._dialogue.template_options
 
     async def complete(self, request: Request) -> Answer:
-        """Returns the policy's turn. Raises BadRequestError, EpisodeOverError, TurnsUsedError and WindowFullError."""
+        """Returns the policy's turn. Raises GatewayError."""
         if self._over:
-            raise EpisodeOverError(f"episode {self.episode} is over")
+            raise self._over_error()
         if request.is_retry and request.digest in self._asked:
             return await asyncio.shield(self._asked[request.digest])
         answer = self._asked[request.digest] = self._ask(request)
@@ -138,7 +127,7 @@ class Session:
         self._num_calls += len(read.calls)
         prompt = tuple(conversation.tokens)
         conversation.tokens += turn.tokens
-        conversation.messages = (*request.messages, canonical(read.message))
+        conversation.messages = (*request.messages, normalized(read.message))
         if conversation.num_opening is None:
             conversation.num_opening = len(request.messages)
         closed = self._dialogue.closes(turn.tokens)
@@ -162,34 +151,39 @@ class Session:
         if not ends:
             return []
         end, conversation = max(ends, key=lambda pair: pair[0].number)
-        return [to_message(one) for one in conversation.messages[conversation.num_opening : end.num_messages]]
+        return list(conversation.messages[conversation.num_opening : end.num_messages])
 
     def close(self) -> list[int]:
         """Ends the session. Returns the turns that nobody has read, each the last of its branch."""
         self._over = True
         for pending in self._pending.values():
             if not pending.answer.done():
-                pending.answer.set_exception(EpisodeOverError(f"episode {self.episode} is over"))
+                pending.answer.set_exception(self._over_error())
                 pending.answer.exception()  # nobody may wait for it
         lasts = [one.ends[-1].number for one in self._conversations if one.ends]
         return sorted({number for number in lasts if number not in self._read})
+
+    def _over_error(self) -> GatewayError:
+        return GatewayError(f"episode {self.episode} is over", status=410, code="episode_over")
 
     def _ask(self, request: Request) -> asyncio.Future[Answer]:
         """Asks the policy for a turn."""
         limits = self._limits
         if self.num_turns >= limits.max_turns:
-            self.refused = TurnsUsedError(f"episode {self.episode} has had environment.max_turns = {limits.max_turns}")
+            text = f"episode {self.episode} has had environment.max_turns = {limits.max_turns}"
+            self.refused = GatewayError(text, code="max_turns")
             raise self.refused
         source, keep, tokens, conversation = self._place(request)
         room = limits.window_tokens - keep - len(tokens)
         if room < 1:
-            self.refused = WindowFullError(
+            self.refused = GatewayError(  # clients know the code and the words
                 f"This model's maximum context length is {limits.window_tokens} tokens, the messages have "
-                f"{keep + len(tokens)} tokens. Please reduce the length of the messages."
+                f"{keep + len(tokens)} tokens. Please reduce the length of the messages.",
+                code="context_length_exceeded",
             )
             raise self.refused
         if not keep and not tokens:
-            raise BadRequestError("the prompt is empty")
+            raise GatewayError("the prompt is empty")
         self.refused = None
         if conversation.number == len(self._conversations):
             self._conversations.append(conversation)
@@ -224,7 +218,7 @@ class Session:
             except DialogueError as error:
                 note_refusal(str(error.__cause__ or error))
         end = conversation.ends[turns - 1]
-        said = [to_message(one) for one in request.messages[end.num_messages :]]
+        said = request.messages[end.num_messages :]
         if not is_appendable(said):
             return 0, 0, self._begin(request), new
         tokens = _encoded(self._dialogue.follow, said, request.tools, closed=end.closed, calls=end.calls)
@@ -244,7 +238,7 @@ class Session:
     ) -> tuple[int, int, list[int], _Conversation]:
         """The same, if the prompt is the rendering of all messages, which begin with this many turns of the
         conversation. Raises DialogueError if the template refuses them."""
-        messages = [to_message(one) for one in request.messages]
+        messages = list(request.messages)
         ends, first = conversation.ends[:turns], conversation.ends[0].num_messages
         messages[first:] = [one if one["role"] == "assistant" else renderer.shortened(one) for one in messages[first:]]
         spoken = {end.num_messages - 1: end.spoken for end in ends if end.spoken is not None}
@@ -257,14 +251,12 @@ class Session:
         return conversation.number, keep, tokens[keep:], new
 
     def _begin(self, request: Request) -> list[int]:
-        if not request.messages:
-            raise BadRequestError("messages: empty, a request needs at least one")
-        return _encoded(self._dialogue.begin, [to_message(one) for one in request.messages], request.tools)
+        return _encoded(self._dialogue.begin, request.messages, request.tools)
 
 
 def _encoded(render: Callable[..., list[int]], *arguments: Any, **options: Any) -> list[int]:
-    """The tokens of messages. Raises BadRequestError if the chat template refuses them."""
+    """The tokens of messages. Raises GatewayError if the chat template refuses them."""
     try:
         return render(*arguments, **options)
     except DialogueError as error:
-        raise BadRequestError(str(error)) from None
+        raise GatewayError(str(error)) from None

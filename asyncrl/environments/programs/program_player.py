@@ -9,9 +9,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from asyncrl.environments.calling import EpisodeFailedError, to_json, to_reward
-from asyncrl.environments.dialogue.dialogue import TextDialogue
+from asyncrl.environments.dialogue.dialogue import Dialogue
 from asyncrl.environments.episode import Limits, Turn, task_of
-from asyncrl.environments.gateway.api import TurnsUsedError
 from asyncrl.environments.gateway.server import Gateway
 from asyncrl.environments.gateway.session import Session
 from asyncrl.environments.programs.program import Program, ProgramError, ProgramLostError
@@ -24,7 +23,7 @@ async def play_program(
     start: EpisodeStart,
     prompt: Sequence[int],
     program: Program,
-    dialogue: TextDialogue,
+    dialogue: Dialogue,
     limits: Limits,
     say: Callable[[ProgramPlayer, TurnRequest, list[int]], None],
 ) -> EpisodeEnded:
@@ -45,7 +44,7 @@ class ProgramPlayer:
     start: EpisodeStart
     prompt: Sequence[int]
     program: Program
-    dialogue: TextDialogue
+    dialogue: Dialogue
     limits: Limits
     gateway: Gateway
     say: Callable[[ProgramPlayer, TurnRequest, list[int]], None]
@@ -131,7 +130,7 @@ class ProgramPlayer:
         reward, parts = (0.0, {}) if given is None else to_reward(name, given)
         if refused is None:
             return reward, parts, "truncated" if self.session.was_cut else "completed", "done"
-        return reward, parts, "truncated", "max_turns" if isinstance(refused, TurnsUsedError) else "window"
+        return reward, parts, "truncated", "max_turns" if refused.code == "max_turns" else "window"
 
     def _close(self) -> list[int]:
         self.gateway.end(self.session)

@@ -237,7 +237,7 @@ def attend_in_buckets(
         if window is not None and bucket.length > window:
             mask = window_mask(bucket.length, window, q.device)
         groups = q.shape[1] // k.shape[1]
-        if groups > 1 and lacks_grouped_kernel(q, mask):
+        if groups > 1 and is_on_gpu(q):  # its kernels for grouped heads in float32 or with a mask store all scores
             k, v = (tensor.repeat_interleave(groups, dim=1) for tensor in (k, v))
             groups = 1
         output = scaled_dot_product_attention(
@@ -251,12 +251,6 @@ def window_mask(length: int, window: int, device: torch.device) -> Tensor:
     """Returns bool [length, length], true where a token (row) attends to another: itself and the `window` - 1 tokens
     before it."""
     return torch.ones(length, length, dtype=torch.bool, device=device).tril_().triu_(1 - window)
-
-
-def lacks_grouped_kernel(query: Tensor, mask: Tensor | None) -> bool:
-    """True if torch has no memory-efficient attention kernel for grouped key and value heads: on a GPU in float32 or
-    with a mask, where only the kernel that writes all scores supports them. Not measured on a GPU yet."""
-    return is_on_gpu(query) and (query.dtype is torch.float32 or mask is not None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ WEIGHT = "weight"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's state of a parameter. Tensors are saved in float32 with the key `KIND/PARAMETER`; the kinds are `WEIGHT` and
 the names in the optimizer's state. The number of updates has the key `STEP`, int64, in every file."""
-HINT = "resume with the model.path, critic.path, learner.lora and learner.optimizer that the run began with"
+HINT = "resume with the model.path, critic.path and learner.lora that the run began with"
 SKIPPED = "skipped"
 """Key of the number of consecutive skipped updates, int64; in every file."""
 BASE = "base"
@@ -299,7 +299,7 @@ def _prepare(trained: TrainedModel) -> list[Tensor]:
     for flat in flats:
         state = trained.optimizer.state[flat]
         if not state:
-            state.update(first_state(trained.optimizer, flat))
+            state.update(first_state(flat))
     if trained.sharded and not trained.partitioned:
         optimizer._lazy_init_hp_params_optimizer_state()
     return flats

@@ -150,7 +150,7 @@ class RewardsSinceStep(Durable):
         if header.episodes:
             episodes = header.of_members(header.episodes)
             for end in EPISODE_FAILURES:
-                self._count(f"environment/failed/{end}", [float(one.ended == end) for one in episodes])
+                self._count(f"environment/failed/{end}", [float(episode.ended == end) for episode in episodes])
 
     def table(self) -> dict[str, float]:
         """The means and quantiles, by name."""
@@ -164,18 +164,18 @@ class RewardsSinceStep(Durable):
 
 def _episode_values(header: GroupHeader) -> dict[str, list[float]]:
     """A value of each episode of a group with rewards, by the metric that is their mean."""
-    turns = header.sums_of_members([len(one.turn_rewards) for one in header.episodes])
+    turns = header.sums_of_members([len(episode.turn_rewards) for episode in header.episodes])
     branches = header.sums_of_members([1] * len(header.episodes))
-    observed = header.sums_of_members([one.observation_tokens for one in header.episodes])
+    observed = header.sums_of_members([episode.observation_tokens for episode in header.episodes])
     episodes = header.of_members(header.episodes)
-    ends = {f"environment/ended_{end}": [float(one.ended == end) for one in episodes] for end in EPISODE_ENDS}
+    ends = {f"environment/ended_{end}": [float(episode.ended == end) for episode in episodes] for end in EPISODE_ENDS}
     return {
         "environment/turns": [float(count) for count in turns],
         "environment/branches": [float(count) for count in branches],
         "environment/observation_tokens": [float(tokens) for tokens in observed],
-        "environment/episode_s": [one.environment_s for one in episodes],
-        "environment/reset_s": [one.reset_s for one in episodes],
-        "environment/tries": [float(one.tries) for one in episodes],
+        "environment/episode_s": [episode.environment_s for episode in episodes],
+        "environment/reset_s": [episode.reset_s for episode in episodes],
+        "environment/tries": [float(episode.tries) for episode in episodes],
         **ends,
     }
 
@@ -288,7 +288,7 @@ class RunMetrics(RunSums, kw_only=True):
         samples += sum(group.finished.num_members for group in groups)
         elapsed_s = now_s - (self.first_lease_s or 0.0)
         every = self.generators.values()
-        own = {
+        measured = {
             "reward/mean": self._reward or 0.0,
             "staleness/mean": float((counts * staleness).sum() / max(int(counts.sum()), 1)),
             "staleness/max": float(staleness[counts > 0].max(initial=0)),
@@ -300,13 +300,13 @@ class RunMetrics(RunSums, kw_only=True):
             "generator/tokens": float(sum(g.tokens for g in every)),
             "generator/recomputed_tokens": float(self.recomputed_tokens),
         }
-        own |= {f"throughput/{name}": rate for name, rate in self.rates(tokens, samples, elapsed_s).items()}
-        own |= {f"{role}/peak_memory_bytes": float(peak) for role, peak in peaks_bytes(self.reported).items()}
+        measured |= {f"throughput/{name}": rate for name, rate in self.rates(tokens, samples, elapsed_s).items()}
+        measured |= {f"{role}/peak_memory_bytes": float(peak) for role, peak in peaks_bytes(self.reported).items()}
         settings, goodput = self.config.generator, self._goodput_after(groups, now_s, generators)
-        own |= goodput.metrics(self.generators, slots=settings.max_running_groups * settings.group_size)
+        measured |= goodput.metrics(self.generators, slots=settings.max_running_groups * settings.group_size)
         if self.config.environment.name is not None:
-            own |= self._episode_states()
-        return self.rewards_since_step.table() | self._costs() | generator_metrics(every) | own
+            measured |= self._episode_states()
+        return self.rewards_since_step.table() | self._costs() | generator_metrics(every) | measured
 
     def committed(
         self, step: int, groups: Sequence[TrainedGroup], metrics: dict[str, float], now_s: float, *, generators: int
@@ -443,10 +443,10 @@ def generator_metrics(generators: Collection[GeneratorState]) -> dict[str, float
     before the first generator is up."""
     total_s = sum(sum(g.seconds.values()) for g in generators)
     phases_s = _phases_s(generators)
-    found = {f"generator/{name}_fraction": seconds / total_s for name, seconds in phases_s.items() if total_s}
+    table = {f"generator/{name}_fraction": seconds / total_s for name, seconds in phases_s.items() if total_s}
     if engine_s := phases_s["engine"]:
-        found["generator/engine_cpu_fraction"] = sum(g.engine_cpu_s for g in generators) / engine_s
-    return found
+        table["generator/engine_cpu_fraction"] = sum(g.engine_cpu_s for g in generators) / engine_s
+    return table
 
 
 def peaks_bytes(reported: ReportedStats) -> dict[str, int]:
@@ -462,15 +462,15 @@ def times(
 ) -> dict[str, dict[str, Any]]:
     """By role the fraction of its time in each activity and, as "phases", in each phase of its work; `learner_s` are
     the seconds of learner rank 0 by activity."""
-    found: dict[str, dict[str, Any]] = {}
+    table: dict[str, dict[str, Any]] = {}
     for role, seconds, phases_s in (
         ("generator", _activities_s(generators), _phases_s(generators)),
         ("learner", learner_s, learner_phases_s),
     ):
         total_s = sum(seconds.values())
         phases = {name: part / total_s if total_s else 0.0 for name, part in phases_s.items()}
-        found[role] = {**fractions(seconds), "phases": phases}
-    return found
+        table[role] = {**fractions(seconds), "phases": phases}
+    return table
 
 
 def rates(
@@ -479,14 +479,14 @@ def rates(
     """Rates per second since the first lease: `tokens` and `samples` that were trained, of all learner ranks and of
     each, and what each generator has generated. Empty before any time has passed."""
     trained = {"tokens": tokens, "samples": samples}
-    found: dict[str, float] = {}
-    for what, count in trained.items() if elapsed_s > 0 else ():
-        found[f"trained_{what}_per_s"] = count / elapsed_s
-        found[f"trained_{what}_per_s_per_device"] = count / elapsed_s / learners
+    table: dict[str, float] = {}
+    for unit, count in trained.items() if elapsed_s > 0 else ():
+        table[f"trained_{unit}_per_s"] = count / elapsed_s
+        table[f"trained_{unit}_per_s_per_device"] = count / elapsed_s / learners
     generators_s = sum(sum(g.seconds.values()) for g in generators)
-    for what in ("tokens", "samples") if generators_s else ():
-        found[f"generated_{what}_per_s_per_device"] = sum(getattr(g, what) for g in generators) / generators_s
-    return found
+    for unit in ("tokens", "samples") if generators_s else ():
+        table[f"generated_{unit}_per_s_per_device"] = sum(getattr(g, unit) for g in generators) / generators_s
+    return table
 
 
 def _activities_s(generators: Collection[GeneratorState]) -> dict[str, float]:
