@@ -26,7 +26,7 @@ from asyncrl.observe.console import EXIT_DONE, EXIT_FAILED
 from asyncrl.types import Prompt
 from asyncrl.util.model_files import end_tokens
 from asyncrl.util.text import printable
-from asyncrl.wire.service_messages import EpisodeEnded, TurnRequest
+from asyncrl.wire.service_messages import EpisodeEnded, NextTurn
 
 if TYPE_CHECKING:
     from asyncrl.generator.engine import Engine
@@ -55,7 +55,7 @@ class Transcript:
         self._speaker, self._prompt = speaker, tokens
         self._branches: dict[int, list[int]] = {}
 
-    def say(self, player: Player | ProgramPlayer, wish: TurnRequest, observation: list[int]) -> None:
+    def say(self, player: Player | ProgramPlayer, wish: NextTurn, observation: list[int]) -> None:
         """Samples the policy's turn after the observation."""
         is_new = wish.branch not in self._branches
         if is_new:

@@ -30,7 +30,7 @@ from asyncrl.util.processes import become_helper, tune_gc
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.frames import Array, Message, pack_lists, unpack_lists
 from asyncrl.wire.rpc import Reply, Server
-from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, HostReply, HostRequest, TurnRequest
+from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, HostReply, HostRequest, NextTurn
 
 BEAT_S = 1.0
 """Interval of signs of life."""
@@ -85,7 +85,7 @@ class Host:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._stuck: list[Player | ProgramPlayer] = []
         """Players of ended episodes that may have calls which have not returned."""
-        self._says: list[tuple[TurnRequest, Array]] = []
+        self._says: list[tuple[NextTurn, Array]] = []
         self._ended: list[EpisodeEnded] = []
         self._flush_due = False
         self._failure: BaseException | None = None
@@ -163,7 +163,7 @@ class Host:
         if not task.cancelled() and task.exception() is not None:
             self._failure = task.exception()
 
-    def _say(self, player: Player | ProgramPlayer, wish: TurnRequest, tokens: Sequence[int]) -> None:
+    def _say(self, player: Player | ProgramPlayer, wish: NextTurn, tokens: Sequence[int]) -> None:
         self._says.append((wish, np.asarray(tokens, dtype=np.int32)))
         if len(self._says) >= MAX_SAYS:
             self._flush()

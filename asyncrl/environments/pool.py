@@ -25,7 +25,7 @@ from asyncrl.util.processes import HelperContext
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.frames import pack_lists, unpack_lists
 from asyncrl.wire.rpc import Connection
-from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, HostReply, HostRequest, PolicyTurn, TurnStatus
+from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, HostReply, HostRequest, SampledTurn, TurnStatus
 from asyncrl.wire.sockets import socket_folder
 
 log = structlog.get_logger()
@@ -73,7 +73,7 @@ class _Host:
     """Number of its episodes in each group."""
     started: list[EpisodeStart] = field(default_factory=list[EpisodeStart])
     prompts: list[NDArray[np.int32]] = field(default_factory=list[NDArray[np.int32]])
-    said: list[PolicyTurn] = field(default_factory=list[PolicyTurn])
+    said: list[SampledTurn] = field(default_factory=list[SampledTurn])
     tokens: list[NDArray[np.int32]] = field(default_factory=list[NDArray[np.int32]])
     dropped: list[str] = field(default_factory=list[str])
 
@@ -136,7 +136,7 @@ class EnvironmentPool:
     ) -> None:
         """Passes on the policy's turn."""
         host = self._owner[episode]
-        host.said.append(PolicyTurn(episode, branch, status))
+        host.said.append(SampledTurn(episode, branch, status))
         host.tokens.append(np.asarray(tokens, dtype=np.int32))
 
     def drop(self, episodes: Iterable[str]) -> None:

@@ -175,7 +175,7 @@ class EpisodeStart(Body):
     evaluation: bool
 
 
-class PolicyTurn(Body):
+class SampledTurn(Body):
     """Part of `HostRequest`: the policy's turn in a branch, whose tokens are a list of the message."""
 
     episode: Name
@@ -183,7 +183,7 @@ class PolicyTurn(Body):
     status: TurnStatus
 
 
-class TurnRequest(Body):
+class NextTurn(Body):
     """Part of `HostReply`: the policy's next turn is to be sampled, after the observation, which is a list of
     the message.
 
@@ -230,7 +230,7 @@ class HostReply(AnswerBody):
 
     has_arrays = True
 
-    turns: Items[TurnRequest]
+    turns: Items[NextTurn]
     ended: Items[EpisodeEnded]
     stuck: Index
     """Calls of the user's methods that did not return in time, and occupy a thread each."""
@@ -244,7 +244,7 @@ class HostRequest(RequestBody):
     max_header_bytes = MAX_TEXT_HEADER_BYTES
 
     started: Items[EpisodeStart]
-    turns: Items[PolicyTurn]
+    turns: Items[SampledTurn]
     dropped: Items[Name]
 
 

@@ -25,7 +25,7 @@ from asyncrl.environments.programs.agent_client import SubprocessProgram, load_a
 from asyncrl.environments.programs.program import CommandProgram, FunctionProgram
 from asyncrl.environments.programs.program_player import ProgramPlayer
 from asyncrl.errors import ConfigError
-from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, TurnRequest
+from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, NextTurn
 from tests.helpers.dialogues import CharacterDialogue, turn
 
 START = EpisodeStart("0.0.0", 7, "42", "test", {}, None, {}, 5, False)
@@ -115,7 +115,7 @@ def play(name: str, *, python: str | None = None, times: int = 1, timeout_s: flo
         gateway = Gateway(dialogue)
         await gateway.start()
 
-        def say(player: ProgramPlayer, wish: TurnRequest, tokens: list[int]) -> None:
+        def say(player: ProgramPlayer, wish: NextTurn, tokens: list[int]) -> None:
             asyncio.get_running_loop().call_later(0.01, player.receive, wish.branch, Turn(turn("42"), "completed"))
 
         limits = Limits(400, 50, 5, timeout_s, timeout_s)

@@ -16,11 +16,11 @@ from tests.helpers.replay import PROMPT_TOKENS, make_group
 
 TURNS = s.HostRequest(
     started=[s.EpisodeStart("0.0.0", 7, "42", "test", {"level": 1}, None, {"answer": "42"}, 5, False)],
-    turns=[s.PolicyTurn("0.0.1", 0, "completed")],
+    turns=[s.SampledTurn("0.0.1", 0, "completed")],
     dropped=["0.0.2"],
 )
 WISHES = s.HostReply(
-    turns=[s.TurnRequest("0.0.0", 1, 0, 12, 8, ["."])],
+    turns=[s.NextTurn("0.0.0", 1, 0, 12, 8, ["."])],
     ended=[
         s.EpisodeEnded("0.0.1", "failed", "timeout", 0.0, {"calls": 1.0}, [0.5], [0], 0.25, "it took too long", b"[]")
     ],
