@@ -461,12 +461,14 @@ class HostMemory:
     def __init__(self, device: torch.device, *, always: bool = False) -> None:
         self._device = device
         self._moves = always or device.type != "cpu"
-        self._copies: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
-        """By the address of the storage; page-locked buffers are kept between two moves."""
-        self._former: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
-        """The buffers of the previous move."""
-        self.is_moved = False
+        self._buffers: dict[int, Tensor] = {}
+        """Page-locked memory by the address of a storage, kept between two moves."""
+        self._moved: dict[int, torch.UntypedStorage] = {}
+
+    @property
+    def is_moved(self) -> bool:
         """True from `offload` to `reload`."""
+        return bool(self._moved)
 
     def offload(self, tensors: Iterable[Tensor], keep: Iterable[Tensor] = ()) -> int:
         """Moves the memory of the tensors to the host, except the memory of those to `keep`, which another call moves.
@@ -477,23 +479,18 @@ class HostMemory:
             return 0
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # other streams may use them
-        storages = self._storages(tensors)
-        for address in self._storages(keep):
-            storages.pop(address, None)
-        if not self.is_moved:
-            self._former, self._copies = self._copies, {}
-        for address, storage in storages.items():
-            if not storage.resizable():
+        kept = self._storages(keep)
+        for address, storage in self._storages(tensors).items():
+            if address in kept or not storage.resizable():
                 continue
-            copy = self._former[address][1] if address in self._former else torch.empty(0)
-            if copy.nbytes != storage.nbytes():
-                copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self._device.type == "cuda")
-            self._copies[address] = storage, copy.copy_(_content(storage))
+            buffer = self._buffers.get(address)
+            if buffer is None or buffer.nbytes != storage.nbytes():
+                buffer = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+            self._buffers[address], self._moved[address] = buffer.copy_(_content(storage)), storage
             storage.resize_(0)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-        self.is_moved = True
-        return sum(copy.nbytes for _, copy in self._copies.values())
+        return sum(self._buffers[address].nbytes for address in self._moved)
 
     def _storages(self, tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
         """Returns the memory of the tensors on the device, by its address."""
@@ -505,17 +502,17 @@ class HostMemory:
 
     def reload(self) -> None:
         """Moves everything back, unless nothing is moved."""
-        if not self.is_moved:
+        if not self._moved:
             return
-        for storage, copy in self._copies.values():
-            storage.resize_(copy.nbytes)
-            _content(storage).copy_(copy, non_blocking=True)
-        self._former = {}
+        self._buffers = {address: self._buffers[address] for address in self._moved}
+        for address, storage in self._moved.items():
+            storage.resize_(self._buffers[address].nbytes)
+            _content(storage).copy_(self._buffers[address], non_blocking=True)
+        self._moved = {}
         if self._device.type == "cuda":
             import torch
 
             torch.cuda.synchronize(self._device)
-        self.is_moved = False
 
 
 def _content(storage: torch.UntypedStorage) -> Tensor:

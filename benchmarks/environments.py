@@ -16,7 +16,7 @@ from benchmarks.overlap import tokens_per_s
 LIMITS_STEPS = (0, 1, 2, 4)
 """Values of `max_staleness`, in learner steps."""
 GROUPS_PER_STEP = 64
-"""Of the launches with the tool: a step then takes about as long as the tool."""
+"""Groups per step of the launches with the tool: a step then takes about as long as the tool."""
 STEPS, WARM_STEPS, DEMO_STEPS = 24, 4, 80
 LATENCY_S, LATENCY_SHARE = 1.0, 0.3
 TIMEOUT_S = 600.0
@@ -33,8 +33,8 @@ class Answers(Environment):
 
 
 def rate(run: str, config: str, overrides: list[str], *, max_staleness: int, steps: int) -> float:
-    """Returns tokens/s of these steps of a launch, after its first ones and without the last, which train what is
-    left."""
+    """Returns tokens/s of these steps of a launch, after its first ones and without the last, which train the rest
+    of the queue."""
     steps += WARM_STEPS
     settings = [f"steps={steps + max_staleness}", f"replay.max_staleness={max_staleness}", "learner.lr=1e-9"]
     with launched(run, [*settings, *overrides], config=config) as process:

@@ -58,13 +58,13 @@ def save_tokenizer(folder: Path) -> None:
 
 
 def serve(folder: str, episodes: int, pipe: Connection) -> None:
-    """Serves episodes until it is told to end."""
+    """Serves episodes until a message arrives on the pipe."""
     asyncio.run(_serve(folder, episodes, pipe))
 
 
 async def _serve(folder: str, episodes: int, pipe: Connection) -> None:
     from asyncrl.environments.dialogue.dialogue import Dialogue
-    from asyncrl.environments.episode import Limits, Turn
+    from asyncrl.environments.episode import Limits, PolicyTurn
     from asyncrl.environments.gateway.api import Access
     from asyncrl.environments.gateway.server import Gateway
     from asyncrl.environments.gateway.session import Session
@@ -77,7 +77,7 @@ async def _serve(folder: str, episodes: int, pipe: Connection) -> None:
 
     def opened(name: str) -> Access:
         def say(wish: NextTurn, tokens: list[int]) -> None:
-            loop.call_soon(session.hear, wish.branch, Turn(said, "completed"))
+            loop.call_soon(session.hear, wish.branch, PolicyTurn(said, "completed"))
 
         session = Session(name, dialogue, Limits(100_000, 500, TURNS, 600.0, 600.0), say)
         return gateway.open(session)

@@ -1,7 +1,7 @@
 """Measures goodput of the demo: trained tokens with signal over the tokens that the bare engine makes in that time.
 
-A token has signal if the rewards of its group are not all equal, and counts if it was trained; the run's trace says
-so. The bare engine is `LLM.generate` with the same model, prompts, batch and lengths on the generator's core, right
+A token has signal if the rewards of its group are not all equal, and counts if it was trained, according to the run's
+trace. The bare engine is `LLM.generate` with the same model, prompts, batch and lengths on the generator's core, right
 before and right after each launch. The time is from the first lease to the last step. The product's own estimate in
 `summary.json` takes no part in it, and is compared.
 """

@@ -34,7 +34,7 @@ class Sampler:
         from asyncrl.data.cursor import PromptCursor
         from asyncrl.environments.pool import EnvironmentPool
         from asyncrl.generator.engine import make_engine
-        from asyncrl.generator.group_runner import GroupRunner
+        from asyncrl.generator.loop import GroupRunner
         from asyncrl.learner.algorithm import check_algorithm, is_group_relative
         from asyncrl.rewards.pool import RewardPool
 

@@ -60,7 +60,7 @@ class Alone:
 
 @dataclass(slots=True)
 class Hold:
-    """A time in which the launch was held, after so many steps."""
+    """A time in which the launch was held, after this number of steps."""
 
     steps: int
     seconds: float
@@ -101,7 +101,7 @@ def _seconds(holds: list[Hold], side: int) -> float:
 
 
 def _holds(process: subprocess.Popen[bytes], folder: Path, alone: Alone, until: int) -> Iterator[Hold]:
-    """Holds the launch after every few steps up to step `until`, and yields what was measured meanwhile."""
+    """Holds the launch after every few steps up to step `until`, and yields the measurements of that time."""
     seen, deadline_s = 0, time.monotonic() + TIMEOUT_S
     while seen < until and process.poll() is None:
         if time.monotonic() > deadline_s:

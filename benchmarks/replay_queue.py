@@ -2,7 +2,7 @@
 nothing and train nothing.
 
 The row: the replay process's CPU time per group, from lease to commit with its journal, at full load, when rounds are
-large, and at a few groups a second, when each group is a round of its own; and its rate with and without a journal.
+large, and at a few groups a second, when each group is a separate round; and its rate with and without a journal.
 
     python -m benchmarks.replay_queue --minutes 30      # memory of every process at full load, which must not grow
 """
@@ -249,7 +249,7 @@ def _run(parent: int, cpus: list[int], run: Callable[..., None], *arguments: Any
 TOKENS = 1000
 """Average number of completion tokens per trajectory."""
 BYTES_US = GROUP_SIZE * (PROMPT_TOKENS + TOKENS) * TOKEN_BYTES / 1e3
-"""What the limits allow for the bytes of a group: 1 ns each, a little more than five copies take."""
+"""The allowance of the limits for the bytes of a group: 1 ns each, a little more than five copies take."""
 FEW_PER_S, FEW_LEASES = 10.0, 16
 WARM_S = 2.0
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Measured(TypedDict):
-    """What a side did in a time."""
+    """The work of a side in a time."""
 
     tokens: float
     seconds: float
@@ -118,7 +118,7 @@ def all_prompts(config: Config) -> Iterator[list[int]]:
 def sampling(config: Config) -> Any:
     from asyncrl.generator.vllm_backend.engine import sampling_params
 
-    return sampling_params(config, {"temperature": config.generator.temperature})
+    return sampling_params(config, "training")
 
 
 def generate(llm: LLM, config: Config, prompts: Iterator[list[int]]) -> list[Group]:

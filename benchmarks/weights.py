@@ -1,7 +1,7 @@
 """Measures the time of a version from the learner to its generators, and for which a weight swap stalls an engine.
 
 A version may take 10 ms and 1.15 times a bare gloo broadcast of its bytes, which is measured in turn with it, and hold
-the learner for a copy of one bucket. Every receiver has a core of its own, as hosts have. A version in buckets
+the learner for a copy of one bucket. Every receiver has a separate core, as hosts have. A version in buckets
 (`weights.staging`), until it is loaded, is compared with one that is staged, and not loaded yet.
 """
 

@@ -2,7 +2,7 @@
 with random inputs, and tests of the engine on the model runner that GPUs use.
 
 Each part is a process of pytest, the longest first, and some run at the same time: each waits often, for a process
-or for a deadline. tests/generator needs a process of its own, since vLLM and DeepSpeed each take torch's process group.
+or for a deadline. tests/generator needs a separate process, since vLLM and DeepSpeed each take torch's process group.
 The slow tests of the system, which have deadlines, run alone. A part that fails does not keep the others from running.
 """
 
@@ -49,7 +49,7 @@ class Part:
         )
 
     def print_new(self) -> None:
-        """Prints what has come since the last call."""
+        """Prints the output since the last call."""
         new = os.pread(self.output.fileno(), 1 << 26, self._printed_bytes)
         self._printed_bytes += len(new)
         sys.stdout.buffer.write(new)
@@ -109,7 +109,7 @@ def run(*, slow: bool) -> list[Part]:
         ("generator", selected, list(GENERATOR)),
         ("system", f"{selected} and system", list(SYSTEM)),
     ]
-    if slow:  # the model runner of GPUs; a process of its own, since it is chosen before vLLM is imported
+    if slow:  # the model runner of GPUs; a separate process, since it is chosen before vLLM is imported
         left.insert(-1, ("runner", "", ["-p", "tests.helpers.second_runner", *GENERATOR]))
     parts: list[Part] = []
 
@@ -125,7 +125,7 @@ def run(*, slow: bool) -> list[Part]:
 
     with ended(parts):
         start()
-        for part in parts:  # which grows meanwhile
+        for part in parts:  # which grows during the loop
             part.follow(start)
             start()
     return parts

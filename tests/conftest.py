@@ -135,7 +135,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Keeps what is imported out of later garbage collections; DeepSpeed collects several times for each model."""
+    """Keeps imported objects out of later garbage collections; DeepSpeed collects several times for each model."""
     gc.collect()
     gc.freeze()
 
@@ -145,7 +145,7 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
-    """Says what is left out that runs on other machines without being asked for."""
+    """Names the tests that are left out here and run on other machines."""
     left_out = config.stash.get(LEFT_OUT, {})
     lines = {
         "bfloat16": ("engines in bfloat16", _bfloat16_fault),

@@ -1,6 +1,6 @@
 """`python -m tests.gpu_check [--out FILE]` runs what only a GPU can show, stage by stage, and prints a table.
 
-Each stage is a process with a deadline, so that one which hangs or crashes is one line. Checks of what is not there are
+Each stage is a process with a deadline, so that one which hangs or crashes is one line. Checks of missing hardware are
 skipped with the reason: vLLM, a second GPU, a GPU at all. Needs no installation beyond what a check imports:
 PYTHONPATH=. is enough. The results go to `benchmarks/results/CARD.json`, or to FILE, each with the commit that was
 checked; those of stages that do not run stay there. `docs/gpus.md` shows them.
@@ -195,7 +195,7 @@ def last_line(checks: list[Check]) -> str:
 
 
 def print_stage(stage: Stage, checks: list[Check]) -> None:
-    """Prints what became of a stage, its figures and its failures."""
+    """Prints the outcome of a stage, its figures and its failures."""
     print(f"{stage.name}: {counts(checks)}")
     for check in checks:
         for name, value in check.figures.items():

@@ -41,7 +41,7 @@ from asyncrl.util.model_files import load_decoder
 from asyncrl.wire.endpoints import Endpoints
 
 if TYPE_CHECKING:
-    from asyncrl.generator.group_runner import Evaluator
+    from asyncrl.generator.loop import Evaluator
 
 PROGRESS_EVERY_S = 5.0
 RESULTS = {"model", "settings", "metrics", "prompts"}
@@ -137,7 +137,7 @@ def evaluate_prompts(
     results after `should_stop()`."""
     from asyncrl.environments.pool import EnvironmentPool
     from asyncrl.generator.engine import make_own_engine
-    from asyncrl.generator.group_runner import Evaluator
+    from asyncrl.generator.loop import Evaluator
     from asyncrl.rewards.pool import RewardPool
 
     with ExitStack() as parts:

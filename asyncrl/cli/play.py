@@ -16,7 +16,7 @@ from asyncrl.cli.evaluate import quiet_logs
 from asyncrl.config.config import Config
 from asyncrl.environments.dialogue.conversation import Display, Shown
 from asyncrl.environments.dialogue.dialogue import Dialogue
-from asyncrl.environments.episode import Limits, Turn, start_of
+from asyncrl.environments.episode import Limits, PolicyTurn, start_of
 from asyncrl.environments.player import Player, play_alone
 from asyncrl.environments.programs.program_player import ProgramPlayer, play_program
 from asyncrl.environments.table import EnvironmentTable, Named
@@ -31,7 +31,7 @@ from asyncrl.wire.service_messages import EpisodeEnded, NextTurn
 if TYPE_CHECKING:
     from asyncrl.generator.engine import Engine
 
-Speaker = Callable[[list[int], int], Turn]
+Speaker = Callable[[list[int], int], PolicyTurn]
 """Returns the policy's turn after the tokens, of at most this many tokens."""
 
 
@@ -198,22 +198,22 @@ def _speaker(
     return lambda tokens, limit: _sampled(engine, tokens, limit), engine.close
 
 
-def _typed(dialogue: Dialogue, tokens: list[int], ends: list[int]) -> Turn:
+def _typed(dialogue: Dialogue, tokens: list[int], ends: list[int]) -> PolicyTurn:
     sys.stdout.write(f"{dialogue.text_of(tokens)}\n> ")
     sys.stdout.flush()
     line = sys.stdin.readline()
     if not line:
         raise ConfigError("--typed: the input has ended before the episode")
-    return Turn([*dialogue.encode(line.rstrip("\n")), *ends], "completed")
+    return PolicyTurn([*dialogue.encode(line.rstrip("\n")), *ends], "completed")
 
 
-def _of_text(dialogue: Dialogue, text: str, ends: list[int], limit: int) -> Turn:
+def _of_text(dialogue: Dialogue, text: str, ends: list[int], limit: int) -> PolicyTurn:
     tokens = [*dialogue.encode(text), *ends]
-    return Turn(tokens[:limit], "completed" if len(tokens) <= limit else "truncated")
+    return PolicyTurn(tokens[:limit], "completed" if len(tokens) <= limit else "truncated")
 
 
-def _sampled(engine: Engine, tokens: list[int], limit: int) -> Turn:
+def _sampled(engine: Engine, tokens: list[int], limit: int) -> PolicyTurn:
     engine.add("turn", tokens, max_tokens=limit)
     while True:
         for completion in engine.step():
-            return Turn(completion.tokens, "truncated" if completion.status == "truncated" else "completed")
+            return PolicyTurn(completion.tokens, "truncated" if completion.status == "truncated" else "completed")

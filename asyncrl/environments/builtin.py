@@ -9,7 +9,7 @@ from typing import Any
 from asyncrl.environments.adapters.answers import load_reward
 from asyncrl.environments.environment import Action, Environment, Step, Task, ToolEnvironment, ToolError
 from asyncrl.errors import ConfigError
-from asyncrl.sandbox.run import Limits, check_sandbox, run_program
+from asyncrl.sandbox.run import ProgramLimits, check_sandbox, run_program
 
 CALL = re.compile(r"\?(\d{1,9})\*(\d{1,9})")
 """A call of the calculator in the policy's text."""
@@ -79,7 +79,7 @@ class Python(ToolEnvironment):
     ) -> None:
         super().__init__(task)
         self._reward = load_reward(reward)
-        self._limits = Limits(time_s=time_limit_s, memory_bytes=memory_bytes)
+        self._limits = ProgramLimits(time_s=time_limit_s, memory_bytes=memory_bytes)
 
     @classmethod
     def check_setup(cls, **options: Any) -> None:

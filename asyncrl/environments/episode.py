@@ -77,14 +77,14 @@ def task_of(start: EpisodeStart, prompt: str) -> Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class PolicyTurn:
     """The text of the policy."""
 
     tokens: Sequence[int]
     status: TurnStatus
 
 
-class Place(NamedTuple):
+class TurnPlace(NamedTuple):
     """The place of a turn: in a branch, after `tokens`, which follow the first `keep` of the branch `source`."""
 
     branch: int
@@ -114,10 +114,10 @@ class KeptHistory:
         self.num_tokens += len(tokens)
         self._closed, self._calls = self._words.closes(tokens), calls
 
-    def follow(self, said: Sequence[Message]) -> Place:
+    def follow(self, said: Sequence[Message]) -> TurnPlace:
         """Returns the place of the next turn, after the observation. Raises DialogueError."""
         tokens = self._words.follow(said, self._tools, closed=self._closed, calls=self._calls)
-        place = Place(self.branch, self.branch, self.num_tokens, tokens)
+        place = TurnPlace(self.branch, self.branch, self.num_tokens, tokens)
         self.num_tokens = place.num_tokens
         return place
 
@@ -150,7 +150,7 @@ class RenderedHistory(KeptHistory):
         self._messages.append(message)
         self._tokens += tokens
 
-    def follow(self, said: Sequence[Message]) -> Place:
+    def follow(self, said: Sequence[Message]) -> TurnPlace:
         check_appendable(said)
         self._messages += map(self._renderer.shortened, said)
         try:
@@ -164,7 +164,7 @@ class RenderedHistory(KeptHistory):
         if keep < len(self._tokens):
             keep, self.branch = min(keep, len(tokens) - 1), source + 1
         self._tokens, self.num_tokens = tokens, len(tokens)
-        return Place(self.branch, source, keep, tokens[keep:])
+        return TurnPlace(self.branch, source, keep, tokens[keep:])
 
 
 def history_of(

@@ -21,7 +21,7 @@ import numpy as np
 
 from asyncrl.config.config import Config
 from asyncrl.environments.dialogue.dialogue import Dialogue
-from asyncrl.environments.episode import Limits, Turn
+from asyncrl.environments.episode import Limits, PolicyTurn
 from asyncrl.environments.gateway.server import Gateway
 from asyncrl.environments.player import Player
 from asyncrl.environments.programs.program_player import ProgramPlayer
@@ -55,12 +55,12 @@ class HostSpec:
 def run_host(parent: int, spec: HostSpec) -> None:
     """Makes this process a host, which ends with `parent`. Raises ConfigError if the environments cannot be loaded."""
     become_helper(parent)
-    host = Host(spec)
+    host = EnvironmentHost(spec)
     tune_gc()
     asyncio.run(host.serve())
 
 
-class Host:
+class EnvironmentHost:
     """Plays the episodes of one generator."""
 
     def __init__(self, spec: HostSpec) -> None:
@@ -125,7 +125,7 @@ class Host:
         for said in body.turns:
             tokens = next(lists).tolist()
             if said.episode in self._players:
-                self._players[said.episode].receive(said.branch, Turn(tokens, said.status))
+                self._players[said.episode].receive(said.branch, PolicyTurn(tokens, said.status))
         for episode in body.dropped:
             if episode in self._tasks:
                 self._tasks[episode].cancel()

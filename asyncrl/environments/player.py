@@ -30,7 +30,7 @@ from asyncrl.environments.calling import (
 from asyncrl.environments.dialogue.dialogue import Dialogue
 from asyncrl.environments.dialogue.rendering import DialogueError
 from asyncrl.environments.environment import Action, Environment, Message, Schema, ToolEnvironment
-from asyncrl.environments.episode import KeptHistory, Limits, Place, Turn, history_of, task_of
+from asyncrl.environments.episode import KeptHistory, Limits, PolicyTurn, TurnPlace, history_of, task_of
 from asyncrl.environments.table import Named
 from asyncrl.errors import ConfigError
 from asyncrl.types import EpisodeEnd
@@ -79,7 +79,7 @@ class Player:
     say: Callable[[Player, NextTurn, list[int]], None]
     keeps_messages: bool = True
     """True if the messages are sent with the end of the episode."""
-    said: asyncio.Queue[Turn] = field(default_factory=asyncio.Queue[Turn])
+    said: asyncio.Queue[PolicyTurn] = field(default_factory=asyncio.Queue[PolicyTurn])
     num_tokens: int = 0
     """Length of the branch of the policy's last turn."""
     turn_rewards: list[float] = field(default_factory=list[float])
@@ -103,7 +103,7 @@ class Player:
         """Number of calls that did not return in time, and still run."""
         return len(self.caller.stuck)
 
-    def receive(self, branch: int, turn: Turn) -> None:
+    def receive(self, branch: int, turn: PolicyTurn) -> None:
         """Receives the policy's turn after a `say`."""
         self.said.put_nowait(turn)
 
@@ -159,11 +159,11 @@ class Player:
                 return "window", "truncated"
         return "max_turns", "truncated"
 
-    def _opening(self, said: object, tools: Sequence[Schema]) -> tuple[Place, KeptHistory]:
+    def _opening(self, said: object, tools: Sequence[Schema]) -> tuple[TurnPlace, KeptHistory]:
         """The place of the first turn, and the history that makes the places of the next ones."""
         keep, tokens, messages = self._begun(said, tools)
         history = history_of(self.words, tools, messages, [*self.prompt[:keep], *tokens])
-        return Place(0, 0, keep, tokens), history
+        return TurnPlace(0, 0, keep, tokens), history
 
     def _begun(self, said: object, tools: Sequence[Schema]) -> tuple[int, list[int], list[Message] | None]:
         """The number of tokens kept of the row's prompt, and the following tokens; and all messages before the first
@@ -180,7 +180,7 @@ class Player:
         messages = joined(chat, messages, is_text=isinstance(said, str))
         return 0, self.words.begin(messages, tools), messages
 
-    def _action(self, turn: Turn, number: int, tools: Sequence[Schema]) -> Action:
+    def _action(self, turn: PolicyTurn, number: int, tools: Sequence[Schema]) -> Action:
         read = self.words.read(turn.tokens, tools, first_call=self.num_calls)
         self.num_calls += len(read.calls)
         return Action(
@@ -192,7 +192,7 @@ class Player:
             problems=read.problems,
         )
 
-    async def _sample(self, place: Place) -> Turn:
+    async def _sample(self, place: TurnPlace) -> PolicyTurn:
         """Returns the policy's turn at the place."""
         max_tokens = min(self.limits.max_new_tokens, self._room(place))
         wish = NextTurn(self.start.episode, place.branch, place.source, place.keep, max_tokens, [])
@@ -201,7 +201,7 @@ class Player:
         self.num_tokens = place.num_tokens + len(turn.tokens)
         return turn
 
-    def _room(self, place: Place) -> int:
+    def _room(self, place: TurnPlace) -> int:
         """Tokens of the window that are left for a turn at the place."""
         return self.limits.window_tokens - place.num_tokens
 

@@ -43,7 +43,7 @@ CLOSE_S = 3.0
 
 
 class NextTurn(NamedTuple):
-    """A request of an episode: the policy's next turn in a branch, after the observation (`TurnRequest`)."""
+    """A request of an episode: the policy's next turn in a branch, after the observation (`NextTurn`)."""
 
     episode: str
     observation: NDArray[np.int32]

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from asyncrl.config.config import Config
 from asyncrl.errors import InvariantError
 from asyncrl.generator.engine import Completion, Sampling
 from asyncrl.replay.codec import group_block
 from asyncrl.replay.evaluation import EvaluatedRow
-from asyncrl.replay.ledger import wanted_groups
 from asyncrl.types import NO_VERSION, EpisodeOutcome, Group, Lease, Prompt, Trajectory
 from asyncrl.wire.frames import Block
 from asyncrl.wire.messages import Evaluated
@@ -23,30 +20,6 @@ from asyncrl.wire.service_messages import EpisodeEnded
 
 if TYPE_CHECKING:
     from asyncrl.rewards.pool import Scored
-
-
-def free_capacity(config: Config, *, running: int, evaluating: int | None, denied: bool) -> tuple[int, int]:
-    """Returns how many groups and evaluation prompts fit in the engine in addition to the `running` completions.
-
-    `evaluating` of the running completions belong to evaluation prompts; None when no evaluation is wanted. Evaluation
-    gets half of the engine, or all of it that training does not use when training may not start more (`denied`). A
-    group occupies the slots of its members that still run, so that stragglers do not leave the engine half empty; a
-    few extra groups wait in the engine (`wanted_groups`).
-    """
-    generator, samples = config.generator, config.eval.samples
-    slots = generator.max_running_groups * generator.group_size
-    evaluations = 0
-    if evaluating is not None:
-        limit = slots if denied else slots // 2
-        free = min(slots - running, limit - evaluating)
-        evaluations = max(free // samples, 0 if evaluating else 1)
-    taken = running + evaluations * samples
-    return max(0, wanted_groups(generator.max_running_groups) - -(-taken // generator.group_size)), evaluations
-
-
-@lru_cache(maxsize=64)
-def _task_seed(*words: int) -> int:
-    return int(np.random.SeedSequence(words).generate_state(1)[0])
 
 
 @dataclass(slots=True)
@@ -74,18 +47,14 @@ class GroupInProgress:
     @property
     def key(self) -> Hashable:
         """The unique key of the lease; its rewards come back under it."""
-        own = self.lease.ticket, self.lease.attempt
-        return (*own, "evaluation") if self.lease.evaluation else own
+        lease = self.lease
+        return (lease.ticket, lease.attempt, "evaluation") if lease.evaluation else (lease.ticket, lease.attempt)
 
     @property
     def name(self) -> str:
         """The unique name of the lease."""
         kind = "evaluation." if self.lease.evaluation else ""
         return f"{kind}{self.lease.ticket}.{self.lease.attempt}"
-
-    def engine_keys(self) -> Iterator[str]:
-        """The engine's key of each completion, by index in the group."""
-        return (f"{self.name}.{index}" for index in range(self.size))
 
     def sampling(self, index: int) -> Sampling:
         """Returns the sampling of the completion with this index in the group."""
@@ -94,25 +63,22 @@ class GroupInProgress:
         return "greedy" if self.greedy and index == self.size - 1 else "training"
 
     def seed(self, seed: int, index: int, turn: int = 0, branch: int = 0) -> int:
-        """The seed of the completion with this index in a run with this seed, or of a turn in a branch of its episode;
-        the same in every attempt."""
-        words = [seed, int(self.lease.evaluation), self.lease.ticket, index]
-        words += [turn, branch] if branch else [turn] if turn else []
-        return int(np.random.SeedSequence(words).generate_state(1)[0])
+        """Returns the seed of the completion with this index in a run with this seed, or of a turn in a branch of its
+        episode; the same in every attempt."""
+        return self._seed(seed, index, *([turn, branch] if branch else [turn] if turn else []))
 
     def task_seed(self, seed: int) -> int:
-        """The seed of the environments of the group."""
-        return _task_seed(seed, int(self.lease.evaluation), self.lease.ticket)
+        """Returns the seed of the environments of the group."""
+        return self._seed(seed)
+
+    def _seed(self, seed: int, *words: int) -> int:
+        words = (seed, int(self.lease.evaluation), self.lease.ticket, *words)
+        return int(np.random.SeedSequence(words).generate_state(1)[0])
 
     def num_ended_tokens(self, index: int) -> int:
         """Sampled tokens of a member, with those of failed tries, once it has ended; before that 0."""
         rows, outcomes = self.completions.get(index, []), self.outcomes.get(index, [])
-        return sum(row.num_action_tokens for row in rows) + sum(one.lost_tokens for one in outcomes)
-
-    @property
-    def complete(self) -> bool:
-        """True if all members have ended."""
-        return len(self.completions) == self.size
+        return sum(row.num_action_tokens for row in rows) + sum(outcome.lost_tokens for outcome in outcomes)
 
     @property
     def members(self) -> list[list[Completion]]:
@@ -122,11 +88,6 @@ class GroupInProgress:
     def environment_failed(self, index: int) -> bool:
         """True if the environment of the member with this index has failed, so that it has no reward, not even 0."""
         return index in self.ends and bool(self.ends[index].error)
-
-    @property
-    def firsts(self) -> list[Completion]:
-        """The first row of each member, once the group is complete; without an environment it is the only one."""
-        return [self.completions[index][0] for index in range(self.size)]
 
 
 def make_group(
@@ -150,8 +111,8 @@ def make_group(
     trajectories, arrays = _trajectories(lease.prompt, completions)
     errors, greedy_reward = _errors(running, scored, failed)
     counts_as_0 = failed == "zero" and not all(errors)
-    places = [(index, row) for index, rows in enumerate(members) for row in range(len(rows))]
-    for (index, row), trajectory in zip(places, trajectories, strict=True):
+    numbers = [(index, row) for index, rows in enumerate(members) for row in range(len(rows))]
+    for (index, row), trajectory in zip(numbers, trajectories, strict=True):
         error = trajectory.error = errors[index]
         trajectory.member = index
         if index in running.outcomes:
@@ -194,7 +155,7 @@ def _errors(running: GroupInProgress, scored: Scored, failed: str) -> tuple[list
         return errors, scored.rewards[-1]
     if failed == "zero" and not running.environment_failed(len(errors)):
         return errors, 0.0
-    return [own or error for own in errors], None
+    return [member_error or error for member_error in errors], None
 
 
 def make_evaluated(running: GroupInProgress, scored: Scored) -> Evaluated:
@@ -215,7 +176,7 @@ def make_evaluated(running: GroupInProgress, scored: Scored) -> Evaluated:
         version=version,
         data_source=lease.prompt.data_source,
         rewards=[0.0 if bad else reward for bad, reward in zip(failed, scored.rewards, strict=True)],
-        status=["failed" if bad else first.status for bad, first in zip(failed, running.firsts, strict=True)],
+        status=["failed" if bad else rows[0].status for bad, rows in zip(failed, running.members, strict=True)],
         tokens=sum(completion.num_action_tokens for completion in completions),
     )
 
@@ -223,7 +184,7 @@ def make_evaluated(running: GroupInProgress, scored: Scored) -> Evaluated:
 def evaluated_rows(running: GroupInProgress, scored: Scored) -> list[EvaluatedRow]:
     """Returns the record of a complete evaluation lease: its completions, or the rows of its episodes."""
     if not running.ends:
-        return [EvaluatedRow(member, completion.tokens) for member, completion in enumerate(running.firsts)]
+        return [EvaluatedRow(member, completion.tokens) for member, (completion,) in enumerate(running.members)]
     group = make_group(running, scored, generator=0)
     rows: list[EvaluatedRow] = []
     for member, row in zip(group.members, group.trajectories, strict=True):
@@ -234,32 +195,31 @@ def evaluated_rows(running: GroupInProgress, scored: Scored) -> list[EvaluatedRo
     return rows
 
 
-def _trajectories(prompt: Prompt, completions: Sequence[Completion]) -> tuple[list[Trajectory], Block]:
-    """The trajectories, prompt and completion, and the arrays of the complete group, of which theirs are views. They
-    lie in one frame, which is sent as it is."""
-    prompts = [prompt.tokens if completion.prompt is None else completion.prompt for completion in completions]
-    ends = np.cumsum([len(own) + len(one.tokens) for own, one in zip(prompts, completions, strict=True)]).tolist()
+def _trajectories(row_prompt: Prompt, completions: Sequence[Completion]) -> tuple[list[Trajectory], Block]:
+    """Returns the trajectories, prompt and completion, and the arrays of the complete group, of which theirs are views.
+    They lie in one frame, which is sent as it is."""
+    prompts = [row_prompt.tokens if completion.prompt is None else completion.prompt for completion in completions]
+    lengths = [len(prompt) + len(turn.tokens) for prompt, turn in zip(prompts, completions, strict=True)]
+    ends = np.cumsum(lengths).tolist()
     routings = [completion.routing for completion in completions if completion.routing is not None]
-    shape = routings[0].shape[1:] if len(routings) == len(completions) else ()
     if len(routings) not in (0, len(completions)):
         raise InvariantError(f"{len(routings)} of the {len(completions)} completions of a group have a routing")
+    shape = routings[0].shape[1:] if routings else ()
     block = group_block(ends[-1], shape)
+    routed = block[4].reshape(ends[-1], *shape) if routings else None
     tokens, action_mask, behavior_logprobs, versions = block[:4]
-    routed = block[4].reshape(ends[-1], *shape) if shape else None
     group = Trajectory(tokens, action_mask, behavior_logprobs, versions, "completed")
     trajectories: list[Trajectory] = []
-    for completion, own_prompt, begin, end in zip(completions, prompts, [0, *ends], ends, strict=False):
-        first = begin + len(own_prompt)
-        group.tokens[begin:first], group.tokens[first:end] = own_prompt, completion.tokens
+    for completion, prompt, begin, end in zip(completions, prompts, [0, *ends], ends, strict=False):
+        first, row = begin + len(prompt), slice(begin, end)
+        group.tokens[begin:first], group.tokens[first:end] = prompt, completion.tokens
         group.action_mask[first:end] = True if completion.action_mask is None else completion.action_mask
         group.behavior_logprobs[first:end] = completion.logprobs
         group.versions[begin:first], group.versions[first:end] = NO_VERSION, completion.versions
-        own = slice(begin, end)
         if routed is not None:
-            assert completion.routing is not None
-            routed[own] = completion.routing
-        arrays = group.tokens[own], group.action_mask[own], group.behavior_logprobs[own], group.versions[own]
-        own_routing = None if routed is None else routed[own]
-        trajectories.append(Trajectory(*arrays, completion.status, routing=own_routing))
+            routed[row] = completion.routing
+        arrays = group.tokens[row], group.action_mask[row], group.behavior_logprobs[row], group.versions[row]
+        routing = None if routed is None else routed[row]
+        trajectories.append(Trajectory(*arrays, completion.status, routing=routing))
     group.check()
     return trajectories, block

@@ -26,10 +26,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import structlog
@@ -38,14 +38,15 @@ from numpy.typing import NDArray
 from asyncrl.colocate import NoLock
 from asyncrl.config.config import Config
 from asyncrl.errors import PeerTimeoutError
-from asyncrl.generator.engine import Engine, WeightSwaps
-from asyncrl.generator.group_runner import GroupRunner
+from asyncrl.generator.engine import Completion, Engine, WeightSwaps
+from asyncrl.generator.episodes import Episodes
 from asyncrl.generator.groups import GroupInProgress, evaluated_rows, make_evaluated, make_group
 from asyncrl.replay.client import GeneratorClient, LeaseReply
 from asyncrl.replay.evaluation import pack_rows
-from asyncrl.types import NO_VERSION
+from asyncrl.replay.ledger import wanted_groups
+from asyncrl.types import NO_VERSION, Group, Lease, Prompt
 from asyncrl.util.processes import GENERATOR_ACTIVITIES, GENERATOR_PHASES, Stopwatch
-from asyncrl.wire.messages import GeneratorStats
+from asyncrl.wire.messages import Evaluated, GeneratorStats
 
 if TYPE_CHECKING:
     from asyncrl.environments.pool import EnvironmentPool
@@ -74,14 +75,6 @@ _STEPS_KEPT = 512
 list per power keeps the cost of steps with few sequences known."""
 _MIN_STEPS = 32
 """Steps needed for a fit."""
-
-
-class _LastAsk(NamedTuple):
-    """The loaded version, and the numbers of groups and evaluation prompts requested."""
-
-    version: int = NO_VERSION
-    groups: int = 0
-    evaluations: int = 0
 
 
 class GeneratorLoop:
@@ -124,7 +117,8 @@ class GeneratorLoop:
         self.done = False
         self._pinned = False
         """True while the loaded version is being evaluated and evaluation prompts may be left to lease."""
-        self._asked = _LastAsk()
+        self._asked = NO_VERSION, 0, 0
+        """Of the last ask: the loaded version, and the numbers of groups and evaluation prompts."""
         self._denied = False
         """True when the last reply had fewer training groups than asked for."""
         self._next_ask_s = self._heartbeat_s = 0.0
@@ -186,7 +180,7 @@ class GeneratorLoop:
         if running:
             now_s = time.monotonic()
             self._count_costs(now_s, spent_s + now_s - began_s, running)
-        leases_come = self.client.outstanding and bool(self._asked.groups + self._asked.evaluations)
+        leases_come = self.client.outstanding and any(self._asked[1:])
         idle = self._denied and not self.engine.num_running
         self.turn.sleep_after_step(busy=leases_come or self._keeps_version, idle=idle)
 
@@ -290,7 +284,7 @@ class GeneratorLoop:
         groups, evaluations = self._free_capacity()
         renews = now_s >= self._heartbeat_s
         if renews or (groups + evaluations and now_s >= self._next_ask_s):
-            self._asked = _LastAsk(self.engine.version, groups, evaluations)
+            self._asked = self.engine.version, groups, evaluations
             seconds = self._watch.seconds() | self._phases.seconds()
             del seconds[_OTHER]
             for name, spent_s in seconds.items():
@@ -313,13 +307,13 @@ class GeneratorLoop:
             self.groups.start(lease)
         self.groups.flush()
         self._phases.switch("messages")
-        asked = self._asked
-        if asked.version != self.engine.version:
+        version, groups, evaluations = self._asked
+        if version != self.engine.version:
             return
         self.turn.batches = reply.batches
         self._pinned = self._pinned and reply.evaluations_left
-        self._denied = sum(not lease.evaluation for lease in reply.leases) < asked.groups
-        if len(reply.leases) < asked.groups + asked.evaluations:
+        self._denied = sum(not lease.evaluation for lease in reply.leases) < groups
+        if len(reply.leases) < groups + evaluations:
             self._next_ask_s = now_s + max(reply.pause_s, _DENIED_S if self.groups.running else _DENIED_IDLE_S)
 
     def _free_capacity(self) -> tuple[int, int]:
@@ -340,6 +334,214 @@ class GeneratorLoop:
         self.stats.rewards_failed += sum(map(bool, scored.errors))
         penalty, failed = self.config.algorithm.truncated_penalty, self.config.replay.failed
         self.client.finish(make_group(group, scored, generator=self.index, truncated_penalty=penalty, failed=failed))
+
+
+class GroupRunner:
+    """The groups of one engine, of training and of evaluation.
+
+    start    a lease -> engine.add for each member or, with environments, an episode
+    take     completions of the engine -> ended members or, with environments, turns for the hosts
+    poll     observations -> engine.add, or ended members
+    collect  groups with the rewards of the reward workers, or of their environments
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        *,
+        rewards: RewardPool | None,
+        environments: EnvironmentPool | None,
+        greedy_baseline: bool = False,
+    ) -> None:
+        """Without `rewards`, groups have the rewards of the `environments`. With `greedy_baseline` each training group
+        has a greedy completion in addition."""
+        self.rewards = rewards
+        self.episodes = None if environments is None else Episodes(config, environments, engine)
+        """None if a trajectory is a single completion."""
+        self.running: dict[Hashable, GroupInProgress] = {}
+        self.scoring: dict[Hashable, GroupInProgress] = {}
+        self.num_evaluating = 0
+        """Number of running members of evaluation prompts."""
+        self.num_changes = 0
+        """Number of sequences that have started in the engine plus those that have ended there."""
+        self._config, self._engine = config, engine
+        self._greedy_baseline = greedy_baseline
+        self._members: dict[str, tuple[GroupInProgress, int]] = {}
+        """Group and index of each running member, by its key in the engine."""
+
+    @property
+    def unfinished(self) -> list[GroupInProgress]:
+        """Groups that have not been returned by `collect`."""
+        return [*self.running.values(), *self.scoring.values()]
+
+    @property
+    def num_occupied(self) -> int:
+        """Number of sequences in the engine, and of episodes that will need a place beyond those that become free."""
+        return self._engine.num_running + (0 if self.episodes is None else self.episodes.num_starting)
+
+    @property
+    def num_free_episodes(self) -> int | None:
+        """Number of episodes that may start; None if there is no limit."""
+        return None if self.episodes is None else self.episodes.num_free
+
+    def free_capacity(self, *, evaluates: bool, denied: bool) -> tuple[int, int]:
+        """Returns how many groups and evaluation prompts may start.
+
+        Evaluation gets half of the engine, or all of it that training does not use when training may not start more
+        (`denied`). A group occupies the slots of its members that still run, so that stragglers do not leave the engine
+        half empty; a few extra groups wait in the engine (`wanted_groups`).
+        """
+        generator, samples = self._config.generator, self._config.eval.samples
+        slots, occupied, evaluations = generator.max_running_groups * generator.group_size, self.num_occupied, 0
+        if evaluates:
+            limit = slots if denied else slots // 2
+            free = min(slots - occupied, limit - self.num_evaluating)
+            evaluations = max(free // samples, 0 if self.num_evaluating else 1)
+        occupied += evaluations * samples
+        groups = max(0, wanted_groups(generator.max_running_groups) - -(-occupied // generator.group_size))
+        if (episodes := self.num_free_episodes) is not None:
+            evaluations = min(evaluations, max(0, episodes) // samples)
+            groups = min(groups, max(0, episodes - evaluations * samples) // generator.group_size)
+        return groups, evaluations
+
+    def start(self, lease: Lease) -> None:
+        """Starts the members of a group."""
+        greedy = self._greedy_baseline and not lease.evaluation
+        size = self._config.eval.samples if lease.evaluation else self._config.generator.group_size + greedy
+        group = GroupInProgress(lease, size, self._engine.version, time.monotonic(), greedy)
+        self.running[group.key] = group
+        self.num_evaluating += size if lease.evaluation else 0
+        for index in range(size):
+            key = f"{group.name}.{index}"
+            self._members[key] = group, index
+            if self.episodes is not None:
+                self.episodes.start(group, index, key)
+                continue
+            seed = group.seed(self._config.seed, index) if self._config.deterministic else None
+            self._engine.add(key, lease.prompt.tokens, kind=group.sampling(index), seed=seed)
+            self.num_changes += 1
+
+    def flush(self) -> None:
+        """Sends pending turns to the environments, so that they run during the engine's next step."""
+        if self.episodes is not None:
+            self.episodes.flush()
+
+    def take(self, completions: Sequence[Completion]) -> list[tuple[GroupInProgress, int]]:
+        """Takes completions of the engine. Returns the members that have ended."""
+        if self.episodes is None:
+            self.num_changes += len(completions)
+            return [self._end([completion]) for completion in completions]
+        for turn in completions:
+            self.num_changes += 2  # its start and its end
+            self.episodes.act(turn)
+        return []
+
+    def poll(self) -> list[tuple[GroupInProgress, int]]:
+        """Passes on the observations of the environments. Returns the members that have ended."""
+        return [] if self.episodes is None else [self._end(rows) for rows in self.episodes.poll()]
+
+    def _end(self, rows: list[Completion]) -> tuple[GroupInProgress, int]:
+        """Keeps the rows of a member that has ended. Submits its group for rewards if it is complete."""
+        group, index = self._members.pop(rows[0].key)
+        group.completions[index] = rows
+        self.num_evaluating -= group.lease.evaluation
+        if len(group.completions) == group.size:
+            group.complete_s = time.monotonic()
+            self.scoring[group.key] = self.running.pop(group.key)
+            if self.rewards is not None:
+                self._submit(self.rewards, group)
+        return group, index
+
+    def _submit(self, rewards: RewardPool, group: GroupInProgress) -> None:
+        from asyncrl.rewards.calling import PlayedEpisode
+
+        lease, firsts = group.lease, [rows[0] for rows in group.members]
+        tokens, episodes = [completion.tokens for completion in firsts], []
+        if group.ends:
+            members = [(group.ends[index], group.turns[index]) for index in range(group.size)]
+            tokens = [[token for turn in turns for token in turn] for _, turns in members]
+            episodes = [
+                PlayedEpisode([len(turn) for turn in turns], end.messages, end.reward, end.parts, end.error)
+                for end, turns in members
+            ]
+        statuses = [completion.status for completion in firsts]
+        rewards.submit(group.key, tokens, lease.prompt, statuses, evaluation=lease.evaluation, episodes=episodes)
+
+    def collect(self) -> list[tuple[GroupInProgress, Scored]]:
+        """Returns the groups that have got their rewards since the last call."""
+        if self.rewards is not None:
+            return [(self.scoring.pop(scored.key), scored) for scored in self.rewards.collect()]
+        from asyncrl.rewards.pool import Scored
+
+        complete, self.scoring = self.scoring, {}
+        scored: list[tuple[GroupInProgress, Scored]] = []
+        for key, group in complete.items():
+            ends = [group.ends[index] for index in range(group.size)]
+            rewards, parts, errors = [x.reward for x in ends], [dict(x.parts) for x in ends], [x.error for x in ends]
+            scored.append((group, Scored(key, rewards, parts, errors, environment_weight=1.0)))
+        return scored
+
+    def num_tokens(self, group: GroupInProgress) -> int:
+        """Returns the tokens of a group so far, without a greedy completion's."""
+        tokens_of = self._engine.num_generated if self.episodes is None else self.episodes.num_action_tokens
+        counts = [(index, group.num_ended_tokens(index)) for index in group.completions]
+        counts += [(index, tokens_of(key)) for key, (member_of, index) in self._members.items() if member_of is group]
+        return sum(count for index, count in counts if group.sampling(index) != "greedy")
+
+    def drop(self) -> None:
+        """Ends all groups without a result."""
+        if self.episodes is None:
+            self._engine.abort(self._members)
+        else:
+            self.episodes.drop(self._members)
+        self._members.clear()
+        self.running.clear()
+        self.scoring.clear()
+        self.num_evaluating = 0
+
+
+class Evaluator:
+    """An evaluation without a run: feeds all prompts through one engine and the reward workers or, if there are any,
+    the environments."""
+
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        prompts: Sequence[Prompt],
+        *,
+        rewards: RewardPool | None,
+        environments: EnvironmentPool | None = None,
+    ) -> None:
+        self.results: list[Evaluated] = []
+        self.groups: list[Group] = []
+        """The completions of each prompt, in the order of the results."""
+        self._samples = config.eval.samples
+        self._slots = max(config.generator.max_running_groups * config.generator.group_size, self._samples)
+        self._engine = engine
+        self._runner = GroupRunner(config, engine, rewards=rewards, environments=environments)
+        self._waiting = [Lease(index, 0, prompt, evaluation=True) for index, prompt in enumerate(prompts)][::-1]
+
+    def tick(self) -> None:
+        """Fills the engine, runs one step, and collects the rewards."""
+        while self._waiting and self._has_capacity:
+            self._runner.start(self._waiting.pop())
+        self._runner.flush()
+        if self._engine.num_running:
+            self._runner.take(self._engine.step())
+        else:
+            time.sleep(_IDLE_S)
+        self._runner.poll()
+        for group, scored in self._runner.collect():
+            self.results.append(make_evaluated(group, scored))
+            self.groups.append(make_group(group, scored, generator=0))
+
+    @property
+    def _has_capacity(self) -> bool:
+        free = self._runner.num_free_episodes
+        has_episodes = free is None or free >= self._samples
+        return has_episodes and self._runner.num_occupied + self._samples <= self._slots
 
 
 @dataclass(slots=True)

@@ -18,10 +18,8 @@ from asyncrl.plan.verdict import (
     MOST_OF_RATE,
     Idle,
     after_collapse,
-    divergence_sentence,
+    brakes,
     goodput_sentence,
-    thread_sentence,
-    timeout_sentence,
     verdict_of,
 )
 from asyncrl.types import goodput_of
@@ -106,9 +104,7 @@ class BottleneckMonitor:
         verdict = after_collapse(verdict, collapse, may_be_older=may_be_older)
         sentences = [
             goodput_sentence(goodput, self._config, idle, solved=run.solved_fraction(), may_be_older=may_be_older),
-            divergence_sentence(rate),
-            timeout_sentence(self._config, run.timed_out_fraction()),
-            thread_sentence(engine_cpu, self._config),
+            *brakes(self._config, lr_fraction=rate, timed_out=run.timed_out_fraction(), engine_cpu=engine_cpu),
         ]
         more = " ".join(filter(None, sentences)) if verdict.bound != "collapse" else ""
         return {

@@ -321,7 +321,7 @@ class WatchedRun:
         self._trace: pa.Table | None = None
         self._samples: PageSamples | None = None
         self._stamps: list[Stamp] = []
-        """Those of the files with trace and samples when they were read."""
+        """Stamps of the files with trace and samples when they were read."""
         self._next_s = 0.0
         """Earliest time to read them again."""
         self._shown_summary: dict[str, Any] | None = None
@@ -405,7 +405,7 @@ _STEPS = re.compile(r"^steps: (\d+)$", re.MULTILINE)
 
 
 class Point(msgspec.Struct):
-    """What a card's curve needs of a row; other fields are not decoded."""
+    """The fields of a row that the curve of a card is made of; others are not decoded."""
 
     step: int
     reward: float | None = msgspec.field(name=REWARD, default=None)

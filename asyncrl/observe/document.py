@@ -171,7 +171,7 @@ def _environment_tiles(metrics: Mapping[str, float]) -> list[dict[str, Any]]:
 
 
 def _parts(goodput: Mapping[str, float]) -> list[list[Any]]:
-    """The factors of the goodput: [name, factor, rest after it, its whole]."""
+    """The factors of the goodput: [name, factor, rest after it, meaning]."""
     parts, left = list[list[Any]](), 1.0
     for name, meaning in GOODPUT_FACTORS.items():
         left *= goodput[name]

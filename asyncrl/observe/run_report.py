@@ -117,16 +117,20 @@ def report_on(run_dirs: Sequence[Path], out: Path | None, console: Console) -> N
 
 
 def report_end(
-    told: dict[str, Any], start: dict[str, Any], bottleneck: BottleneckMonitor, folder: RunFolder, console: Console
+    last_report: dict[str, Any],
+    start: dict[str, Any],
+    bottleneck: BottleneckMonitor,
+    folder: RunFolder,
+    console: Console,
 ) -> None:
-    """Shows how the run ended and writes its report and its summary: the last reports to the launcher (`told`), and
-    what the `start` found. What fails here is a warning: the run has ended."""
-    summary = folder.summary(told) | start
+    """Shows how the run ended and writes its report and its summary: `last_report` comes from the
+    replay queue, `start` from the checks at the start. A failure is a warning here: the run has ended."""
+    summary = folder.summary(last_report) | start
     with observing("bottleneck"):
-        summary |= bottleneck.summary(told)
+        summary |= bottleneck.summary(last_report)
     with observing("trackers"):
         summary |= {"trackers": trackers} if (trackers := tracker_summary(folder.path)) else {}
-    failures = observer_failures + Counter(told.get("observer_failures"))
+    failures = observer_failures + Counter(last_report.get("observer_failures"))
     with observing("metrics"):
         for row in read_metrics_tail(folder.path / METRICS_FILE)[-1:]:
             failures["learner"] += int(row.get("learner/observer_failures", 0))

@@ -15,7 +15,7 @@ from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
 from asyncrl.plan.measured import Measured, read_run
 from asyncrl.plan.simulation import Prediction, simulate
-from asyncrl.plan.verdict import Candidate, bottleneck_of, search
+from asyncrl.plan.verdict import bottleneck_of, search
 from asyncrl.plan.workload import TURNS, Lengths, Setup, SyntheticJob
 from asyncrl.types import mean_staleness
 from asyncrl.util.model_files import replayed_routers
@@ -132,7 +132,7 @@ def _print_queue(console: Console, prediction: Prediction, lengths: Lengths, rou
     )
 
 
-def show_plan(console: Console, run: Path, *, devices: int, max_staleness: int) -> list[Candidate]:
+def show_plan(console: Console, run: Path, *, devices: int, max_staleness: int) -> list[Prediction]:
     """Prints the best splits of the devices for the job of a run, with limits at which it does not collapse. Raises
     ConfigError for invalid options and DataError for a run that cannot be read."""
     measured = read_run(run)
@@ -144,24 +144,23 @@ def show_plan(console: Console, run: Path, *, devices: int, max_staleness: int) 
         )
         if highest < 0:
             return []
-    candidates = search(measured.workload, measured.setup, devices=devices, max_staleness=max_staleness)
+    predictions = search(measured.workload, measured.setup, devices=devices, max_staleness=max_staleness)
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
     for title in TITLES:
         table.add_column(title, justify="right")
     table.add_column("bottleneck")
-    for candidate in candidates[:ROWS]:
-        p = candidate.prediction
+    for p in predictions[:ROWS]:
         cells: tuple[Any, ...] = (
             p.setup.generators, p.setup.learners, p.setup.max_staleness, f"{p.signal_tokens_per_s:,.0f}",
             f"{p.goodput['total']:.0%}", f"{p.generator_idle:.0%}", f"{p.learner_idle:.0%}", f"{p.staleness_mean:.2f}",
-            candidate.bottleneck,
+            bottleneck_of(p),
         )  # fmt: skip
         table.add_row(*map(str, cells))
     console.print(
-        f"{devices} devices, predicted from {run}; {len(candidates)} setups tried", highlight=False, soft_wrap=True
+        f"{devices} devices, predicted from {run}; {len(predictions)} setups tried", highlight=False, soft_wrap=True
     )
     console.print(table)
-    best = candidates[0].prediction.setup
+    best = predictions[0].setup
     changed = ""
     config = (run if run.is_dir() else run.parent) / "config.yaml"
     if load_config(config).replay.min_staleness > best.max_staleness:
@@ -173,4 +172,4 @@ def show_plan(console: Console, run: Path, *, devices: int, max_staleness: int) 
         highlight=False,
         soft_wrap=True,
     )
-    return candidates
+    return predictions

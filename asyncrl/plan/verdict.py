@@ -26,15 +26,6 @@ APART = 0.05
 """Minimum difference of the idle fractions that makes one side the bottleneck."""
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A simulated setup, and its bottleneck."""
-
-    prediction: Prediction
-    bottleneck: str
-    """The bottleneck: "generators", "learners", "staleness" or "nothing"."""
-
-
 def predict(workload: Workload, setup: Setup) -> Prediction:
     """Simulates the setup over a number of steps that suffices for a prediction, instead of the setup's number."""
     turns = 1.0 if workload.lengths.episodes is None else workload.lengths.episodes.mean_turns
@@ -43,7 +34,7 @@ def predict(workload: Workload, setup: Setup) -> Prediction:
     return simulate(workload, replace(setup, steps=steps))
 
 
-def search(workload: Workload, setup: Setup, *, devices: int, max_staleness: int) -> list[Candidate]:
+def search(workload: Workload, setup: Setup, *, devices: int, max_staleness: int) -> list[Prediction]:
     """Simulates all splits of `devices` devices, with staleness limits up to `max_staleness`; returns the best first.
 
     Each generator and each learner rank has its own device; the other settings are those of `setup`. Raises ConfigError
@@ -56,22 +47,18 @@ def search(workload: Workload, setup: Setup, *, devices: int, max_staleness: int
         )
     if max_staleness < 0:
         raise ConfigError(f"max_staleness = {max_staleness}: must not be negative")
-    candidates = [
-        Candidate(p, bottleneck_of(p))
-        for p in (predict(workload, split) for split in _setups(setup, devices, max_staleness))
-    ]
-    best = max(candidate.prediction.signal_tokens_per_s for candidate in candidates)
+    predictions = [predict(workload, split) for split in _setups(setup, devices, max_staleness)]
+    best = max(prediction.signal_tokens_per_s for prediction in predictions)
 
-    def rank(candidate: Candidate) -> tuple[bool, float, float]:
-        behind = candidate.prediction.signal_tokens_per_s < (1 - AS_GOOD) * best
-        limit = 0 if behind else candidate.prediction.setup.max_staleness
-        return behind, limit, -candidate.prediction.signal_tokens_per_s
+    def rank(prediction: Prediction) -> tuple[bool, float, float]:
+        behind = prediction.signal_tokens_per_s < (1 - AS_GOOD) * best
+        return behind, 0 if behind else prediction.setup.max_staleness, -prediction.signal_tokens_per_s
 
-    return sorted(candidates, key=rank)
+    return sorted(predictions, key=rank)
 
 
 def bottleneck_of(prediction: Prediction) -> str:
-    """Returns the bottleneck: the side that waits less, or "staleness" if both wait."""
+    """Returns the side that waits less, "generators" or "learners", "staleness" if both wait, or "nothing"."""
     generator, learner = prediction.generator_idle + prediction.environments, prediction.learner_idle
     if generator > APART and learner > 2 * APART:
         return "staleness"
@@ -330,39 +317,30 @@ def goodput_sentence(
     return f"{total}; its smallest factor is {factor}, {goodput[factor]:.0%}: {lever}."
 
 
-def timeout_sentence(config: Config, timed_out: float) -> str:
-    """Returns a sentence about the time limits of environments; empty unless they end MANY of the groups."""
-    if timed_out < MANY:
-        return ""
-    limits = f"environment.timeout_s = {config.environment.timeout_s:g} or environment.step_timeout_s = "
-    return (
-        f"{timed_out:.0%} of the groups were refunded since an environment took longer than {limits}"
-        f"{config.environment.step_timeout_s:g}; raise the limit that binds, or make the environment faster."
-    )
-
-
-def thread_sentence(engine_cpu: float, config: Config) -> str:
-    """Returns a sentence about the thread that runs the decoding steps of an engine on a GPU, which computes for the
-    fraction `engine_cpu` of their time; empty unless that takes THREAD_BOUND of it. Only a vLLM engine in one process
-    waits for the GPU without CPU time."""
-    generator = config.generator
-    if engine_cpu < THREAD_BOUND or generator.engine != "vllm" or generator.tensor_parallel > 1:
-        return ""
-    return (
-        f"Decoding steps wait for the engine's Python thread and not for the GPU: it computes for {engine_cpu:.0%} of "
-        "their time; lower generator.max_running_groups, or let two generators share a GPU (launch.generators)."
-    )
-
-
-def divergence_sentence(lr_fraction: float) -> str:
-    """Returns a sentence about `algorithm.max_divergence`, which leaves this fraction of the learning rate; empty if it
-    leaves nearly all."""
-    if lr_fraction > MOST_OF_RATE:
-        return ""
-    return (
-        f"algorithm.max_divergence leaves {lr_fraction:.2g} of the learning rate; raise it, or lower learner.lr or "
-        "replay.max_staleness."
-    )
+def brakes(config: Config, *, lr_fraction: float, timed_out: float, engine_cpu: float) -> list[str]:
+    """Returns sentences about settings that hold a run back: `algorithm.max_divergence` leaves only this fraction of
+    the learning rate, time limits of environments ended this fraction of the groups, or an engine's Python thread
+    computes for this fraction of its decoding time. Only a vLLM engine in one process waits for the GPU without CPU
+    time."""
+    sentences: list[str] = []
+    environment, generator = config.environment, config.generator
+    if lr_fraction <= MOST_OF_RATE:
+        sentences.append(
+            f"algorithm.max_divergence leaves {lr_fraction:.2g} of the learning rate; raise it, or lower learner.lr or "
+            "replay.max_staleness."
+        )
+    if timed_out >= MANY:
+        limits = f"environment.timeout_s = {environment.timeout_s:g} or environment.step_timeout_s = "
+        sentences.append(
+            f"{timed_out:.0%} of the groups were refunded since an environment took longer than {limits}"
+            f"{environment.step_timeout_s:g}; raise the limit that binds, or make the environment faster."
+        )
+    if engine_cpu >= THREAD_BOUND and generator.engine == "vllm" and generator.tensor_parallel == 1:
+        sentences.append(
+            f"Decoding steps wait for the engine's Python thread and not for the GPU: it computes for {engine_cpu:.0%} "
+            "of their time; lower generator.max_running_groups, or let two generators share a GPU (launch.generators)."
+        )
+    return sentences
 
 
 def _engine(config: Config, may_be_older: bool) -> str:

@@ -89,9 +89,9 @@ def choice(
 
     A choice is a letter or a number. The answer names it, in this order, as the complete \boxed{...} or text, in "the
     answer is B", in "(B)", "**B**" or at the start of a line ("B. ..."), or as the last letter that stands alone and is
-    no article or pronoun. There are `choices` of them: A, B, C ... or the numbers from `first`. By default they are
-    those of the data source: ten for MMLU-Pro, five from 1 for ARC, else four from 0. Raises ValueError when the ground
-    truth is none of them.
+    no article or pronoun. There are `choices` of them: A, B, C ... or the numbers from `first`. The default is
+    the data source's: ten for MMLU-Pro, five from 1 for ARC, else four from 0. Raises ValueError when the ground
+    truth is not one of them.
     """
     truth = choice_truth(ground_truth, data_source, choices=choices, first=first)
     count, start = _numbering(data_source, choices, first)

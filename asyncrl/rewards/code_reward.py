@@ -14,7 +14,7 @@ from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.calling import Failed
 from asyncrl.sandbox.inside import plain
-from asyncrl.sandbox.run import Ended, Limits, Sandbox, check_sandbox
+from asyncrl.sandbox.run import Ended, ProgramLimits, Sandbox, check_sandbox
 from asyncrl.util.text import after_reasoning
 
 FORMS = (
@@ -70,7 +70,7 @@ def code(
     """
     tests = [parse_tests(truth) for truth in ground_truth]
     deadline_s = time.monotonic() + time_left_s
-    limits = Limits(time_s=time_limit_s, memory_bytes=memory_bytes)
+    limits = ProgramLimits(time_s=time_limit_s, memory_bytes=memory_bytes)
     programs = [
         _Program(extract_program(text), test, limits, partial=partial)
         for text, test in zip(completion_texts, tests, strict=True)
@@ -154,7 +154,7 @@ def same_output(output: str, expected: str) -> bool:
 class _Program:
     """A completion's program, which runs its test cases in order."""
 
-    def __init__(self, source: str, tests: Tests, limits: Limits, *, partial: bool) -> None:
+    def __init__(self, source: str, tests: Tests, limits: ProgramLimits, *, partial: bool) -> None:
         self._source = source
         self._tests = tests
         self._partial = partial

@@ -1,8 +1,8 @@
 """Scores a made-up completion with the reward functions of a run before it starts: what would fail every group is an
 error then, before a model is loaded.
 
-A function may rightly raise for a completion that it cannot read, and this one is nobody's answer. So only what is
-wrong with the function or the columns is an error: a missing column, no finite number in return, the end of its
+A function may rightly raise for a completion that it cannot read, and this one is nobody's answer. So only faults of
+the function or the columns are errors: a missing column, no finite number in return, the end of its
 process, and exceptions of BUG, unless they speak of None, as after a search without a match, or quote the completion,
 as the key of a table. All others are warnings, such as a service that does not answer; with an environment, whose
 messages and parts are not known yet, all are. Built-in rewards are not called: `reward_model` needs its process, which

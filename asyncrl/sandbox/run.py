@@ -52,7 +52,7 @@ Ended = Literal["exited", "out of time", "cut off", "too many threads", "folder 
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ProgramLimits:
     """The limits of one program."""
 
     time_s: float = 2.0
@@ -84,7 +84,7 @@ class Sandbox:
     own and knows nothing of the others.
 
         with Sandbox() as sandbox:
-            outcomes = [sandbox.run(source, stdin=text, limits=Limits(), within_s=10.0) for text in inputs]
+            outcomes = [sandbox.run(source, stdin=text, limits=ProgramLimits(), within_s=10.0) for text in inputs]
 
     The interpreter takes about 0.1 s to start, a program in it some milliseconds.
     """
@@ -106,7 +106,7 @@ class Sandbox:
         self,
         source: str,
         *,
-        limits: Limits,
+        limits: ProgramLimits,
         within_s: float,
         stdin: str = "",
         cases: list[dict[str, Any]] | None = None,
@@ -218,7 +218,7 @@ class Sandbox:
 
 
 def run_program(
-    source: str, *, limits: Limits, within_s: float, stdin: str = "", cases: list[dict[str, Any]] | None = None
+    source: str, *, limits: ProgramLimits, within_s: float, stdin: str = "", cases: list[dict[str, Any]] | None = None
 ) -> ProgramOutcome:
     """Runs a program in a separate `Sandbox`; see `Sandbox.run`."""
     with Sandbox() as sandbox:
@@ -231,7 +231,7 @@ def check_sandbox(what: str) -> None:
         raise ConfigError(f"{what} needs Linux to confine programs, this is {sys.platform}")
     remove_leftovers(PREFIX, Path(tempfile.gettempdir()))
     try:
-        outcome = run_program("print(6 * 7)", limits=Limits(time_s=30.0), within_s=30.0)
+        outcome = run_program("print(6 * 7)", limits=ProgramLimits(time_s=30.0), within_s=30.0)
     except (OSError, RunError) as error:
         raise ConfigError(f"{what} cannot be used here: {error}") from None
     if outcome.output.strip() != b"42":
@@ -242,7 +242,7 @@ def check_sandbox(what: str) -> None:
 
 
 def _task(
-    source: str, cases: list[dict[str, Any]] | None, nonce: str, folder: str, limits: Limits, within_s: float
+    source: str, cases: list[dict[str, Any]] | None, nonce: str, folder: str, limits: ProgramLimits, within_s: float
 ) -> dict[str, Any]:
     return {
         "source": source,
@@ -262,7 +262,7 @@ class _Answers:
     """The records of a module's process about its cases. Only the line of the next case counts, so that the program can
     neither restart its clock at will nor answer what it was not asked."""
 
-    def __init__(self, result: IO[bytes], nonce: str, num_cases: int, limits: Limits) -> None:
+    def __init__(self, result: IO[bytes], nonce: str, num_cases: int, limits: ProgramLimits) -> None:
         self.values: dict[int, Any] = {}
         self.count = 0
         self._file = result
@@ -297,7 +297,7 @@ class _Answers:
 
 
 def _watch(
-    pid: int, handle: int, ready: int, answers: _Answers, folder: Path, limits: Limits, deadline_s: float
+    pid: int, handle: int, ready: int, answers: _Answers, folder: Path, limits: ProgramLimits, deadline_s: float
 ) -> Ended:
     """Waits until the process ends or exceeds a limit."""
     end, start = select.poll(), select.poll()
@@ -356,7 +356,7 @@ def _is_full(folder: Path, max_bytes: int) -> bool:
     return False
 
 
-def _hidden_bytes(pid: int, folder: Path, limits: Limits) -> int:
+def _hidden_bytes(pid: int, folder: Path, limits: ProgramLimits) -> int:
     """Bytes of deleted files of the folder that the process still has open or mapped."""
     sizes: dict[str, int] = {}
     # Threads share their files, but one that has ended shows none, and to a normal user raises.

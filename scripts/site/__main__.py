@@ -15,7 +15,7 @@ from scripts.site.pages import ROOT, write_pages
 def build(folder: Path, root: Path = ROOT) -> list[str]:
     """Builds the site of the repository in `folder`/site from pages that it writes to `folder`/pages.
 
-    Returns what is wrong with it, or nothing.
+    Returns its faults.
     """
     write_pages(root, folder / "pages")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-f", str(ROOT / "mkdocs.yml")]

@@ -114,7 +114,7 @@ def columns_of(batch: Batch, dtype: torch.dtype = torch.float64) -> dict[str, Te
 
 
 def turns_of(seq: Tensor, rewards: Tensor) -> dict[str, Tensor]:
-    """Every token a turn of its own, with a reward that is a multiple of 1/8."""
+    """Every token is a separate turn, with a reward that is a multiple of 1/8."""
     lengths = torch.bincount(seq)
     turn = torch.arange(len(seq)) - (lengths.cumsum(0) - lengths)[seq]
     table = torch.full((len(lengths), int(lengths.max())), torch.nan, dtype=rewards.dtype)

@@ -38,13 +38,13 @@ RULES = f"""
 def spoken(text):
     value = sum(ord(one) for one in text if one.isdigit())
     if value and value % {FAILS_AT} == 0:
-        raise OSError("the tool is gone")
+        raise OSError("the tool failed")
     return float(value % 2)
 
 def outcome(texts, truth):
     return 0.5 * "".join(texts).count(truth[-1])
 """
-"""Failures and rewards are functions of the row and of what the policy says."""
+"""Failures and rewards are functions of the row and of the policy's text."""
 SPOKEN = f"""
 import asyncio, random
 from asyncrl.environments import Environment, Step
@@ -53,17 +53,17 @@ class Spoken(Environment):
     max_turns = 4
 
     def reset(self):
-        self.dice, self.turns, self.said = random.Random(), self.random.choice((1, 2, 3)), []
+        self.dice, self.turns, self.texts = random.Random(), self.random.choice((1, 2, 3)), []
 
     async def step(self, action):
         await asyncio.sleep(self.dice.choice((0.0, self.dice.uniform(0.0, 0.06))))
         reward = spoken(action.text)
-        self.said.append(action.text)
-        return Step(">" * self.turns, reward=reward, done=len(self.said) == self.turns)
+        self.texts.append(action.text)
+        return Step(">" * self.turns, reward=reward, done=len(self.texts) == self.turns)
 
     async def reward(self):
         await asyncio.sleep(self.dice.uniform(0.0, 0.02))
-        return outcome(self.said, self.task.ground_truth)
+        return outcome(self.texts, self.task.ground_truth)
 """
 PROGRAM = f"""
 import json, os, random, sys, time, urllib.request

@@ -21,7 +21,7 @@ CHAT = (
 
 
 def row(number: int, **changes: Any) -> dict[str, Any]:
-    """A row in verl's schema whose prompt says its number."""
+    """A row in verl's schema whose prompt is its number."""
     values = {
         "data_source": "numbers",
         "prompt": f"{number:03d}=",
@@ -47,7 +47,7 @@ def chat_folder(tokenizer_folder: Path) -> Path:
 
 @pytest.fixture
 def dataset(tmp_path: Path, tokenizer_folder: Path) -> Callable[..., Config]:
-    """Writes rows as one file each and gives a config that names them."""
+    """Writes rows as one file each and returns a config that names them."""
 
     def write(*files: list[dict[str, Any]], **overrides: Any) -> Config:
         paths = []

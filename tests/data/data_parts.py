@@ -141,7 +141,7 @@ def vague(row: dict[str, Any]) -> Any:
 
 
 def killing(row: dict[str, Any]) -> bool:
-    """Kills its process at row 5 as often as the file `kills` says."""
+    """Kills its process at row 5 as often as the number in the file `kills`."""
     file = Path(os.environ["OWN_PARTS_KILLS"])
     if row["reward_model"]["ground_truth"] == "5" and (left := int(file.read_text())):
         file.write_text(str(left - 1))

@@ -1,4 +1,4 @@
-"""Schema forms and what is wrong with a file."""
+"""Schema forms and faults of files."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ THINKING = (
     "{% for m in messages %}{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<' if thinks else '>' }}{% endif %}"
 )
-"""Where the assistant answers stands < if it thinks, otherwise >."""
+"""The assistant's answer begins with < if it thinks, otherwise with >."""
 ASK = [{"role": "user", "content": "1+1="}]
 
 

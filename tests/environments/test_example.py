@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from asyncrl.environments.dialogue.dialogue import Dialogue
-from asyncrl.environments.episode import Limits, Turn
+from asyncrl.environments.episode import Limits, PolicyTurn
 from asyncrl.environments.player import Player, play_alone
 from asyncrl.environments.table import Named, load_environment
 from asyncrl.wire.service_messages import EpisodeStart, NextTurn
@@ -27,7 +27,7 @@ def test_the_example_with_tools(tmp_path: Path) -> None:
     def say(player: Player, wish: NextTurn, observation: list[int]) -> None:
         read.append(dialogue.chat.decode(observation))
         said = [*dialogue.chat.rendering.encode(texts.pop(0)), dialogue.chat.ends.last]
-        player.receive(wish.branch, Turn(said, "completed"))
+        player.receive(wish.branch, PolicyTurn(said, "completed"))
 
     chat = [{"role": "user", "content": "What do 3 apples cost?"}]
     prices = {"prices": {"apple": 0.5, "plum": 0.25}}

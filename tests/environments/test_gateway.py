@@ -12,7 +12,7 @@ import aiohttp
 import openai
 import pytest
 
-from asyncrl.environments.episode import Limits, Turn
+from asyncrl.environments.episode import Limits, PolicyTurn
 from asyncrl.environments.gateway.api import Access, GatewayError, chat_request
 from asyncrl.environments.gateway.server import Gateway
 from asyncrl.environments.gateway.session import Session
@@ -52,7 +52,7 @@ class Policy:
         cut = text.endswith("~")
         said = [*map(ord, text[:-1])] if cut else turn(text)
         self.branches[wish.branch] += said
-        self.session.receive(wish.branch, Turn(said, "truncated" if cut else "completed"))
+        self.session.receive(wish.branch, PolicyTurn(said, "truncated" if cut else "completed"))
 
 
 def play(

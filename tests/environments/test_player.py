@@ -14,7 +14,7 @@ from bad_environments import Odd, Quick
 from asyncrl.environments import Environment
 from asyncrl.environments.builtin import Calculator, GuessNumber
 from asyncrl.environments.dialogue.dialogue import MARK, Dialogue
-from asyncrl.environments.episode import Limits, Turn
+from asyncrl.environments.episode import Limits, PolicyTurn
 from asyncrl.environments.player import Player, play_alone
 from asyncrl.environments.table import Named
 from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, NextTurn
@@ -44,7 +44,7 @@ class Policy:
         self.read.append(self.dialogue.text_of(observation))
         self.limits.append(wish.max_tokens)
         said = encoded(next(self.texts))[: wish.max_tokens]
-        player.receive(wish.branch, Turn(said, "truncated" if self.truncated else "completed"))
+        player.receive(wish.branch, PolicyTurn(said, "truncated" if self.truncated else "completed"))
 
 
 def encoded(text: str) -> list[int]:

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from asyncrl.environments import Environment, Message, Step
 from asyncrl.environments.dialogue.conversation import note_refusal
 from asyncrl.environments.dialogue.dialogue import MARK, ChatDialogue, Dialogue
-from asyncrl.environments.episode import Limits, Turn, history_of
+from asyncrl.environments.episode import Limits, PolicyTurn, history_of
 from asyncrl.environments.gateway.api import chat_request
 from asyncrl.environments.gateway.session import Session
 from asyncrl.environments.player import Player, play_alone
@@ -79,7 +79,7 @@ class Policy:
     trained: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     """Begin and end of each turn in its branch."""
 
-    def turn(self, wish: NextTurn, observation: Sequence[int]) -> Turn:
+    def turn(self, wish: NextTurn, observation: Sequence[int]) -> PolicyTurn:
         if wish.branch not in self.branches:
             source = self.branches.get(wish.source, self.prompt)
             self.branches[wish.branch] = source[: wish.keep]
@@ -94,7 +94,7 @@ class Policy:
         self.said.append(said)
         self.trained.setdefault(wish.branch, []).append((len(branch), len(branch) + len(said)))
         branch += said
-        return Turn(said, "truncated" if text.endswith("~") else "completed")
+        return PolicyTurn(said, "truncated" if text.endswith("~") else "completed")
 
 
 def characters(dialogue: ChatDialogue, text: str) -> list[int]:

@@ -21,7 +21,7 @@ from transformers.utils.chat_template_utils import get_json_schema
 from asyncrl.environments import Action, Environment, Message, Step
 from asyncrl.environments.dialogue.dialogue import Dialogue
 from asyncrl.environments.environment import ToolError, tools_of
-from asyncrl.environments.episode import Limits, Turn
+from asyncrl.environments.episode import Limits, PolicyTurn
 from asyncrl.environments.player import Player, play_alone
 from asyncrl.environments.table import Named, load_environment
 from asyncrl.errors import ConfigError
@@ -56,7 +56,7 @@ class Policy:
         self.tokens = [*self.tokens[: wish.keep], *observation]
         said = chat.rendering.encode(self.texts.pop(0))
         is_cut = len(self.read) - 1 in self.cut
-        turn = Turn(said if is_cut else [*said, chat.ends.last], "truncated" if is_cut else "completed")
+        turn = PolicyTurn(said if is_cut else [*said, chat.ends.last], "truncated" if is_cut else "completed")
         self.tokens += turn.tokens
         player.receive(wish.branch, turn)
 

@@ -1,4 +1,4 @@
-"""Real clients of a replay queue in a process of their own: `python -m tests.fuzz.client_process PORT`.
+"""Real clients of a replay queue in a separate process: `python -m tests.fuzz.client_process PORT`.
 
 Writes a line of sums ten times a second, so that a client that hangs is seen.
 """

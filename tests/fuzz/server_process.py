@@ -1,4 +1,4 @@
-"""A real replay server in a process of its own: `python -m tests.fuzz.server_process PORT FOLDER`."""
+"""A real replay server in a separate process: `python -m tests.fuzz.server_process PORT FOLDER`."""
 
 from __future__ import annotations
 

@@ -17,8 +17,7 @@ import pytest
 from asyncrl.config.config import Config
 from asyncrl.environments.pool import EnvironmentPool
 from asyncrl.generator.engine import Completion
-from asyncrl.generator.group_runner import GroupRunner
-from asyncrl.generator.groups import make_group
+from asyncrl.generator.loop import GroupRunner, make_group
 from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay.codec import pack_group
 from asyncrl.replay.live_group import MIN_FAILURES

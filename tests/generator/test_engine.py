@@ -236,5 +236,5 @@ def test_other_end_tokens_than_the_learner_has_are_refused(
     engine = make_engine(generator__min_new_tokens=MINIMUM, generator__stop=["!", "#", "$", "%", "&"])
     monkeypatch.setattr(requests_module, "end_tokens", lambda *_, **__: [1])
     with pytest.raises(InvariantError, match=r"ends completions with the tokens \[1, 2\], the learner expects \[1\]"):
-        engine._builder.check_end_tokens()
+        engine._check_end_tokens()
     assert small_config(model_path).generator.stop_texts == []

@@ -189,7 +189,7 @@ def test_requests_that_sleep_or_are_preempted_or_aborted_leave_the_experts_of_wh
         engine.add(key, prompt)
     check_all(versions[0], run_all(engine), many)
     assert len(preempted) > 1, "the cache was large enough"
-    records = engine._routing
+    records = engine._watch.routing
     assert records is not None and len(records._cached) <= 2 * 64 + 1
     engine.add("last", [5])
     run_all(engine)

@@ -21,9 +21,7 @@ from transformers import Qwen2ForCausalLM
 from asyncrl.environments.pool import NextTurn
 from asyncrl.generator import episodes
 from asyncrl.generator.engine import Engine
-from asyncrl.generator.group_runner import Evaluator
-from asyncrl.generator.groups import GroupInProgress
-from asyncrl.generator.loop import GeneratorLoop
+from asyncrl.generator.loop import Evaluator, GeneratorLoop, GroupInProgress
 from asyncrl.replay.codec import pack_group
 from asyncrl.replay.live_group import refund_reason
 from asyncrl.types import Group, Prompt
@@ -283,8 +281,8 @@ def test_places_are_filled_ahead_with_the_episodes_that_usually_arrive(model_pat
 
     def start() -> None:
         group = GroupInProgress(lease(next(numbers)), 8, 0, 0.0)
-        for index, key in enumerate(group.engine_keys()):
-            running.start(group, index, key)
+        for index in range(group.size):
+            running.start(group, index, f"{group.name}.{index}")
 
     start()
     assert running.num_starting == 8, "nothing has arrived so far"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,11 @@ from generator_fakes import FakeClient, FakeRewards, lease, lease_reply
 from generator_model import EOS, make_loop, reference_logprobs, small_config, weights_of
 from transformers import Qwen2ForCausalLM
 
+from asyncrl.config.config import Config
 from asyncrl.errors import PeerTimeoutError
 from asyncrl.generator import loop as loop_module
 from asyncrl.generator.engine import Engine
-from asyncrl.generator.groups import free_capacity
-from asyncrl.generator.loop import _DENIED_IDLE_S, _MIN_STEPS, StepCosts, non_negative
+from asyncrl.generator.loop import _DENIED_IDLE_S, _MIN_STEPS, GroupRunner, StepCosts, non_negative
 from asyncrl.replay.client import LeaseReply
 from asyncrl.types import NO_VERSION, Lease
 
@@ -339,16 +340,24 @@ def test_phases_and_completions_are_told_with_every_ask(
     assert stats.peak_memory_bytes > 10e6
 
 
+def free_capacity(
+    config: Config, *, running: int, evaluating: int | None = None, denied: bool = False
+) -> tuple[int, int]:
+    runner = GroupRunner(config, SimpleNamespace(num_running=running), rewards=None, environments=None)  # type: ignore[arg-type]
+    runner.num_evaluating = evaluating or 0
+    return runner.free_capacity(evaluates=evaluating is not None, denied=denied)
+
+
 @pytest.mark.parametrize(("running", "groups"), [(0, 18), (16, 10), (31, 2), (32, 2), (33, 1), (35, 0), (36, 0)])
 def test_an_eighth_more_groups_than_run_wait_in_the_engine(model_path: str, running: int, groups: int) -> None:
     config = small_config(model_path, generator__max_running_groups=16)  # of 2
-    assert free_capacity(config, running=running, evaluating=None, denied=False) == (groups, 0)
+    assert free_capacity(config, running=running) == (groups, 0)
 
 
 def test_evaluation_gets_half_of_the_places_and_none_of_those_that_wait(model_path: str) -> None:
     config = small_config(model_path, generator__max_running_groups=16, eval__samples=4)
-    assert free_capacity(config, running=0, evaluating=0, denied=False) == (10, 4)
-    assert free_capacity(config, running=36, evaluating=16, denied=False) == (0, 0)
+    assert free_capacity(config, running=0, evaluating=0) == (10, 4)
+    assert free_capacity(config, running=36, evaluating=16) == (0, 0)
     assert free_capacity(config, running=16, evaluating=16, denied=True) == (2, 4)
 
 

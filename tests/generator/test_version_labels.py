@@ -6,13 +6,13 @@ import random
 from collections import deque
 from concurrent.futures import Future
 from contextlib import nullcontext
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from asyncrl.errors import InvariantError, RunError
-from asyncrl.generator.vllm_backend.scheduling import VersionLabels, check_first_versions, watched_scheduler
+from asyncrl.generator.vllm_backend.scheduling import BatchWatch, check_first_versions, watched_scheduler
 
 
 class LateFuture(Future):
@@ -46,12 +46,18 @@ class FakeScheduler:
     """Always has requests, until `stopped`; the output of a batch is the version that computed it."""
 
     stopped = False
+    requests = MappingProxyType[str, Any]({})
 
     def has_requests(self) -> bool:
         return not self.stopped
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
-        return SimpleNamespace(total_num_scheduled_tokens=1, pending_structured_output_tokens=False)
+        return SimpleNamespace(
+            total_num_scheduled_tokens=1,
+            pending_structured_output_tokens=False,
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=()),
+        )
 
     def get_grammar_bitmask(self, batch: Any) -> None:
         return None
@@ -60,7 +66,7 @@ class FakeScheduler:
         return {0: SimpleNamespace(computed_with=model_runner_output, weight_version=None)}
 
 
-def make_core(labels: VersionLabels, batches: int) -> Any:
+def make_core(labels: BatchWatch, batches: int) -> Any:
     """vLLM's engine core with `batches` batches in flight at most, without what needs a model."""
     from vllm.v1.engine.core import EngineCore
 
@@ -79,7 +85,7 @@ def make_core(labels: VersionLabels, batches: int) -> Any:
 
 @pytest.mark.parametrize("batches", [1, 2, 3])
 def test_every_batch_carries_the_version_that_computed_it(batches: int) -> None:
-    labels, draw = VersionLabels(), random.Random(batches)
+    labels, draw = BatchWatch(), random.Random(batches)
     labels.version = 0
     core = make_core(labels, batches)
     taken: list[tuple[int, str]] = []
@@ -99,11 +105,11 @@ def test_every_batch_carries_the_version_that_computed_it(batches: int) -> None:
 
 
 def test_batches_that_are_not_taken_in_order_are_an_error() -> None:
-    labels = VersionLabels()
+    labels = BatchWatch()
     labels.set_weight_version = lambda label: None
     first, second = FakeScheduler().schedule(), FakeScheduler().schedule()
-    labels.scheduled(first)
-    labels.scheduled(second)
+    labels.scheduled(first, {})
+    labels.scheduled(second, {})
     with pytest.raises(InvariantError, match="a batch that is not the oldest in flight"):
         labels.taken(second)
     labels.taken(first)

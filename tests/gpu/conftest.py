@@ -58,7 +58,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Reports a check when it is known what became of it."""
+    """Reports a check when its outcome is known."""
     result = yield
     if result.failed or result.skipped or result.when == "call":
         reason = ""

@@ -1,6 +1,6 @@
 """The engines on a GPU: log-probs against the model's own forward pass on the CPU, before and after swaps.
 
-Each engine is tested in a process of its own, since vLLM changes classes of transformers.
+Each engine is tested in a separate process, since vLLM changes classes of transformers.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ def test_attention_is_that_of_float64(
 def attention_case(
     heads: int, key_heads: int, size: int, shared: bool, dtype: torch.dtype
 ) -> tuple[PackedLayout, list[torch.Tensor]]:
-    """A row of 2 groups with prompts of 100 tokens in common, one sequence without a token of its own, and single
+    """A row of 2 groups with prompts of 100 tokens in common, one sequence with common tokens only, and single
     tokens; query, key, value and the gradient of the output."""
     torch.manual_seed(0)
     sizes = np.array([300, 101, 511, 100, 1, 128, 640, 2])

@@ -33,7 +33,7 @@ def test_the_demo_trains_on_gpus(count: int, engine: str, demo: Callable[..., La
 
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
 def test_adapters_are_trained_and_sent_alone(engine: str, demo: Callable[..., Launched]) -> None:
-    # With such a rate, keys and values that are kept over a swap are too far from those of the learner.
+    # With such a rate, keys and values that are kept over a swap are too far from the learner's.
     settings = ("learner.lora.rank=8", "learner.lr=5e-3", "weights.kv_cache=recompute")
     demo(engine, [gpu.name for gpu in visible_gpus()][:1], *settings)
 
@@ -47,7 +47,7 @@ def demo(
     request: pytest.FixtureRequest,
     figure: Callable[[str, float], None],
 ) -> Callable[..., Launched]:
-    """Runs the demo on these GPUs to its end. The engine's log-probs of fresh tokens are those of the learner."""
+    """Runs the demo on these GPUs to its end. The engine's log-probs of fresh tokens equal the learner's."""
 
     def run(engine: str, names: list[str], *settings: str) -> Launched:
         if engine == "vllm" and importlib.util.find_spec("vllm") is None:

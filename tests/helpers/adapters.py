@@ -159,10 +159,10 @@ class Echo(BaseTextEnv):
     def step(self, action):
         self.turns += 1
         done = self.turns >= self.max_turns
-        said = [] if done else [{"role": "user", "content": f"> {action[:10]}"}]
+        messages = [] if done else [{"role": "user", "content": f"> {action[:10]}"}]
         reward = self.scale * (len(action) % 3)
         return BaseTextEnvStepOutput(
-            observations=said, reward=reward, done=done, metadata={}, postprocessed_action=action[:10]
+            observations=messages, reward=reward, done=done, metadata={}, postprocessed_action=action[:10]
         )
 
     def get_metrics(self):
@@ -188,7 +188,7 @@ class Ledger(BaseTool):
         amount = int(parameters["amount"])
         assert kwargs["agent_data"].messages[-1]["role"] == "assistant"
         if amount < 0:
-            raise ValueError("no such amount")
+            raise ValueError("unknown amount")
         right = amount == self.instances[instance_id]
         return ToolResponse(text=f"booked {amount}"), 0.5 if right else -0.05, {"right": right}
 

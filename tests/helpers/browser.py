@@ -94,7 +94,7 @@ class Browser:
             self._ask("POST", f"{self._session}/goog/cdp/execute", body)
 
     def screenshot(self, file: Path) -> None:
-        """Writes what is seen of the page to a PNG file."""
+        """Writes the visible page to a PNG file."""
         file.write_bytes(base64.b64decode(self._ask("GET", f"{self._session}/screenshot")))
 
     def close(self) -> None:

@@ -43,7 +43,7 @@ CHATML = """\
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
 QWEN = CHATML.replace("KEEPS_REASONING", "true")
-"""Copies contents; the answers of tools are those of the user, in a turn for all."""
+"""Copies contents; the answers of tools are messages of the user, all in one turn."""
 STRIPPING = CHATML.replace("KEEPS_REASONING", "loop.last")
 """Does not show the reasoning of earlier turns."""
 LAST_USER = """\
@@ -53,7 +53,7 @@ LAST_USER = """\
 {%- endfor %}
 """
 THINKING = LAST_USER + CHATML.replace("KEEPS_REASONING", "loop.index0 > ns.last_user")
-"""Shows the reasoning behind the last message of the user only, as Qwen3's."""
+"""Shows the reasoning after the last message of the user only, as Qwen3's."""
 GENERATION = "add_generation_prompt %}{{- '<|im_start|>assistant\\n"
 OPENING = THINKING.replace(GENERATION, f"{GENERATION}<think>\\n")
 """The same, and its generation prompt opens the reasoning."""

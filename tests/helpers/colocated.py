@@ -68,7 +68,7 @@ class FakeCard:
             self.peak = max(self.peak, sum(self.used.values()))
 
     def bury(self, role: str) -> None:
-        """What the death of a process does."""
+        """The effect of a process's death."""
         with self._lock:
             self.used[role] = 0
             self.wanted.discard(role)

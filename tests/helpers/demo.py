@@ -1,4 +1,4 @@
-"""The demo's data and model in a folder of its own."""
+"""The demo's data and model in a separate folder."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class FakeSlurm:
             monkeypatch.delenv(name)
 
     def answers(self, name: str, output: str = "", *, error: str = "", code: int = 0) -> None:
-        """Sets what a command says from now on."""
+        """Sets the output of a command from now on."""
         (self._folder / f"{name}.answer").write_text(json.dumps({"output": output, "error": error, "code": code}))
 
     def calls(self, name: str) -> list[list[str]]:

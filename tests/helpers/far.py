@@ -77,7 +77,7 @@ def far_device() -> Iterator[torch.device]:
 
 
 def move(module: nn.Module) -> nn.Module:
-    """The module with its parameters and buffers on FAR; what it shares it shares there, too."""
+    """The module with its parameters and buffers on FAR; shared tensors stay shared."""
     moved: dict[int, Any] = {}
     for part in module.modules():
         for name, parameter in part._parameters.items():

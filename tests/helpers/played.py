@@ -10,7 +10,7 @@ from typing import Any
 
 from asyncrl.environments.dialogue.dialogue import Dialogue
 from asyncrl.environments.environment import Message
-from asyncrl.environments.player import Limits, Player, Turn, play_alone
+from asyncrl.environments.player import Limits, Player, PolicyTurn, play_alone
 from asyncrl.environments.table import Named
 from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, NextTurn
 from tests.helpers.chat_models import save_chat_model
@@ -49,7 +49,7 @@ class Played:
     def _say(self, player: Player, wish: NextTurn, observation: list[int]) -> None:
         chat = self._dialogue.chat
         self.read.append(chat.decode(observation))
-        turn = Turn([*chat.rendering.encode(next(self._turns)), chat.ends.last], "completed")
+        turn = PolicyTurn([*chat.rendering.encode(next(self._turns)), chat.ends.last], "completed")
         self.tokens = [*self.tokens[: wish.keep], *observation, *turn.tokens]
         self.said = [*self.said[: wish.keep], *[False] * len(observation), *[True] * len(turn.tokens)]
         player.receive(wish.branch, turn)

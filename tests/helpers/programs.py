@@ -1,4 +1,4 @@
-"""Plays episodes of agent programs through a gateway, with a policy that says what it is told."""
+"""Plays episodes of agent programs through a gateway, with a policy of given texts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from asyncrl.config.sections import Options
 from asyncrl.environments.environment import Task
-from asyncrl.environments.episode import Limits, Turn
+from asyncrl.environments.episode import Limits, PolicyTurn
 from asyncrl.environments.gateway.server import Gateway
 from asyncrl.environments.programs.program_player import ProgramPlayer
 from asyncrl.environments.table import load_environment
@@ -41,7 +41,7 @@ def play_program(
     options: Options | None = None,
     limits: Limits | None = None,
 ) -> list[Played]:
-    """Plays an episode of each task at once. `policy` returns what it says in an episode and a turn; a text that ends
+    """Plays an episode of each task at once. `policy` returns its text in an episode and a turn; a text that ends
     in ~ is cut there."""
     limits = limits or Limits(2000, 200, 8, 60.0, 60.0)
     return asyncio.run(_play(name, tasks, policy, python, options or {}, limits))
@@ -74,7 +74,7 @@ async def _play(
         one.wishes.append(wish)
         branch += said
         asyncio.get_running_loop().call_later(
-            0.01, player.receive, wish.branch, Turn(said, "truncated" if cut else "completed")
+            0.01, player.receive, wish.branch, PolicyTurn(said, "truncated" if cut else "completed")
         )
 
     await gateway.start()

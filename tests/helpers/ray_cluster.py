@@ -1,4 +1,4 @@
-"""A Ray cluster of several nodes on this machine, in a process of its own."""
+"""A Ray cluster of several nodes on this machine, in a separate process."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def saved_state(queue: ReplayQueue) -> QueueSnapshot:
 
 
 def kill_queue(queue: ReplayQueue) -> None:
-    """Ends the queue's process as SIGKILL would: what is buffered is gone, descriptors are closed."""
+    """Ends the queue's process as SIGKILL would: buffers are lost, descriptors are closed."""
     journal = queue.store.journal
     assert journal is not None
     journal._background.shutdown(cancel_futures=True)

@@ -131,7 +131,7 @@ def _runs(pid: int) -> bool:
 
 def start_launch(folder: Path, run: str, *arguments: str, preloaded: ForkServer | None) -> Launched:
     """`asyncrl launch` in `folder`, on the demo unless a config is named, or on with a run there, with plain output.
-    Forked from a preloaded process, or a process of its own."""
+    Forked from a preloaded process, or a new process."""
     how = [] if {"--resume", "--config"} & set(arguments) else ["--config", "demo"]
     command = ["launch", *how, "--run", run, *arguments]
     if preloaded is not None:

@@ -18,7 +18,7 @@ from asyncrl.replay.state import GroupEvent, LeaseEvent, Snapshot, event_of
 
 @dataclass(frozen=True, slots=True)
 class SecondAttempts:
-    """Times are seconds after the generator was gone."""
+    """Times are seconds after the generator was silent."""
 
     leases: int
     """Groups that it had."""

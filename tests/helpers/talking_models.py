@@ -1,4 +1,4 @@
-"""A tiny model with a chat template that says one of some texts, whatever it reads."""
+"""A tiny model with a chat template that writes one of some texts, whatever it reads."""
 
 from __future__ import annotations
 

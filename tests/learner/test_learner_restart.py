@@ -249,17 +249,6 @@ def test_the_queue_asks_for_a_checkpoint(world: Make) -> None:
     assert len(times_s) == 1 and times_s[0] > 0
 
 
-def test_a_checkpoint_missed_while_catching_up_is_written_afterwards(world: Make) -> None:
-    one = world(every_steps=2)
-    one.kill_at(6)
-    for path in ("step-000002", "step-000004"):
-        (one.run_dir / "checkpoints" / path / "checkpoint.json").unlink()
-    one.config = one.config.model_copy(update={"steps": 7})
-    one.queue.saving.clear()
-    one.start()
-    assert [(step, saving) for step, saving, _ in one.queue.saving] == [*((s, s == 6) for s in range(1, 8)), (7, True)]
-
-
 def test_a_finished_run_continues_with_its_last_step(world: Make) -> None:
     one = world(every_steps=4)
     one.start()

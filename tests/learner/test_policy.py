@@ -177,47 +177,6 @@ def test_metrics_mean_what_they_say(one_rank: Ranks, tiny_model: Path) -> None:
     }  # fmt: skip
 
 
-def test_the_divergence_of_an_engine_that_matches_is_not_lost_in_rounding(one_rank: Ranks, tiny_model: Path) -> None:
-    config = make_config(tiny_model)
-    trainer = make_trainer(config, one_rank)
-    groups = make_groups(4)
-    by_name = {(g.ticket, n): t for g in groups for n, t in enumerate(g.trajectories)}
-    differences: list[Tensor] = []
-    for micro in make_batch(groups, tokens_per_microbatch=60).micro_batches:
-        logprobs = trainer.policy.logprobs(micro)
-        for number, name in enumerate(micro.names):
-            own = logprobs[micro.seq == number]
-            engine = own + 1e-4 * (-1.0) ** torch.arange(len(own))
-            differences.append((own - engine).double())
-            trajectory = by_name[name]
-            trajectory.behavior_logprobs[trajectory.action_mask] = engine.numpy()
-    difference = torch.cat(differences)
-    metrics = trainer.train(make_batch(groups, tokens_per_microbatch=60), step=1)
-    expected = float((difference.expm1() - difference).mean())
-    assert expected == pytest.approx(5e-9, rel=0.02)
-    assert metrics["correction/behavior_kl"] == pytest.approx(expected, rel=0.02)
-
-
-def test_masked_tokens_are_distinguished_from_clipped_ones(one_rank: Ranks, tiny_model: Path) -> None:
-    correction = {"level": "token", "mode": "mask", "high": 1.0}
-    config = make_config(tiny_model, algorithm={"loss": "decoupled_ppo", "correction": correction})
-    trainer = make_trainer(config, one_rank)
-    batch = pack_groups(config, make_groups(4, version=3))
-    of_sequence = grpo(batch.rewards, batch.group).float()
-    expected: dict[str, list[bool]] = {"mask_positive": [], "mask_negative": []}
-    for micro in batch.micro_batches:
-        ratio = (trainer.policy.logprobs(micro) - micro.behavior_logprobs).exp()
-        advantage, fresh = of_sequence[batch.seq[micro.span]], micro.versions == 3
-        masked = ratio > 1.0
-        for sign, name in ((1, "mask_positive"), (-1, "mask_negative")):
-            expected[name] += masked[fresh & (advantage * sign > 0)].tolist()
-    metrics = trainer.train(batch, step=4)
-    for name, masked in expected.items():
-        assert 0 < sum(masked) < len(masked)
-        assert metrics[f"staleness/0/{name}"] == pytest.approx(sum(masked) / len(masked)), name
-    assert metrics["staleness/0/clip_positive"] == metrics["staleness/0/clip_negative"] == 0.0
-
-
 def test_models_that_cannot_be_trained_are_refused(tiny_model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model.path = '.*nowhere': the model cannot be loaded"):
         load_policy_model(make_config(tiny_model), str(tmp_path / "nowhere"))

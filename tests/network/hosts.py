@@ -1,4 +1,4 @@
-"""Hosts for tests: network namespaces joined by a bridge, which has a namespace of its own, and processes on them.
+"""Hosts for tests: network namespaces joined by a bridge, which has a separate namespace, and processes on them.
 
 Nothing of them outlives the process that made them, even when it is killed: a namespace and its devices end with their
 last process, and each process ends with its parent.

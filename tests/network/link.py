@@ -1,7 +1,7 @@
-"""A bad link: a process that passes frames between two TAP devices, each in a network namespace of its own.
+"""A bad link: a process that passes frames between two TAP devices, each in a separate network namespace.
 
 `python -m tests.network.link FILE PID:DEVICE PID:DEVICE` makes the devices in the namespaces of the two processes. The
-JSON of FILE says how bad the link is; it is read again whenever it has changed.
+JSON of FILE has the quality of the link; it is read again whenever it has changed.
 """
 
 from __future__ import annotations

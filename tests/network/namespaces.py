@@ -41,7 +41,7 @@ class Namespaces(LocalLauncher):
     """Role processes of this machine, in other network namespaces."""
 
     def acquire(self, config: Any) -> None:
-        """`launch.address` names an interface or a network of all hosts; otherwise they have those of the file."""
+        """`launch.address` names an interface or a network of all hosts; otherwise they have the file's."""
         head, *others = read_hosts()
         self.address = head["address"]
         self.addresses = {one["name"]: one["address"] for one in others}
@@ -79,7 +79,7 @@ class Namespaces(LocalLauncher):
 
 
 def address_of(host: dict[str, Any], named: str) -> str:
-    """The address of a host on the interface or network `named`, as it says itself."""
+    """The address of a host on the interface or network `named`, as the host reports it."""
     command = ["nsenter", "--target", str(host["pid"]), "--net", "env", f"SLURMD_NODENAME={host['name']}"]
     command += [sys.executable, "-m", "asyncrl.launch.machine", named, os.devnull]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=FACTS_S, check=True)

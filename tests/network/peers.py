@@ -38,7 +38,7 @@ def say(**what: Any) -> None:
 
 def serve(keys: str, requests: str, channel: str, store: str) -> None:
     """Answers requests with the number of bytes that came, tenths of a second after they came first, as many as their
-    `step`. Listens as a channel and a store, too. Says often what each has counted."""
+    `step`. Also listens as a channel and a store. Often prints what each has counted."""
     due_s: dict[tuple[bytes, int], float] = {}
     waiting: dict[tuple[bytes, int], Reply] = {}
 
@@ -89,7 +89,7 @@ def ask(keys: str, address: str, connections: int, num_bytes: int) -> None:
 
 
 def intrude(keys: str, *addresses: str) -> None:
-    """Knocks at each address, as one who knows the run's id but not its keys. Says what came back."""
+    """Knocks at each address, as one who knows the run's id but not its keys. Prints the replies."""
     greeted, answers = 0, 0
     for address in addresses:
         for opening in (b"GET / HTTP/1.0\r\n\r\n", b"\xff" + bytes(8) + b"\x7f\x03" + bytes(200), b""):

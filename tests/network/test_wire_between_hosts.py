@@ -64,7 +64,7 @@ def keys(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def server(network: Network, keys: Path) -> tuple[list[str], Lines]:
-    """The addresses of a server on a host of its own, and what it says."""
+    """The addresses of a server on a separate host, and its output."""
     host = network.add("server")
     addresses = [f"tcp://{host.address}:{port}" for port in PORTS]
     lines = Lines(host.start("tests.network.peers", "serve", str(keys), *addresses))
@@ -114,7 +114,7 @@ def test_large_requests_come_through_a_long_and_lossy_link(
 def test_strangers_get_nothing_change_nothing_and_are_counted(
     network: Network, server: tuple[list[str], Lines], keys: Path
 ) -> None:
-    """Without keys, with those of another run, and with bytes that are no messages, at every port."""
+    """Without keys, with another run's keys, and with bytes that are no messages, at every port."""
     addresses, said = server
     stranger, friend = network.add("stranger"), network.add("friend")
     others = keys.with_name("others.json")

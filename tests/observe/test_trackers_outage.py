@@ -1,4 +1,4 @@
-"""What a tracker does cannot stop what trains: failures are counted, and rows wait on the disk."""
+"""A failing tracker does not stop the training: failures are counted, and rows wait on the disk."""
 
 from __future__ import annotations
 

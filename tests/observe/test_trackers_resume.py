@@ -67,7 +67,7 @@ def test_an_evaluation_after_the_last_step_is_logged_once(tmp_path: Path) -> Non
 
 
 def test_wandb_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Offline, unless the environment says otherwise."""
+    """Offline, unless WANDB_MODE is set."""
     monkeypatch.delenv("WANDB_MODE", raising=False)
     for name in ("exit", "excepthook"):  # wandb replaces them, for all tests after this one
         monkeypatch.setattr(sys, name, getattr(sys, name))

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from asyncrl.plan.measured import solved_fraction
-from asyncrl.plan.verdict import Idle, divergence_sentence, goodput_sentence, timeout_sentence
+from asyncrl.plan.verdict import Idle, brakes, goodput_sentence
 from tests.helpers.replay import small_config
 
 
@@ -51,14 +51,16 @@ def test_no_lever_makes_tokens_older_that_cannot_be(factors: dict[str, float], s
 
 
 def test_a_bound_that_takes_much_of_the_learning_rate_is_named() -> None:
-    assert divergence_sentence(0.97) == ""
-    assert divergence_sentence(0.123).startswith("algorithm.max_divergence leaves 0.12 of the learning rate; raise it")
+    calm = {"timed_out": 0.0, "engine_cpu": 0.0}
+    assert brakes(small_config(), lr_fraction=0.97, **calm) == []
+    (found,) = brakes(small_config(), lr_fraction=0.123, **calm)
+    assert found.startswith("algorithm.max_divergence leaves 0.12 of the learning rate; raise it")
 
 
 def test_the_time_limits_of_environments_are_named_when_they_bind() -> None:
     config = small_config(environment__name="guess", environment__timeout_s=5, environment__step_timeout_s=2)
-    assert timeout_sentence(config, 0.005) == ""
-    found = timeout_sentence(config, 0.04)
+    assert brakes(config, lr_fraction=1.0, timed_out=0.005, engine_cpu=0.0) == []
+    (found,) = brakes(config, lr_fraction=1.0, timed_out=0.04, engine_cpu=0.0)
     assert found.startswith(
         "4% of the groups were refunded since an environment took longer than environment.timeout_s"
     )
@@ -93,3 +95,10 @@ def test_groups_without_signal_are_solved_if_their_reward_is_above_that_of_the_o
     })  # fmt: skip
     assert solved_fraction(table) == 2 / 3
     assert solved_fraction(table.slice(1)) is None and solved_fraction(table.slice(0, 1)) is None
+
+
+def test_an_engine_whose_python_thread_is_the_limit_is_named() -> None:
+    config = small_config(generator__engine="vllm")
+    (found,) = brakes(config, lr_fraction=1.0, timed_out=0.0, engine_cpu=0.95)
+    assert found.startswith("Decoding steps wait for the engine's Python thread") and "95% of their time" in found
+    assert brakes(config, lr_fraction=1.0, timed_out=0.0, engine_cpu=0.5) == []

@@ -31,12 +31,12 @@ def job(generating_s: float, training_s: float) -> Workload:
 @pytest.mark.parametrize(("generating_s", "training_s", "generators"), [(3.0, 1.0, 6), (1.0, 3.0, 2), (1.0, 1.0, 4)])
 def test_devices_are_split_by_the_work(generating_s: float, training_s: float, generators: int) -> None:
     found = search(job(generating_s, training_s), SETUP, devices=8, max_staleness=4)
-    best = found[0].prediction
+    best = found[0]
     assert abs(best.setup.generators - generators) <= 1
     assert best.setup.learners == 8 - best.setup.generators
     assert best.setup.max_staleness >= 1
-    assert {c.prediction.setup.learners for c in found} == {1, 2, 3, 4, 6}, "the divisors of 12 groups"
-    assert all(c.prediction.setup.max_staleness <= 4 for c in found)
+    assert {c.setup.learners for c in found} == {1, 2, 3, 4, 6}, "the divisors of 12 groups"
+    assert all(c.setup.max_staleness <= 4 for c in found)
     ideal = min(best.setup.generators / generating_s, best.setup.learners / training_s)
     assert 0.85 * ideal < best.tokens_per_s / (float(LENGTHS.completions.mean()) * 48) < 1.1 * ideal
 
@@ -63,7 +63,7 @@ def test_plan_prints_a_table_and_the_command(tmp_path: Path) -> None:
     console, out = printed()
     run = make_run(tmp_path / "r")
     found = show_plan(console, run, devices=4, max_staleness=2)
-    best = found[0].prediction.setup
+    best = found[0].setup
     assert f"4 devices, predicted from {run}; 6 setups tried" in out.getvalue()
     command = (
         f"asyncrl launch --config {run / 'config.yaml'} --generators {best.generators} --learners {best.learners} "
@@ -101,7 +101,7 @@ def test_a_plan_from_a_run_that_collapsed_has_lower_limits_only(tmp_path: Path) 
     console, out = printed()
     run = collapsed_run(tmp_path / "r", 2)
     found = show_plan(console, run, devices=4, max_staleness=4)
-    assert {candidate.prediction.setup.max_staleness for candidate in found} == {0, 1}
+    assert {prediction.setup.max_staleness for prediction in found} == {0, 1}
     assert f"{run} collapsed at step 12: so. Lower it\nonly limits up to 1 are tried\n" in out.getvalue()
     (run / "summary.json").unlink()
     console, out = printed()
@@ -119,7 +119,7 @@ def test_a_plan_from_a_run_that_was_rolled_back_has_no_higher_limit(tmp_path: Pa
     (run / "rollbacks.json").write_text(json.dumps([record]))
     console, out = printed()
     found = show_plan(console, run, devices=4, max_staleness=8)
-    assert {candidate.prediction.setup.max_staleness for candidate in found} == {0, 1}
+    assert {prediction.setup.max_staleness for prediction in found} == {0, 1}
     assert (
         f"{run} was rolled back (steps 9 -> 5), the last time since it collapsed at step 7: so\nonly limits up to 1"
         in out.getvalue()

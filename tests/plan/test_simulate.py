@@ -198,7 +198,7 @@ def test_impossible_setups_are_refused(changes: dict[str, Any], says: str) -> No
 
 
 def test_the_routing_of_tokens_goes_through_the_queue() -> None:
-    """13 bytes of a token, and those of its routing."""
+    """13 bytes of a token, and the bytes of its routing."""
     options = ("simulate", "--steps", "5", "mean_tokens=50", "engine_base_ms=10", "learner_token_us=20")
     rates: list[float] = []
     for more in ((), ("routing_bytes=117",)):

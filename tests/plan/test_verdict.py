@@ -78,7 +78,7 @@ def test_from_idle_fractions_alone(generator_idle: float, learner_idle: float, m
 
 
 def test_a_run_without_any_signal_has_a_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where groups without signal are trained, nothing else ends such a run."""
+    """With groups without signal in training, nothing else ends such a run."""
     monkeypatch.chdir(tmp_path)
     path = make_run(Path("runs/r"))
     trace = pq.read_table(path / "trace.parquet")

@@ -1,4 +1,4 @@
-"""Where built-in rewards look for the answer, and what they take as right: one table for each."""
+"""The places in which built-in rewards look for the answer, and right answers: one table for each."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def test_programs_that_do_harm_get_nothing(program: str) -> None:
 
 
 def test_a_program_that_the_groups_time_cuts_off_has_no_score() -> None:
-    """Its own limit gives 0. Loops do not keep others from a score."""
+    """Its own limit scores 0. Loops do not keep others from a score."""
     started = time.monotonic()
     truth = {"inputs": [""] * 8, "outputs": ["3"] * 8}
     *loops, right = score(truth, *["while True: pass"] * 6, "print(3)", timeout_s=6.0, time_limit_s=1.5)

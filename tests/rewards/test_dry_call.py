@@ -1,4 +1,4 @@
-"""The run's own reward functions are called before the start: what is wrong is an error, what may be so a warning."""
+"""Custom reward functions are called before the start: certain faults are errors, possible ones warnings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reward model's process believes nothing that it is sent: bounds, errors as answers, peers that are cut off."""
+"""The reward model's process checks everything that it receives: bounds, errors as answers, peers that are cut off."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_requests_are_tokenized_in_portions(
     monkeypatch.setattr("asyncrl.rewards.model_server.RECEIVE_BYTES_AT_ONCE", 1000)
     server = ModelServer(model, endpoints_at(tmp_path / "model"))
     server.close()
-    # Within a process, what is sent has arrived.
+    # Within a process, sent messages have arrived.
     server._server._socket = zmq.Context.instance().socket(zmq.ROUTER)
     server._server._socket.bind("inproc://reward-model")
     peer = zmq.Context.instance().socket(zmq.DEALER)

@@ -1,4 +1,4 @@
-"""Reward functions: the built-in ones, both forms of a user's own, and what is said when something is wrong."""
+"""Reward functions: the built-in ones, both forms of custom ones, and their error texts."""
 
 from __future__ import annotations
 

@@ -292,7 +292,7 @@ def test_whether_a_run_needs_the_process() -> None:
 
 
 def test_the_process_runs_by_itself_and_stops(model_folder: Path, tmp_path: Path) -> None:
-    """In a process of its own, as the launcher has it."""
+    """In a separate process, as the launcher has it."""
     script = f"""
         from pathlib import Path
         from asyncrl.rewards.model_server import run_reward_model

@@ -21,7 +21,7 @@ import structlog
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.sandbox import confine
 from asyncrl.sandbox import run as sandbox
-from asyncrl.sandbox.run import Limits, ProgramOutcome, Sandbox, check_sandbox, run_program
+from asyncrl.sandbox.run import ProgramLimits, ProgramOutcome, Sandbox, check_sandbox, run_program
 from tests.helpers.kernel import why_not_confined
 from tests.helpers.normal_user import normal_user_fault, pytest_as_nobody
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 
 def run(source: str, *, time_s: float = 2.0, stdin: str = "", cases: list | None = None) -> ProgramOutcome:
-    return run_program(source, limits=Limits(time_s=time_s), within_s=20.0, stdin=stdin, cases=cases)
+    return run_program(source, limits=ProgramLimits(time_s=time_s), within_s=20.0, stdin=stdin, cases=cases)
 
 
 TRY = """
@@ -221,13 +221,13 @@ def test_the_whole_time_is_bounded_however_often_the_program_answers() -> None:
     started = time.monotonic()
     cases = [{"evaluate": "wait()"}] * 100
     source = "import time\ndef wait(): time.sleep(0.2)"
-    outcome = run_program(source, limits=Limits(time_s=2.0), within_s=2.0, cases=cases)
+    outcome = run_program(source, limits=ProgramLimits(time_s=2.0), within_s=2.0, cases=cases)
     assert outcome.ended == "cut off" and 0 < len(outcome.values) == outcome.answered < 50
     assert time.monotonic() - started < 12.0  # a hundred times 0.2 s would be 20
 
 
 def test_memory_is_bounded() -> None:
-    limits = Limits(time_s=20.0, memory_bytes=128 << 20)
+    limits = ProgramLimits(time_s=20.0, memory_bytes=128 << 20)
     for size, reached in ((64 << 20, b"done\n"), (10 << 30, b"")):
         outcome = run_program(f"x = bytearray({size})\nprint('done')", limits=limits, within_s=20.0)
         assert (outcome.ended, outcome.output) == ("exited", reached)
@@ -306,7 +306,7 @@ ctypes.CDLL(None).syscall(60, 0)
 @pytest.mark.parametrize("thread", ["first", "second"])
 @pytest.mark.parametrize(("held", "then"), [("file", "pass"), ("mmap.mmap(file.fileno(), 4096)", "file.close()")])
 def test_files_that_were_removed_and_are_still_held_count(held: str, then: str, thread: str) -> None:
-    limits = Limits(time_s=5.0, file_bytes=1 << 20)
+    limits = ProgramLimits(time_s=5.0, file_bytes=1 << 20)
     source = HIDE.format(held=held, then=then)
     if thread == "second":
         source = FIRST_THREAD_ENDS.format(hide=source.replace("\n", "\n    "))
@@ -335,7 +335,7 @@ def test_what_cannot_be_removed_is_said(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_output_and_folder_are_bounded_and_the_folder_is_removed(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    limits = Limits(time_s=5.0, file_bytes=1 << 20)
+    limits = ProgramLimits(time_s=5.0, file_bytes=1 << 20)
     output = run_program("while True: print('x' * 1000)", limits=limits, within_s=5.0)
     assert output.exit_code != 0 and len(output.output) <= 1 << 20
     files = "i = 0\nwhile True:\n    i += 1\n    open(str(i), 'wb').write(b'x' * 100000)"
@@ -348,7 +348,9 @@ def test_output_and_folder_are_bounded_and_the_folder_is_removed(tmp_path: Path,
 def test_a_program_ends_with_its_worker_and_the_next_start_removes_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker = "from asyncrl.sandbox.run import *\nrun_program('while 1: pass', limits=Limits(60.0), within_s=60.0)"
+    worker = (
+        "from asyncrl.sandbox.run import *\nrun_program('while 1: pass', limits=ProgramLimits(60.0), within_s=60.0)"
+    )
     env = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen([sys.executable, "-c", worker], cwd=Path(__file__).parents[2], env=env) as parent:
         programs = []
@@ -451,9 +453,9 @@ def test_an_interpreter_runs_many_programs_which_know_nothing_of_each_other() ->
     """And each is seen to end, at whatever moment of its end it is looked at."""
     source = "import os, sys\nprint(os.listdir(), 'mark' in vars(sys))\nopen('file', 'w')\nsys.mark = 1"
     with Sandbox() as many:
-        outcomes = [many.run(source, limits=Limits(), within_s=20.0) for _ in range(100)]
-        ended = many.run("while True: pass", limits=Limits(), within_s=0.0)
-        late = many.run(source, limits=Limits(), within_s=20.0)
+        outcomes = [many.run(source, limits=ProgramLimits(), within_s=20.0) for _ in range(100)]
+        ended = many.run("while True: pass", limits=ProgramLimits(), within_s=0.0)
+        late = many.run(source, limits=ProgramLimits(), within_s=20.0)
     assert {(one.ended, one.exit_code, one.output) for one in [*outcomes, late]} == {("exited", 0, b"[] False\n")}
     assert ended.ended == "cut off"
 

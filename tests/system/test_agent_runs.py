@@ -1,6 +1,6 @@
 """Ten optimizer steps of programs that know nothing of asyncrl: those of docs/environments.md, on a tiny chat model.
 
-The arrays that were trained are compared with what the program would have said to what the policy said.
+The arrays that were trained are compared with the program's replies to the policy's texts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SMALL = [
 ]  # fmt: skip
 CALL = '<tool_call>\n{{"name": "multiply", "arguments": {{"a": {a}, "b": {b}}}}}\n</tool_call>'
 PRODUCTS = [CALL.format(a=6, b=7), CALL.format(a=2, b=3), "42", "6", ""]
-"""What the models say; an empty turn, too."""
+"""Texts of the models, of which one is an empty turn."""
 ROWS = [("6 * 7 =", "42"), ("2 * 3 =", "6")]
 
 
@@ -154,7 +154,7 @@ def turns_of(member: Trajectory) -> list[list[int]]:
 def replay(
     dialogue: ChatDialogue, member: Trajectory, row: tuple[list[Message], str], program: Program
 ) -> tuple[float, dict[str, float]]:
-    """Returns reward and parts of what the policy said; asserts that the tokens are those that the program makes."""
+    """Returns reward and parts of the policy's texts; asserts that the tokens are those that the program makes."""
     messages, truth = row
     talk, left = Conversation(dialogue, messages), iter(turns_of(member))
     reward, parts = program(talk, truth, left)

@@ -26,7 +26,7 @@ class Fragile(Environment):
 
     def step(self, action):
         if self.dice.random() < 0.05:
-            raise OSError("the tool is gone")
+            raise OSError("the tool failed")
         if self.dice.random() < 0.002:
             os._exit(9)
         odd = sum(map(ord, action.text)) % 2
@@ -90,7 +90,7 @@ def test_a_run_with_failing_environments_loses_nothing(
 def test_rewards_and_environments_by_data_source_are_added(
     launch: Callable[..., Launched], asyncrl: Callable[..., str], settings: list[str], tmp_path: Path
 ) -> None:
-    """A function scores what the policy said in `guess`, beside the environment; evaluations have the function only."""
+    """A function scores the texts in `guess` in addition to the environment; evaluations have the function only."""
     products = tmp_path / "calculator.parquet"
     make_demo_rows("calculator", products, rows=16)
     (tmp_path / "words.py").write_text(

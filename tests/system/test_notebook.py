@@ -1,4 +1,4 @@
-"""The notebook of the docs runs from its first to its last cell in a kernel of its own."""
+"""The notebook of the docs runs from its first to its last cell in a separate kernel."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ Losses = dict[int, float]
 
 @dataclass
 class Killed:
-    """What the launch left that was killed."""
+    """The files of the launch that was killed."""
 
     run_dir: Path
     steps: int

@@ -21,7 +21,7 @@ ON_RAY = ["launch.cluster=ray", "launch.start_timeout_s=120", *SMALL]
 
 @pytest.fixture
 def cluster() -> Iterator[RayCluster]:
-    """A cluster of its own for each test, since they change its nodes."""
+    """A separate cluster for each test, since they change its nodes."""
     with pytest.MonkeyPatch.context() as patch:
         found = RayCluster(3)
         patch.setenv("RAY_ADDRESS", found.address)
@@ -35,7 +35,7 @@ def hosts_of(run: Launched, role: str) -> list[str]:
 
 
 def test_pools_that_cannot_be_had_are_refused(launch: Callable[..., Launched], cluster: RayCluster) -> None:
-    """Once for good, with what is there and what is missing; and once after the wait for what others use."""
+    """Once finally, with the present and the missing resources; and once after the wait for resources in use."""
     roles = "placement.roles={generator: gen, learner: train}"
     pools = "placement.pools={gen: {nodes: 4}, train: {nodes: 1}}"
     code, output = launch("--steps", "1", roles, pools, *ON_RAY, run="nodes", plain=True).end(timeout_s=100)

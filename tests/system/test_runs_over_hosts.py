@@ -221,8 +221,8 @@ def test_a_host_that_was_only_silent_changes_nothing_when_it_is_back(cluster: Cl
 
 
 def test_a_silent_host_holds_nothing_up_and_continues_when_it_is_back(cluster: Cluster) -> None:
-    """All processes of a generator's host stand still, and nobody says that it is lost. The other generator gets what
-    it had. Back again it is the same process and session."""
+    """All processes of a generator's host stand still, and nothing reports that it is lost. The other generator gets
+    what it had. Back again it is the same process and session."""
     for name in ("head", "n1", "n2", "n3"):
         cluster.add(name)
     pools = ["placement.pools={a: {nodes: 3}}", IN_POOL[1]]

@@ -1,4 +1,4 @@
-"""Links, names, config keys and commands in README and docs are those of the code; the core path stays short."""
+"""Links, names, config keys and commands in README and docs exist in the code; the core path stays short."""
 
 from __future__ import annotations
 

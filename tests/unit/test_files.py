@@ -51,6 +51,6 @@ files.open_file("/", os.O_RDONLY)
 
 @pytest.mark.parametrize(("freed_s", "error"), [(0.2, ""), (1.0, "Too many open files")])
 def test_a_free_descriptor_is_waited_for(freed_s: float, error: str) -> None:
-    """In a process of its own: threads of ZeroMQ do not survive without descriptors."""
+    """In a separate process: threads of ZeroMQ do not survive without descriptors."""
     done = subprocess.run([sys.executable, "-c", OPENS, str(freed_s)], capture_output=True, text=True, timeout=60)
     assert (done.returncode == 0) == (not error) and error in done.stderr

@@ -36,7 +36,7 @@ print(process.exitcode)
 
 
 def in_thread(what: Callable[[], None]) -> None:
-    """Scheduling is a thread's own: that of the tests stays as it is."""
+    """Scheduling belongs to a thread: the tests' stays as it is."""
     found: list[BaseException] = []
 
     def run() -> None:

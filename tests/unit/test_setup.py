@@ -23,7 +23,7 @@ Setup = Callable[..., str]
 
 @pytest.fixture
 def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Setup:
-    """Runs the script in a folder of its own; returns the calls of Python since the last run."""
+    """Runs the script in a separate folder; returns the calls of Python since the last run."""
     for name in ("scripts/setup", "pyproject.toml", "requirements/cpu.txt", "requirements/gpu.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy2(ROOT / name, tmp_path / name)

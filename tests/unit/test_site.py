@@ -1,4 +1,4 @@
-"""The documentation site: its pages are those of the repository, links work, and nothing is loaded from elsewhere."""
+"""The documentation site: it has the pages of the repository, links work, and nothing is loaded from elsewhere."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def test_a_listener_is_not_pushed_aside_and_one_that_died_is_replaced(base: Path
     first.close()
     dealer = connect_dealer(address, linger_s=0.0)
     second = bind_router(address, "replay")
-    # ZeroMQ ends the first one's connections in the background: what is sent meanwhile may be lost.
+    # ZeroMQ ends the first one's connections in the background: messages sent before that may be lost.
     for _ in range(100):
         dealer.send(b"hello")
         if second.poll(100):

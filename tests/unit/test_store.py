@@ -1,4 +1,4 @@
-"""The key-value store: what it answers, what it bounds, when its holder is gone, and what a stranger gets of it."""
+"""The key-value store: its answers, its bounds, a dead holder, and unknown peers."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_it_holds_so_much_and_no_more(client: RemoteStore, monkeypatch: pytest.M
     for what in ("get", "wait"):
         with pytest.raises(StoreError, match="an answer of 1800 bytes is too large"):
             client.ask(what, ["large", "large"])
-    for _ in range(2):  # what was replaced or deleted takes no room
+    for _ in range(2):  # replaced and deleted values take no room
         client.ask("set", ["large"], bytes(900))
         client.ask("delete", ["large"])
     client.ask("set", ["large"])

@@ -54,14 +54,14 @@ class McpEnvironment(ToolEnvironment):
         super().__init__(task)
         self._reward = load_reward(reward)
         self._own = per_episode
-        self._server: Server | None = None
+        self._server: McpServer | None = None
 
     @classmethod
     def check_setup(cls, **options: Any) -> None:
         load_reward(options.get("reward"))
 
     async def reset(self) -> None:
-        self._server = Server(self.target) if self._own else shared(self.target)
+        self._server = McpServer(self.target) if self._own else shared(self.target)
         await self._server.client()
 
     async def reward(self) -> Any:
@@ -93,7 +93,7 @@ class McpEnvironment(ToolEnvironment):
         return call
 
 
-class Server:
+class McpServer:
     """A connection to a server, which is started for it. It has a separate task, since it must be opened and closed
     in the same one."""
 
@@ -130,14 +130,14 @@ class Server:
                 self._opened.set_exception(RuntimeError(f"cannot connect to {self._target}: {_cause(error)}"))
 
 
-_shared: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Server]] = WeakKeyDictionary()
+_shared: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, McpServer]] = WeakKeyDictionary()
 
 
-def shared(target: str) -> Server:
+def shared(target: str) -> McpServer:
     """The server of this process, which is another one when it has ended."""
     servers = _shared.setdefault(asyncio.get_running_loop(), {})
     if target not in servers or servers[target].lost:
-        servers[target] = Server(target)
+        servers[target] = McpServer(target)
     return servers[target]
 
 

@@ -35,12 +35,10 @@ def check_chat(config: Config, prompt: Prompt, tools: Mapping[str, Sequence[Sche
         check_stops(config, dialogue, has_tools=any(tools.values()))
         for name, schemas in tools.items():
             _check_tools(config, dialogue, name, schemas)
-        notes = [_compared(dialogue, ()), _reasoning(dialogue)]
-        notes += [_compared_with_tools(dialogue, schemas) for schemas in tools.values() if schemas]
-        notes.append(_first_prompt(dialogue, prompt))
+        notes = [_compared(dialogue), _reasoning(dialogue), _first_prompt(dialogue, prompt)]
     except DialogueError as error:
         raise ConfigError(f"{where}: {error}; use a model whose template has turns, or prompts of plain text") from None
-    return list(dict.fromkeys(note for note in notes if note))
+    return [note for note in notes if note]
 
 
 def check_stops(config: Config, dialogue: ChatDialogue, *, has_tools: bool) -> None:
@@ -108,42 +106,20 @@ def call_turn(dialogue: ChatDialogue, tool: Schema, arguments: dict[str, Any]) -
     return turn[: ends[-1]] if ends else turn
 
 
-def _compared(dialogue: ChatDialogue, tools: Sequence[Schema]) -> str:
-    """The difference between an appended second turn and the rendering of the complete conversation."""
+def _compared(dialogue: ChatDialogue) -> str:
+    """A text if an appended second turn differs from the rendering of the complete conversation."""
     rendering = dialogue.rendering
-    whole = rendering.render([USER, TURN, NEXT], tools, generate=True)
-    end = rendering.name_of(dialogue.ends.history)
-    begin = rendering.render([USER], tools, generate=True)
-    appended = begin + TURN["content"] + end + dialogue.suffix([NEXT], tools)
-    return _difference(dialogue, rendering.plain(appended), rendering.plain(whole))
-
-
-def _compared_with_tools(dialogue: ChatDialogue, tools: Sequence[Schema]) -> str:
-    """The same for the answer to a call. What the policy writes to call a tool is its own."""
-    rendering = dialogue.rendering
-    arguments = '{"value": 1}' if dialogue.turns.has_text_arguments else {"value": 1}
-    function = {"name": SENTINEL, "arguments": arguments}
-    calls = [{"id": "call00000", "type": "function", "function": function}]
-    call: Message = {"role": "assistant", "content": "", "tool_calls": calls}
-    answer: Message = {"role": "tool", "tool_call_id": "call00000", "name": SENTINEL, "content": "1"}
-    whole = rendering.plain(rendering.render([USER, call, answer], tools, generate=True))
-    begin = rendering.plain(rendering.render([USER], tools, generate=True))
-    behind = rendering.plain(dialogue.suffix([answer], tools))
-    if not whole.endswith(behind):
-        return _difference(dialogue, behind, whole[-len(behind) :])
-    return _difference(dialogue, begin, whole[: len(begin)])
-
-
-def _difference(dialogue: ChatDialogue, appended: str, whole: str) -> str:
-    if appended == whole:
+    complete = rendering.plain(rendering.render([USER, TURN, NEXT], (), generate=True))
+    begin, end = rendering.render([USER], (), generate=True), rendering.name_of(dialogue.ends.history)
+    appended = rendering.plain(begin + TURN["content"] + end + dialogue.suffix([NEXT], ()))
+    if appended == complete:
         return ""
-    place = next((at for at, (a, b) in enumerate(zip(appended, whole, strict=False)) if a != b), 0)
-    begin = max(0, place - SHOWN_CHARACTERS // 3)
-    first, second = appended[begin : begin + SHOWN_CHARACTERS], whole[begin : begin + SHOWN_CHARACTERS]
+    differ = next((at for at, (a, b) in enumerate(zip(appended, complete, strict=False)) if a != b), 0)
+    shown = slice(max(0, differ - SHOWN_CHARACTERS // 3), differ + 2 * SHOWN_CHARACTERS // 3)
     return (
         f"chat template: a further turn is appended to what the policy has read, which then is not what the template "
-        f"makes of the conversation: {first!r} instead of {second!r}; with environment.history=template it begins a "
-        f"row of its own. {_setting(dialogue)}"
+        f"makes of the conversation: {appended[shown]!r} instead of {complete[shown]!r}; with "
+        f"environment.history=template it begins a row of its own. {_setting(dialogue)}"
     )
 
 

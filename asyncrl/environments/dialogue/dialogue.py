@@ -17,7 +17,7 @@ from asyncrl.environments.dialogue.rendering import (
     DialogueError,
     Ends,
     Rendering,
-    Turns,
+    TurnFrame,
     check_embedded,
     dummy_call,
     dummy_turn,
@@ -189,7 +189,7 @@ class ChatDialogue(Dialogue):
         self.coders, self.renders_history = text.coders, text.renders_history
         self._max_tokens, self._tool_format = text._max_tokens, text._tool_format
         self.rendering = rendering
-        self.turns = Turns.of(rendering)
+        self.turns = TurnFrame.of(rendering)
         self.end_tokens = frozenset(token for token in self.ends if token is not None)
         self.generation_prompt = rendering.plain(self.turns.prompt)
         """The text that the template writes before a turn."""
@@ -270,7 +270,7 @@ class ChatDialogue(Dialogue):
         content = self.rendering.without_special(written.content)
         return Read(formats.to_message(content, reasoning, calls), calls, tuple(written.problems))
 
-    def _read_by_template(self, template: Any, text: str, tools: Sequence[Schema]) -> tuple[formats.Written, str]:
+    def _read_by_template(self, template: Any, text: str, tools: Sequence[Schema]) -> tuple[formats.ParsedTurn, str]:
         """The turn and its reasoning, as the tokenizer's response template describes them."""
         from transformers.utils.chat_parsing import parse_response
 
@@ -280,7 +280,7 @@ class ChatDialogue(Dialogue):
             written = formats.of_message(parsed if tools else {**parsed, "tool_calls": []})
         except Exception as error:  # a template is a program, which may raise anything
             reasoning, rest = formats.split_reasoning(text, opened=self.opens_reasoning)
-            return formats.Written(rest, (), [f"the turn is not valid: {error}"]), reasoning
+            return formats.ParsedTurn(rest, (), [f"the turn is not valid: {error}"]), reasoning
         return written, str(parsed.get("reasoning_content") or parsed.get("thinking") or "")
 
     def _format(self, tools: Sequence[Schema]) -> formats.Format:

@@ -32,7 +32,7 @@ class Read(NamedTuple):
     """Why text that looks like a call is none."""
 
 
-class Written(NamedTuple):
+class ParsedTurn(NamedTuple):
     """A text, parsed by a format."""
 
     content: str
@@ -42,47 +42,47 @@ class Written(NamedTuple):
     problems: Sequence[str] = ()
 
 
-Format = Callable[[str, Sequence[Schema]], Written]
+Format = Callable[[str, Sequence[Schema]], ParsedTurn]
 
 
-def hermes(text: str, tools: Sequence[Schema]) -> Written:
+def hermes(text: str, tools: Sequence[Schema]) -> ParsedTurn:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them."""
     return _each_call(text, _of_json)
 
 
-def qwen3_coder(text: str, tools: Sequence[Schema]) -> Written:
+def qwen3_coder(text: str, tools: Sequence[Schema]) -> ParsedTurn:
     """`<tool_call><function=NAME><parameter=NAME>VALUE</parameter></function></tool_call>`, any number of them."""
     types = {name: _types(schema) for name, schema in by_name(tools).items()}
     return _each_call(text, lambda body: _of_xml(body, types))
 
 
-def deepseek(text: str, tools: Sequence[Schema]) -> Written:
+def deepseek(text: str, tools: Sequence[Schema]) -> ParsedTurn:
     """The calls of DeepSeek V3 (a name and a block of JSON behind "function") and V3.1 (a name and JSON)."""
     return _each_call(text, _of_deepseek, DEEPSEEK_CALL, DEEPSEEK_END)
 
 
-def kimi(text: str, tools: Sequence[Schema]) -> Written:
+def kimi(text: str, tools: Sequence[Schema]) -> ParsedTurn:
     """The calls of Kimi K2: an id such as `functions.NAME:0`, and JSON."""
     return _each_call(text, _of_kimi, KIMI_CALL, KIMI_END)
 
 
-def json_only(text: str, tools: Sequence[Schema]) -> Written:
+def json_only(text: str, tools: Sequence[Schema]) -> ParsedTurn:
     """A turn that is one JSON object with "name" and "arguments" or "parameters", or a list of these."""
     if not text.lstrip().startswith(("{", "[")):
-        return Written(text, ())
+        return ParsedTurn(text, ())
     try:
         value = _loads(text)
         items = cast("list[Any]", value) if isinstance(value, list) else [value]
         calls = [_call_of(item) for item in items]
     except ValueError as error:
         looks = '"name"' in text and ('"arguments"' in text or '"parameters"' in text)
-        return Written(text, (), [f"the call is not valid: {error}"] if looks else ())
-    return Written("", calls)
+        return ParsedTurn(text, (), [f"the call is not valid: {error}"] if looks else ())
+    return ParsedTurn("", calls)
 
 
-def no_calls(text: str, tools: Sequence[Schema]) -> Written:
+def no_calls(text: str, tools: Sequence[Schema]) -> ParsedTurn:
     """No calls."""
-    return Written(text, ())
+    return ParsedTurn(text, ())
 
 
 FORMATS: Mapping[str, Format] = {
@@ -131,11 +131,11 @@ def to_message(content: str, reasoning: str, calls: Sequence[ToolCall]) -> Messa
     return message
 
 
-def of_message(message: Mapping[str, Any]) -> Written:
+def of_message(message: Mapping[str, Any]) -> ParsedTurn:
     """Content and calls of a message that a parser has made. Raises ValueError for a call that is none."""
     calls = cast("list[Any]", message.get("tool_calls") or [])
     found = [_call_of(cleaned(call.get("function", call) if isinstance(call, dict) else call)) for call in calls]
-    return Written(cleaned(str(message.get("content") or "")), found)
+    return ParsedTurn(cleaned(str(message.get("content") or "")), found)
 
 
 def cleaned(value: Any) -> Any:
@@ -152,7 +152,7 @@ def _each_call(
     read: Callable[[str], tuple[str, dict[str, Any], str | None]],
     begin: str = "<tool_call>",
     end: str = "</tool_call>",
-) -> Written:
+) -> ParsedTurn:
     calls: list[tuple[str, dict[str, Any], str | None]] = []
     problems: list[str] = []
 
@@ -165,7 +165,7 @@ def _each_call(
         return ""
 
     rest = re.sub(rf"{re.escape(begin)}(.*?)(?:{re.escape(end)}|\Z)", take, text, flags=re.DOTALL)
-    return Written(rest.strip() if calls else rest, calls, problems)
+    return ParsedTurn(rest.strip() if calls else rest, calls, problems)
 
 
 def _of_json(body: str) -> tuple[str, dict[str, Any], str | None]:

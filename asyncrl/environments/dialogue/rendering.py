@@ -227,7 +227,7 @@ class Ends(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
+class TurnFrame:
     """The text that a template writes around the policy's turns."""
 
     ends: Ends
@@ -239,7 +239,7 @@ class Turns:
     """The ids of calls that it takes."""
 
     @classmethod
-    def of(cls, rendering: Rendering) -> Turns:
+    def of(cls, rendering: Rendering) -> TurnFrame:
         """Raises DialogueError for a template that refuses a second turn, or does not end one with a special token."""
         first: Message = {"role": "assistant", "content": ANCHOR}
         text = rendering.render([DUMMY, first, {"role": "user", "content": "Zq7next7qZ"}], (), generate=True)

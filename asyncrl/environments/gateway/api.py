@@ -106,7 +106,7 @@ def _spoken(message: Message) -> tuple[Any, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class TurnRequest:
     """A request for a turn."""
 
     messages: tuple[Message, ...]
@@ -122,7 +122,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class TurnAnswer:
     """A turn of the policy."""
 
     number: int
@@ -202,7 +202,7 @@ def chat_request(
     content: bytes,
     headers: Mapping[str, str],
     template_options: Mapping[str, Any],
-) -> Request:
+) -> TurnRequest:
     """The request of `chat/completions`; `template_options` are the episode's. Raises GatewayError."""
     _check_fields(body, template_options)
     messages = body.get("messages")
@@ -215,7 +215,7 @@ def chat_request(
     return _request(body, content, headers, messages=tuple(map(normalized, messages)), tools=shown)
 
 
-def text_request(body: Mapping[str, Any], content: bytes, headers: Mapping[str, str]) -> Request:
+def text_request(body: Mapping[str, Any], content: bytes, headers: Mapping[str, str]) -> TurnRequest:
     """The request of `completions`, whose prompt is a list of tokens. Raises GatewayError."""
     _check_fields(body, {})
     prompt = body.get("prompt")
@@ -229,11 +229,11 @@ def sampling_of(body: Mapping[str, Any]) -> list[str]:
     return [name for name in SAMPLING if body.get(name) is not None]
 
 
-def _request(body: Mapping[str, Any], content: bytes, headers: Mapping[str, str], **prompt: Any) -> Request:
+def _request(body: Mapping[str, Any], content: bytes, headers: Mapping[str, str], **prompt: Any) -> TurnRequest:
     key, count = headers.get(IDEMPOTENCY), headers.get(RETRY_COUNT, "0")
     digest = key or hashlib.blake2b(content, digest_size=16).hexdigest()
     is_retry = key is not None or (count.isdecimal() and int(count) > 0)
-    return Request(**prompt, max_tokens=_limit(body), stop=_stop(body), digest=digest, is_retry=is_retry)
+    return TurnRequest(**prompt, max_tokens=_limit(body), stop=_stop(body), digest=digest, is_retry=is_retry)
 
 
 def _limit(body: Mapping[str, Any]) -> int | None:
@@ -286,7 +286,7 @@ def models() -> dict[str, Any]:
     return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "asyncrl"}]}
 
 
-def chat_completion(episode: str, answer: Answer, *, model: str, with_tokens: bool) -> dict[str, Any]:
+def chat_completion(episode: str, answer: TurnAnswer, *, model: str, with_tokens: bool) -> dict[str, Any]:
     """The response of `chat/completions`."""
     choice: dict[str, Any] = {"index": 0, "message": to_answer(answer.message), "logprobs": None}
     choice["finish_reason"] = finish_reason(answer)
@@ -296,14 +296,14 @@ def chat_completion(episode: str, answer: Answer, *, model: str, with_tokens: bo
     return response
 
 
-def text_completion(episode: str, answer: Answer, text: str, *, model: str) -> dict[str, Any]:
+def text_completion(episode: str, answer: TurnAnswer, text: str, *, model: str) -> dict[str, Any]:
     """The response of `completions`."""
     choice: dict[str, Any] = {"index": 0, "text": text, "logprobs": None, "token_ids": answer.tokens}
     choice["finish_reason"] = "length" if answer.truncated else "stop"
     return _head(episode, answer, model, "text_completion") | {"choices": [choice], "usage": usage(answer)}
 
 
-def chat_chunks(episode: str, answer: Answer, *, model: str, with_usage: bool) -> Iterator[bytes]:
+def chat_chunks(episode: str, answer: TurnAnswer, *, model: str, with_usage: bool) -> Iterator[bytes]:
     """The events of a streamed response. The turn comes in one piece."""
     head = _head(episode, answer, model, "chat.completion.chunk")
 
@@ -336,20 +336,20 @@ def to_answer(message: Message) -> Message:
     return answer
 
 
-def finish_reason(answer: Answer) -> str:
+def finish_reason(answer: TurnAnswer) -> str:
     """Why the turn ended, in the words of the API."""
     if answer.truncated:
         return "length"
     return "tool_calls" if answer.message.get("tool_calls") else "stop"
 
 
-def usage(answer: Answer) -> dict[str, int]:
+def usage(answer: TurnAnswer) -> dict[str, int]:
     """The numbers of tokens of an answer."""
     prompt, completion = len(answer.prompt_tokens), len(answer.tokens)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-def _head(episode: str, answer: Answer, model: str, kind: str) -> dict[str, Any]:
+def _head(episode: str, answer: TurnAnswer, model: str, kind: str) -> dict[str, Any]:
     name = f"chatcmpl-{episode}-{answer.number}"
     return {"id": name, "object": kind, "created": int(time.time()), "model": model}
 

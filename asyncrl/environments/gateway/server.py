@@ -21,8 +21,8 @@ from asyncrl.environments.dialogue.dialogue import Dialogue
 from asyncrl.environments.gateway.api import (
     MODEL,
     Access,
-    Answer,
     GatewayError,
+    TurnAnswer,
     chat_chunks,
     chat_completion,
     chat_request,
@@ -142,7 +142,7 @@ class Gateway:
 
 
 async def _delivered(
-    session: Session, answer: Answer, response: web.StreamResponse, request: web.Request
+    session: Session, answer: TurnAnswer, response: web.StreamResponse, request: web.Request
 ) -> web.StreamResponse:
     """Completes the response, and notes that the client has it. Raises ConnectionResetError if it has disconnected."""
     if not response.prepared:

@@ -13,8 +13,8 @@ from asyncrl.environments.dialogue.conversation import ConversationRenderer, Spo
 from asyncrl.environments.dialogue.dialogue import Dialogue, is_appendable
 from asyncrl.environments.dialogue.rendering import DialogueError
 from asyncrl.environments.environment import Message, ToolCall
-from asyncrl.environments.episode import Limits, Turn
-from asyncrl.environments.gateway.api import Answer, GatewayError, Request, is_echo, normalized
+from asyncrl.environments.episode import Limits, PolicyTurn
+from asyncrl.environments.gateway.api import GatewayError, TurnAnswer, TurnRequest, is_echo, normalized
 from asyncrl.wire.service_messages import NextTurn
 
 
@@ -61,10 +61,10 @@ class _Conversation:
 class _Pending:
     """A turn that is being sampled."""
 
-    request: Request
+    request: TurnRequest
     conversation: _Conversation
     number: int
-    answer: asyncio.Future[Answer]
+    answer: asyncio.Future[TurnAnswer]
 
 
 class Session:
@@ -85,7 +85,7 @@ class Session:
         self._conversations: list[_Conversation] = []
         self._pending: dict[int, _Pending] = {}
         """By branch."""
-        self._asked: dict[str, asyncio.Future[Answer]] = {}
+        self._asked: dict[str, asyncio.Future[TurnAnswer]] = {}
         """The last request of each digest."""
         self._read: set[int] = set()
         self._num_calls = 0
@@ -107,7 +107,7 @@ class Session:
         """The variables of the chat template for this episode."""
         return self._dialogue.template_options
 
-    async def complete(self, request: Request) -> Answer:
+    async def complete(self, request: TurnRequest) -> TurnAnswer:
         """Returns the policy's turn. Raises GatewayError."""
         if self._over:
             raise self._over_error()
@@ -116,7 +116,7 @@ class Session:
         answer = self._asked[request.digest] = self._ask(request)
         return await asyncio.shield(answer)  # it outlives a client that does not wait
 
-    def receive(self, branch: int, turn: Turn) -> None:
+    def receive(self, branch: int, turn: PolicyTurn) -> None:
         """Receives a turn."""
         if (pending := self._pending.pop(branch, None)) is None:
             return
@@ -137,10 +137,10 @@ class Session:
         conversation.busy = False
         self.was_cut = turn.status == "truncated"
         if not pending.answer.cancelled():
-            answer = Answer(pending.number, read.message, prompt, tuple(turn.tokens), truncated=self.was_cut)
+            answer = TurnAnswer(pending.number, read.message, prompt, tuple(turn.tokens), truncated=self.was_cut)
             pending.answer.set_result(answer)
 
-    def delivered(self, answer: Answer) -> None:
+    def delivered(self, answer: TurnAnswer) -> None:
         """Notes that the client has the answer."""
         self._read.add(answer.number)
 
@@ -166,7 +166,7 @@ class Session:
     def _over_error(self) -> GatewayError:
         return GatewayError(f"episode {self.episode} is over", status=410, code="episode_over")
 
-    def _ask(self, request: Request) -> asyncio.Future[Answer]:
+    def _ask(self, request: TurnRequest) -> asyncio.Future[TurnAnswer]:
         """Asks the policy for a turn."""
         limits = self._limits
         if self.num_turns >= limits.max_turns:
@@ -190,7 +190,7 @@ class Session:
         conversation.tokens += tokens
         conversation.busy = True
         number, self.num_turns = self.num_turns, self.num_turns + 1
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[TurnAnswer] = asyncio.get_running_loop().create_future()
         if not self._pending:
             self._since_s = time.monotonic()
         self._pending[conversation.number] = _Pending(request, conversation, number, answer)
@@ -199,7 +199,7 @@ class Session:
         self._say(wish, tokens)
         return answer
 
-    def _place(self, request: Request) -> tuple[int, int, list[int], _Conversation]:
+    def _place(self, request: TurnRequest) -> tuple[int, int, list[int], _Conversation]:
         """Returns the branch that the request continues, the number of its tokens that stay, the tokens that follow,
         and the conversation, which is a new one unless it continues the complete branch."""
         tools = json.dumps(request.tools, sort_keys=True)
@@ -231,7 +231,7 @@ class Session:
     def _rendered(
         self,
         renderer: ConversationRenderer,
-        request: Request,
+        request: TurnRequest,
         conversation: _Conversation,
         turns: int,
         new: _Conversation,
@@ -250,7 +250,7 @@ class Session:
         new.messages, new.tokens, new.ends = conversation.messages[: ends[-1].num_messages], tokens[:keep], ends
         return conversation.number, keep, tokens[keep:], new
 
-    def _begin(self, request: Request) -> list[int]:
+    def _begin(self, request: TurnRequest) -> list[int]:
         return _encoded(self._dialogue.begin, request.messages, request.tools)
 
 

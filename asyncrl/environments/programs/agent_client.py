@@ -37,8 +37,6 @@ CLOSE_S = 2.0
 START_S = 120.0
 """Deadline for the interpreter to import the program."""
 MAX_LINE_BYTES = 64 << 20
-OLDEST = (3, 9)
-"""The oldest Python that runs SCRIPT."""
 Kind = Literal["agent", "verifiers"]
 
 
@@ -59,10 +57,11 @@ class SubprocessProgram:
 
     def check(self) -> None:
         """Raises ConfigError if the interpreter cannot be started or cannot load the program."""
-        check_interpreter(self._python)
-        what = f"environment.name = {self.name!r}"
+        what, command = f"environment.name = {self.name!r}", [self._python, str(SCRIPT), self._spec]
         try:
-            done = _run([self._python, str(SCRIPT), self._spec])
+            done = subprocess.run(command, input=b"", capture_output=True, timeout=START_S, start_new_session=True)
+        except OSError as error:
+            raise ConfigError(_not_started(self._python, error)) from None
         except subprocess.TimeoutExpired:
             raise ConfigError(f"{what}: {self._python} has not loaded it within {START_S:g} s") from None
         if problem := _problem(done.stdout, done.stderr):
@@ -137,33 +136,16 @@ class SubprocessProgram:
                 run.set_exception(ProgramLostError(f"the process of the programs ended with exit code {code}"))
 
 
-def check_interpreter(python: str) -> None:
-    """Raises ConfigError unless it is an interpreter that runs programs."""
-    what = f"environment.python = {python!r}"
-    try:
-        done = _run([python, "-c", "import sys; sys.stdout.write('python %d.%d' % sys.version_info[:2])"])
-    except OSError as error:
-        raise ConfigError(f"{what}: cannot be started ({error.strerror})") from None
-    except subprocess.TimeoutExpired:
-        raise ConfigError(f"{what}: has not started within {START_S:g} s") from None
-    version = re.fullmatch(rb"python (\d+)\.(\d+)", done.stdout)
-    if version is None:
-        raise ConfigError(f"{what}: is no Python interpreter")
-    if (int(version[1]), int(version[2])) < OLDEST:
-        raise ConfigError(f"{what}: is Python {int(version[1])}.{int(version[2])}; 3.9 or later is needed")
-
-
 def read_rows(name: str, options: Options, *, python: str, split: str, limit: int | None) -> Iterator[dict[str, Any]]:
     """Returns the rows of a verifiers environment: "prompt", "ground_truth", and "row", its own row as JSON. Raises
     ConfigError."""
-    check_interpreter(python)
-    wish = {"kind": "verifiers", "name": name, "options": dict(options), "rows": {"split": split, "limit": limit}}
-    with subprocess.Popen(
-        [python, str(SCRIPT), json.dumps(wish)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-    ) as process:
+    spec = {"kind": "verifiers", "name": name, "options": dict(options), "rows": {"split": split, "limit": limit}}
+    command, pipe = [python, str(SCRIPT), json.dumps(spec)], subprocess.PIPE
+    try:
+        started = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, start_new_session=True)
+    except OSError as error:
+        raise ConfigError(_not_started(python, error)) from None
+    with started as process:
         assert process.stdout is not None
         try:
             for line in process.stdout:
@@ -178,8 +160,8 @@ def read_rows(name: str, options: Options, *, python: str, split: str, limit: in
             process.kill()
 
 
-def _run(command: list[str]) -> subprocess.CompletedProcess[bytes]:
-    return subprocess.run(command, input=b"", capture_output=True, timeout=START_S, check=False, start_new_session=True)
+def _not_started(python: str, error: OSError) -> str:
+    return f"environment.python = {python!r}: cannot be started ({error.strerror})"
 
 
 async def _send(process: asyncio.subprocess.Process, message: Mapping[str, Any]) -> None:

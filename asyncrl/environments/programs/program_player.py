@@ -10,7 +10,7 @@ from typing import Any
 
 from asyncrl.environments.calling import EpisodeFailedError, to_json, to_reward
 from asyncrl.environments.dialogue.dialogue import Dialogue
-from asyncrl.environments.episode import Limits, Turn, task_of
+from asyncrl.environments.episode import Limits, PolicyTurn, task_of
 from asyncrl.environments.gateway.server import Gateway
 from asyncrl.environments.gateway.session import Session
 from asyncrl.environments.programs.program import Program, ProgramError, ProgramLostError
@@ -64,7 +64,7 @@ class ProgramPlayer:
         """Number of calls that did not return in time, and still run."""
         return len(self.stuck_calls)
 
-    def receive(self, branch: int, turn: Turn) -> None:
+    def receive(self, branch: int, turn: PolicyTurn) -> None:
         """Receives the policy's turn after a `say`."""
         self.session.receive(branch, turn)
 

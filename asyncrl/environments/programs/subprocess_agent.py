@@ -30,6 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 MAX_ERROR_CHARACTERS = 2000
+OLDEST = (3, 9)
 MAX_THREADS = 1024
 CLOSE_S = 10.0
 """Time for programs to release what they hold when the host has ended."""
@@ -354,11 +355,11 @@ def main():
     """Loads the program, reports that, and serves."""
     spec = json.loads(sys.argv[1])
     lines, write = take_pipes()
-    sys.path[:] = [
-        path for path in sys.path if os.path.abspath(path or ".") != HERE
-    ]  # modules of programs are no user's
+    sys.path[:] = [path for path in sys.path if os.path.abspath(path or ".") != HERE]  # programs import none of ours
     os.environ["PATH"] = os.path.dirname(sys.executable) + os.pathsep + os.environ.get("PATH", "")
     try:
+        if tuple(sys.version_info) < OLDEST:
+            raise Refused(f"it is Python {sys.version_info[0]}.{sys.version_info[1]}; 3.9 or later is needed")
         program = LOADERS[spec["kind"]](spec["name"], spec["options"])
         if "rows" in spec:
             print_rows(program, spec["rows"], write)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
-import structlog
 from numpy.typing import NDArray
 
 from asyncrl.config.config import Config
@@ -23,12 +22,7 @@ from asyncrl.generator.engine import (
     check_request,
     load_version,
 )
-from asyncrl.generator.vllm_backend.scheduling import (
-    RecomputedTokens,
-    RoutingRecords,
-    VersionLabels,
-    check_first_versions,
-)
+from asyncrl.generator.vllm_backend.scheduling import BatchWatch, check_first_versions
 from asyncrl.generator.vllm_backend.setup import build_engine, uses_adapter
 from asyncrl.generator.vllm_backend.weights import (
     SentWeights,
@@ -46,28 +40,25 @@ if TYPE_CHECKING:
     from vllm import CompletionOutput, SamplingParams
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine import EngineCoreRequest
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-log = structlog.get_logger()
 
 _PAUSE = 0
 """vLLM's level of sleep at which only the scheduler sleeps."""
 _TAGS: dict[Waking, str] = {"weights": "weights", "cache": "kv_cache"}
-_MAX_CACHED = 4096
+_MAX_PARAMS = 4096
 """Sampling parameters that are kept for later requests."""
 
 
 @dataclass(slots=True)
 class _Request:
-    id: str
-    """vLLM's own id of the request."""
     prompt: list[int]
-    kind: Sampling
-    seed: int | None
-    max_tokens: int | None
-    salt: int | None
-    stop: tuple[str, ...]
-    priority: int
+    kind: Sampling = "training"
+    seed: int | None = None
+    max_tokens: int | None = None
+    salt: int | None = None
+    stop: tuple[str, ...] = ()
+    priority: int = 0
+    id: str = ""
+    """vLLM's own id of the request."""
 
 
 def _peak_of(worker: object) -> int:  # called in the process of a worker
@@ -88,29 +79,27 @@ class VllmEngine:
         self._requests: dict[str, _Request] = {}
         self._workers_peak_bytes = 0
         self._sent = sent or SentWeights(config)  # first: vLLM changes classes of transformers that it runs itself
-        self._labels = VersionLabels()
-        model = config.model
         routers = replayed_routers(
-            config.algorithm.routing_replay, model.path, trust_remote_code=model.trust_remote_code
+            config.algorithm.routing_replay, config.model.path, trust_remote_code=config.model.trust_remote_code
         )
-        self._routing = None if routers is None else RoutingRecords(routers)
-        more = adapter_arguments(config, self._sent)
-        self._recomputed = RecomputedTokens()
-        self._engine = build_engine(
-            config, seed, self._labels, more, routing=self._routing, recomputed=self._recomputed
-        )
+        self._watch = BatchWatch(routers)
+        self._engine = build_engine(config, seed, self._watch, adapter_arguments(config, self._sent))
         self._workers = Workers(self._engine, timeout_s=config.launch.start_timeout_s)
         self.loader = make_loader(config, self._sent, self._workers, self._set_loaded)
-        self._builder = RequestBuilder(config, self._engine)
+        self.prefix_caching = bool(self._engine.vllm_config.cache_config.enable_prefix_caching)
+        """True if the engine shares the keys and values of equal prompts."""
+        self._adapter: LoRARequest | None = None
+        """Marks requests as the policy's, where the engine has its adapter."""
+        self._last: tuple[tuple[Any, ...], EngineCoreRequest] | None = None
+        """The last request, after all that it has in common with others."""
+        self._params = lru_cache(_MAX_PARAMS)(partial(sampling_params, config))
+        self._has_tokenizer = False
+        if config.generator.stop_texts:
+            self._load_tokenizer()
         self._warm_up()
-        self._builder.check_end_tokens()
+        self._check_end_tokens()
         gc.collect()
         gc.freeze()  # keeps the engine's many objects out of later collections
-
-    @property
-    def prefix_caching(self) -> bool:
-        """True if the engine shares the keys and values of equal prompts."""
-        return self._builder.prefix_caching
 
     @property
     def window_tokens(self) -> int:
@@ -141,39 +130,79 @@ class VllmEngine:
         if max_tokens == self._config.generator.max_new_tokens:
             max_tokens = None
         tokens = np.asarray(prompt).tolist()
-        self._start(key, _Request("", tokens, kind, seed, max_tokens, salt, tuple(stop), priority))
+        self._start(key, _Request(tokens, kind, seed, max_tokens, salt, tuple(stop), priority))
 
-    def _start(self, key: str, one: _Request) -> None:
-        engine = self._engine
-        # Salting with the version keeps a cached prompt from being reused under other weights.
-        salt = self.version if one.salt is None else one.salt
-        request = self._builder.build(
-            one.prompt, one.kind, salt=salt, seed=one.seed, max_tokens=one.max_tokens, stop=one.stop
-        )
-        request.request_id, request.priority = key, one.priority
+    def _start(self, key: str, asked: _Request) -> None:
+        engine, request = self._engine, self._build(asked)
+        request.request_id, request.priority = key, asked.priority
         engine.input_processor.assign_request_id(request)
         engine.output_processor.add_request(request, None, None, 0)
         engine.engine_core.add_request(request)
-        one.id = request.request_id
-        self._requests[key] = one
+        asked.id = request.request_id
+        self._requests[key] = asked
+
+    def _build(self, asked: _Request) -> EngineCoreRequest:
+        """Returns a request without an id. The last one is cached and copied: the members of a group differ only in
+        their id, and checking and preparing a request is half of the cost of adding it."""
+        from vllm.inputs.engine import tokens_input
+
+        # Salting with the version keeps a cached prompt from being reused under other weights.
+        salt = self.version if asked.salt is None else asked.salt
+        in_common = asked.prompt, asked.kind, asked.max_tokens, salt, asked.stop
+        if asked.seed is None and self._last is not None and self._last[0] == in_common:
+            return copy(self._last[1])
+        if asked.stop:
+            self._load_tokenizer()
+        request = self._engine.input_processor.process_inputs(
+            "",
+            tokens_input(asked.prompt, cache_salt=str(salt) if self.prefix_caching else None),
+            self._params(asked.kind, asked.seed, asked.max_tokens, asked.stop),
+            lora_request=self._adapter,
+            supported_tasks=self._engine.get_supported_tasks(),
+        )
+        self._last = (in_common, copy(request)) if asked.seed is None else None
+        return request
+
+    def _load_tokenizer(self) -> None:
+        """Loads the tokenizer of the texts that stop completions: vLLM may load another class than rewards."""
+        if not self._has_tokenizer:
+            model = self._config.model
+            tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+            self._engine.output_processor.tokenizer = tokenizer
+            self._has_tokenizer = True
 
     def _warm_up(self) -> None:
         """Runs the first steps, which load code for longer than a running generator may go without a heartbeat.
         Raises RunError if a token of them does not carry the version of the step that scheduled it."""
         from vllm.inputs.engine import tokens_input
 
-        for kind in self._builder.kinds:
-            params = self._builder.params(kind).clone()
+        for kind in get_args(Sampling):
+            params = self._params(kind).clone()
             params.max_tokens = 2
             params.min_tokens = min(params.min_tokens, 2)
             params.ignore_eos = True
             self._engine.add_request(f"warm-up {kind}", tokens_input([0]), params)
         finished: list[Any] = []
         while self._engine.has_unfinished_requests():
-            self._labels.version += 1  # from 0
+            self._watch.version += 1  # from 0
             finished += self._engine.step()
-        self._labels.version = NO_VERSION
+        self._watch.version = NO_VERSION
         check_first_versions(finished[0].outputs[0].weight_versions)
+
+    def _check_end_tokens(self) -> None:
+        """Raises InvariantError if the engine excludes other tokens before `generator.min_new_tokens` than the learner,
+        whose log-probs would belong to another distribution."""
+        minimum, model = self._config.generator.min_new_tokens, self._config.model
+        if not minimum:
+            return
+        params = self._build(_Request([0])).sampling_params
+        assert params is not None
+        expected = end_tokens(model.path, trust_remote_code=model.trust_remote_code)
+        if sorted(params.all_stop_token_ids) != expected:
+            raise InvariantError(
+                f"generator.min_new_tokens = {minimum}: the engine ends completions with the tokens "
+                f"{sorted(params.all_stop_token_ids)}, the learner expects {expected}"
+            )
 
     def step(self) -> list[Completion]:
         """Runs one decoding step of all requests and returns the completions that ended in it. Raises InvariantError
@@ -182,7 +211,8 @@ class VllmEngine:
         completions: list[Completion] = []
         for output in self._workers.call(self._engine.step):
             request = self._requests.pop(output.request_id)
-            routing = self._routing.pop(request.id) if self._routing and request.kind == "training" else None
+            records = self._watch.routing if request.kind == "training" else None
+            routing = None if records is None else records.pop(request.id)
             completions.append(_completion_of(output.request_id, output.outputs[0], routing))  # type: ignore[union-attr]
         return completions
 
@@ -211,8 +241,8 @@ class VllmEngine:
         return load_version(self.loader, version, tensors)
 
     def _set_loaded(self, version: int) -> None:
-        if self._builder.adapter is None and uses_adapter(self._config):
-            self._builder.adapter = adapter_request()
+        if self._adapter is None and uses_adapter(self._config):
+            self._adapter = adapter_request()
         self._set_version(version)
         if len(self._workers):  # here, since the workers stand still: the loop asks for it at each heartbeat
             self._workers_peak_bytes = sum(self._workers.rpc(_peak_of))
@@ -223,7 +253,7 @@ class VllmEngine:
 
     @property
     def recomputed_tokens(self) -> int:
-        return self._recomputed.count
+        return self._watch.recomputed_tokens
 
     def peak_memory_bytes(self) -> int:
         """Returns the most memory that this process has used, and up to the last swap each worker process, in all."""
@@ -236,12 +266,13 @@ class VllmEngine:
         self._set_version(version)
 
     def _set_version(self, version: int) -> None:
-        self.version = self._labels.version = version
+        self.version = self._watch.version = version
 
     def _restart_untouched(self) -> None:
         """Restarts requests that have not sampled a token yet, so that their prompt is of one version."""
-        untouched = [key for key, one in self._requests.items() if one.salt is None and not self.num_generated(key)]
-        requests = [self._requests[key] for key in untouched]
+        asked = self._requests
+        untouched = [key for key in asked if asked[key].salt is None and not self.num_generated(key)]
+        requests = [asked[key] for key in untouched]
         self.abort(untouched)
         for key, request in zip(untouched, requests, strict=True):
             self._start(key, request)
@@ -291,117 +322,24 @@ def _completion_of(key: str, output: CompletionOutput, routing: NDArray[np.uint8
     return Completion(key, tokens, logprobs, versions, status, routing=routing)
 
 
-class RequestBuilder:
-    """Builds requests without an id, and keeps what later ones have in common with them."""
-
-    def __init__(self, config: Config, engine: LLMEngine) -> None:
-        self.adapter: LoRARequest | None = None
-        """Marks requests as the policy's, where the engine has its adapter."""
-        self._config, self._engine = config, engine
-        self._last: tuple[list[int], Sampling, int | None, int, tuple[str, ...], EngineCoreRequest] | None = None
-        """The last prompt, kind, limit, salt and texts, with the request built from them."""
-        self._has_tokenizer = False
-        if config.generator.stop_texts:
-            self._load_tokenizer()
-        self._sampling: dict[Sampling, dict[str, float]] = {
-            # Of the full distribution: log-probs of a cut one would bias importance ratios.
-            "training": {"temperature": config.generator.temperature},
-            "evaluation": config.eval.sampling.model_dump(),
-            "greedy": {"temperature": 0.0},
-        }
-        """vLLM's sampling parameters; those that are left out exclude no token."""
-        self._params: dict[tuple[Sampling, int | None, tuple[str, ...]], SamplingParams] = {}
-        """Sampling parameters by kind, maximum length and texts that stop."""
-
-    @property
-    def prefix_caching(self) -> bool:
-        """True if the engine shares the keys and values of equal prompts."""
-        return bool(self._engine.vllm_config.cache_config.enable_prefix_caching)
-
-    @property
-    def kinds(self) -> list[Sampling]:
-        """The kinds of sampling."""
-        return list(self._sampling)
-
-    def build(
-        self,
-        prompt: list[int],
-        kind: Sampling,
-        *,
-        salt: int,
-        seed: int | None = None,
-        max_tokens: int | None = None,
-        stop: tuple[str, ...] = (),
-    ) -> EngineCoreRequest:
-        """Returns a request. The last one is cached and copied: the members of a group differ only in their id, and
-        checking and preparing a request is half of the cost of adding it. Prompts of different `salt` are not shared.
-        """
-        from vllm.inputs.engine import tokens_input
-
-        wanted = prompt, kind, max_tokens, salt, stop
-        if seed is None and self._last is not None and self._last[:5] == wanted:
-            return copy(self._last[5])
-        if stop:
-            self._load_tokenizer()
-        request = self._engine.input_processor.process_inputs(
-            "",
-            tokens_input(prompt, cache_salt=str(salt) if self.prefix_caching else None),
-            self.params(kind, seed, max_tokens, stop),
-            lora_request=self.adapter,
-            supported_tasks=self._engine.get_supported_tasks(),
-        )
-        self._last = (*wanted, copy(request)) if seed is None else None
-        return request
-
-    def params(
-        self, kind: Sampling, seed: int | None = None, max_tokens: int | None = None, stop: tuple[str, ...] = ()
-    ) -> SamplingParams:
-        """Returns the sampling parameters of a request; requests share them."""
-        if seed is None and (kind, max_tokens, stop) in self._params:
-            return self._params[kind, max_tokens, stop]
-        params = sampling_params(self._config, self._sampling[kind], seed, max_tokens, stop)
-        if seed is None and len(self._params) < _MAX_CACHED:
-            self._params[kind, max_tokens, stop] = params
-        return params
-
-    def check_end_tokens(self) -> None:
-        """Raises InvariantError if the engine excludes other tokens before `generator.min_new_tokens` than the learner,
-        whose log-probs would belong to another distribution."""
-        config = self._config
-        if not config.generator.min_new_tokens:
-            return
-        params = self.build([0], "training", salt=NO_VERSION).sampling_params
-        assert params is not None
-        expected = end_tokens(config.model.path, trust_remote_code=config.model.trust_remote_code)
-        if sorted(params.all_stop_token_ids) != expected:
-            raise InvariantError(
-                f"generator.min_new_tokens = {config.generator.min_new_tokens}: the engine ends completions with the "
-                f"tokens {sorted(params.all_stop_token_ids)}, the learner expects {expected}"
-            )
-
-    def _load_tokenizer(self) -> None:
-        """Loads the tokenizer of the texts that stop completions: vLLM may load another class than rewards."""
-        if self._has_tokenizer:
-            return
-        self._has_tokenizer = True
-        own = load_tokenizer(self._config.model.path, trust_remote_code=self._config.model.trust_remote_code)
-        self._engine.output_processor.tokenizer = own
-
-
 def sampling_params(
     config: Config,
-    sampling: Mapping[str, float],
+    kind: Sampling,
     seed: int | None = None,
     max_tokens: int | None = None,
-    stop: Sequence[str] = (),
+    stop: tuple[str, ...] = (),
 ) -> SamplingParams:
-    """Returns the sampling of completions, by the names of vLLM's parameters, and the outputs that the engine returns.
-    `max_tokens` is by default `generator.max_new_tokens`; `stop` are texts in addition to `generator.stop`."""
+    """Returns the sampling of completions, and the outputs that the engine returns. `max_tokens` is by default
+    `generator.max_new_tokens`; `stop` are texts in addition to `generator.stop`."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
+    # Of the full distribution: log-probs of a cut one would bias importance ratios.
+    sampling: dict[str, Any] = {"temperature": config.generator.temperature if kind == "training" else 0.0}
+    if kind == "evaluation":
+        sampling = config.eval.sampling.model_dump()
     return SamplingParams(
-        **cast("dict[str, Any]", sampling),
+        **sampling,
         seed=seed,
         max_tokens=max_tokens or config.generator.max_new_tokens,
         min_tokens=min(config.generator.min_new_tokens, max_tokens or config.generator.min_new_tokens),

@@ -7,7 +7,7 @@ is scheduled and computed while the output of the one before is taken, so one is
     schedule b1   swap to version 1   schedule b2   take b1   schedule b3   take b2
     weights: 0                        weights: 1    label 0                 label 1
 
-`VersionLabels` records the version of each batch when it is scheduled, and sets it again before the output is taken.
+`BatchWatch` records the version of each batch when it is scheduled, and sets it again before the output is taken.
 Both hooks are public: the engine option `scheduler_cls` and `LLMEngine.set_weight_version`.
 
 The weights of a batch are those at its scheduling since vLLM, in one process, starts all kernels of a batch in the step
@@ -44,19 +44,37 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class VersionLabels:
-    """The versions of the batches that were scheduled and whose output was not taken yet, the oldest first."""
+class BatchWatch:
+    """The versions of the batches that were scheduled and whose output was not taken yet, the oldest first; the number
+    of tokens that are computed again; and the experts of tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, routers: Routers | None = None) -> None:
         self.version = NO_VERSION
         """Version of the loaded weights, which compute the batches that are scheduled from now on."""
         self.set_weight_version: Callable[[str], None]
         """Sets the label of the output that vLLM takes next."""
+        self.recomputed_tokens = 0
+        """Tokens that vLLM computes again, without those that are found in the cache of prompts. A request that was
+        interrupted in its prompt counts with all of it."""
+        self.routing = None if routers is None else RoutingRecords(routers)
+        """None without `algorithm.routing_replay`."""
         self._in_flight: deque[tuple[SchedulerOutput, int]] = deque()
 
-    def scheduled(self, batch: SchedulerOutput) -> None:
-        """Records the version of a batch."""
+    def scheduled(self, batch: SchedulerOutput, requests: Mapping[str, Request]) -> None:
+        """Records the version of a batch, and counts the requests that continue in it. vLLM's second model runner has
+        those among the new ones."""
         self._in_flight.append((batch, self.version))
+        cached = batch.scheduled_cached_reqs
+        starts = {new.req_id: new.num_computed_tokens for new in batch.scheduled_new_reqs}
+        if cached.resumed_req_ids:
+            pairs = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+            starts |= {name: start for name, start in pairs if name in cached.resumed_req_ids}
+        for name, start in starts.items():
+            request = requests[name]
+            if request.num_preemptions:
+                self.recomputed_tokens += request.num_tokens - 1 - start  # the last one has not been computed yet
+        if self.routing is not None:
+            self.routing.scheduled(batch, requests)
 
     def taken(self, batch: SchedulerOutput) -> None:
         """Labels the output of a batch. Raises InvariantError when batches are not taken in the order of scheduling."""
@@ -77,26 +95,6 @@ def check_first_versions(spans: Sequence[WeightVersionSpan] | None) -> None:
             f"vLLM {vllm.__version__} labels the first tokens with the versions {versions}, but they were sampled "
             "under 0 and 1; install the version that this release requires (`make setup`)"
         )
-
-
-class RecomputedTokens:
-    """Counts the tokens that vLLM computes again, when their requests are scheduled again; without those that are found
-    in the cache of prompts. A request that was interrupted in its prompt counts with all of it."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def scheduled(self, batch: SchedulerOutput, requests: Mapping[str, Request]) -> None:
-        """Counts the requests that continue in a batch. vLLM's second model runner has them among the new ones."""
-        cached = batch.scheduled_cached_reqs
-        starts = {new.req_id: new.num_computed_tokens for new in batch.scheduled_new_reqs}
-        if cached.resumed_req_ids:
-            pairs = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-            starts |= {name: start for name, start in pairs if name in cached.resumed_req_ids}
-        for name, start in starts.items():
-            request = requests[name]
-            if request.num_preemptions:
-                self.count += request.num_tokens - 1 - start  # the last token has not been computed yet
 
 
 @dataclass(slots=True)
@@ -201,34 +199,26 @@ def _itself(scheduler: type) -> type:
     return scheduler
 
 
-def watched_scheduler(
-    base: type[Scheduler],
-    labels: VersionLabels,
-    recomputed: RecomputedTokens | None = None,
-    routing: RoutingRecords | None = None,
-) -> type[Scheduler]:
-    """Returns vLLM's scheduler class with labels, counts and records."""
+def watched_scheduler(base: type[Scheduler], watch: BatchWatch) -> type[Scheduler]:
+    """Returns vLLM's scheduler class, watched."""
 
     class WatchedScheduler(base, metaclass=OwnScheduler):
         def __init__(self, *args: object, **kwargs: object) -> None:
             super().__init__(*args, **kwargs)  # type: ignore[arg-type]
-            if routing is not None:
+            if watch.routing is not None:
                 self.aux_output_connector = None  # its part of vLLM's own recording
 
         def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
             batch = super().schedule(throttle_prefills)
-            labels.scheduled(batch)
-            for watch in (recomputed, routing):
-                if watch is not None:
-                    watch.scheduled(batch, self.requests)
+            watch.scheduled(batch, self.requests)
             return batch
 
         def update_from_output(
             self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
         ) -> dict[int, EngineCoreOutputs]:
-            labels.taken(scheduler_output)
-            if routing is not None:
-                routing.taken(scheduler_output, model_runner_output.aux_output_connector_output, self)
+            watch.taken(scheduler_output)
+            if watch.routing is not None:
+                watch.routing.taken(scheduler_output, model_runner_output.aux_output_connector_output, self)
             return super().update_from_output(scheduler_output, model_runner_output)
 
     return WatchedScheduler

@@ -17,7 +17,7 @@ from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.generator.engine import CPU_KV_CACHE_BYTES, GPU_FRACTION
 from asyncrl.generator.vllm_backend.plugin import GENERATOR, GROUP, NAME, ROUTING, register
-from asyncrl.generator.vllm_backend.scheduling import RecomputedTokens, RoutingRecords, VersionLabels, watched_scheduler
+from asyncrl.generator.vllm_backend.scheduling import BatchWatch, watched_scheduler
 from asyncrl.util.files import read_json
 from asyncrl.util.model_files import KEY as ROUTING_KEY
 from asyncrl.wire.sockets import socket_base
@@ -63,18 +63,9 @@ _ROUTING_REFUSAL = "outed-experts capture"
 _WITHOUT_ROUTING = "use generator.engine=transformers, or algorithm.routing_replay=off"
 
 
-def build_engine(
-    config: Config,
-    seed: int,
-    labels: VersionLabels,
-    more: Mapping[str, Any] = {},
-    *,
-    routing: RoutingRecords | None = None,
-    recomputed: RecomputedTokens | None = None,
-) -> LLMEngine:
+def build_engine(config: Config, seed: int, watch: BatchWatch, more: Mapping[str, Any]) -> LLMEngine:
     """Builds the vLLM engine for `model.path`, as configured in sections `model` and `generator`, with `more` arguments
-    of `vllm.EngineArgs`. `labels` then labels its tokens, `routing` records their experts, and `recomputed` counts
-    those that are computed again."""
+    of `vllm.EngineArgs`. The batches of its scheduler are watched by `watch`."""
     set_environment(config)
     import torch
 
@@ -84,9 +75,9 @@ def build_engine(
     if not on_gpu:
         check_cpu(config)
     arguments = {**_arguments(config, seed, on_gpu=on_gpu), **more}
-    records = routing is not None
+    records = watch.routing is not None
     with _environment_of_workers(config.generator.tensor_parallel, records), _explaining_routing(config.model.path):
-        engine = _build(config, arguments, labels, routing, recomputed)
+        engine = _build(config, arguments, watch)
         if records and not engine.vllm_config.use_v2_model_runner:
             from asyncrl.generator.vllm_backend.worker_side import return_routing
 
@@ -132,13 +123,7 @@ def _environment_of_workers(count: int, records_routing: bool) -> Iterator[None]
                 os.environ[name] = value
 
 
-def _build(
-    config: Config,
-    arguments: dict[str, Any],
-    labels: VersionLabels,
-    routing: RoutingRecords | None,
-    recomputed: RecomputedTokens | None,
-) -> LLMEngine:
+def _build(config: Config, arguments: dict[str, Any], watch: BatchWatch) -> LLMEngine:
     import torch
     from vllm import EngineArgs
     from vllm.usage.usage_lib import UsageContext
@@ -158,9 +143,9 @@ def _build(
     # vLLM warns that schedulers of other projects may not fit; `Engine` checks what this one does.
     logging.getLogger("vllm.config.scheduler").setLevel(logging.ERROR)
     base = cast("type[Scheduler]", scheduler.get_scheduler_cls())
-    if routing is not None:
+    if watch.routing is not None:
         _record_routing(vllm_config, on_gpu=torch.cuda.is_available())
-    scheduler.scheduler_cls = watched_scheduler(base, labels, recomputed, routing)
+    scheduler.scheduler_cls = watched_scheduler(base, watch)
     try:
         engine = LLMEngine.from_vllm_config(vllm_config, usage_context=context, disable_log_stats=True)
     except (AssertionError, NotImplementedError, ValueError) as error:
@@ -169,7 +154,7 @@ def _build(
         raise ConfigError(
             f"model.path = {config.model.path!r}: vLLM has no adapters for this model ({error}); {WITHOUT_ADAPTERS}"
         ) from error
-    labels.set_weight_version = engine.set_weight_version
+    watch.set_weight_version = engine.set_weight_version
     # vLLM warns at every swap about layers without own weights; `Engine.swap` checks that nothing is missing.
     logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
     return engine
@@ -259,8 +244,7 @@ def check_tensor_parallel(config: Config) -> None:
             f"generator.tensor_parallel = {parallel}: VLLM_PLUGINS={allowed} keeps vLLM from loading the plug-in "
             f"{NAME!r}; add it there"
         )
-    settings = read_json(Path(config.model.path) / "config.json", "model.path")
-    settings = settings.get("text_config") or settings
+    settings = _model_settings(config)
     for name in DIVIDED:
         number = settings.get(name)
         is_repeated = name == "num_key_value_heads" and isinstance(number, int) and parallel % number == 0
@@ -270,6 +254,11 @@ def check_tensor_parallel(config: Config) -> None:
                 f"generator.tensor_parallel = {parallel}: must {rule} {name} = {number} in config.json of "
                 f"{config.model.path}"
             )
+
+
+def _model_settings(config: Config) -> dict[str, Any]:
+    settings = read_json(Path(config.model.path) / "config.json", "model.path")
+    return settings.get("text_config") or settings
 
 
 def uses_adapter(config: Config) -> bool:
@@ -305,8 +294,7 @@ def bfloat16_fault() -> str:
 def check_cpu(config: Config) -> None:
     """Raises ConfigError when an engine with `model.dtype`, or with adapters, would crash on this machine's CPU."""
     if uses_adapter(config):
-        settings = read_json(Path(config.model.path) / "config.json", "model.path")
-        settings = settings.get("text_config") or settings
+        settings = _model_settings(config)
         if any(settings.get(name) for name in EXPERTS):
             raise ConfigError(
                 f"learner.lora.load = 'adapter': vLLM computes a mixture of experts with adapters on GPUs only, and "

@@ -1,1 +1,0 @@
-"""Models under training: loading, packed rows, log-probs, and DeepSpeed."""
