@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 from asyncrl.errors import InvariantError
@@ -63,23 +64,39 @@ NO_VERSION = -1
 
 MAX_NAME_CHARACTERS = 200
 """Maximum length of the name of a data source."""
+MAX_DOCUMENT_CHARACTERS = 1 << 24
+MAX_ITEMS = 1 << 16
+MAX_COUNT = (1 << 31) - 1
+MAX_NUMBER = 1 << 62
+MAX_REWARD = 1e30
+"""Larger rewards do not fit float32, or their squares do not fit float64."""
+
+_T = TypeVar("_T")
+Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+Number = Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
+"""A ticket, a row, or a sum over the run."""
+Time = Annotated[float, Meta(ge=-1e12, le=1e12)]
+"""Seconds. NaN is refused, as by every type with bounds."""
+Reward = Annotated[float, Meta(ge=-MAX_REWARD, le=MAX_REWARD)]
+Name = Annotated[str, Meta(max_length=MAX_NAME_CHARACTERS)]
+Document = Annotated[str, Meta(max_length=MAX_DOCUMENT_CHARACTERS)]
+Items = Annotated[list[_T], Meta(max_length=MAX_ITEMS)]
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One row of the training data, tokenized."""
 
-    row: int
+    row: Number
     """Row number in the dataset, counted over its files in order."""
     tokens: NDArray[np.int32]
-    ground_truth: str
-    data_source: str
-    extra_info: dict[str, Any] = field(default_factory=dict[str, Any])
+    ground_truth: Document
+    data_source: Name
+    extra_info: dict[str, Any] = {}
     chat: list[dict[str, Any]] | None = None
     """The messages that `tokens` were rendered from; None for a plain-text prompt."""
-    columns: dict[str, Any] = field(default_factory=dict[str, Any])
+    columns: dict[str, Any] = {}
     """The row's other columns, for reward functions that ask for them by name."""
-    text: str = ""
+    text: Document = ""
     """The plain-text prompt as the row has it; empty for a chat."""
 
 
@@ -107,13 +124,12 @@ class PromptPosition(msgspec.Struct, forbid_unknown_fields=True):
     """The state of `data.custom.sampler` as msgpack; empty without one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Lease:
+class Lease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Permission to generate one group, granted to one generator."""
 
-    ticket: int
+    ticket: Number
     """Order in which groups were admitted; never reused for another prompt."""
-    attempt: int
+    attempt: Count
     """0 at first; increases by 1 each time the ticket is leased again."""
     prompt: Prompt
     evaluation: bool = False
@@ -128,28 +144,27 @@ EPISODE_ENDS: tuple[EpisodeEnd, ...] = ("done", "max_turns", "window")
 """The ends of an episode that has a reward."""
 
 
-@dataclass(frozen=True, slots=True)
-class EpisodeOutcome:
+class EpisodeOutcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The outcome of the episode of a trajectory with several turns. If the episode has several rows, the times, tries
     and lost tokens stand in its first row, and are 0 in the others."""
 
     ended: EpisodeEnd
-    turn_rewards: list[float]
+    turn_rewards: Items[Reward]
     """Reward of each turn of the row, in order. The sum over the rows of an episode, and the reward of the complete
     episode, are the trajectory's reward."""
-    observation_tokens: int
+    observation_tokens: Count
     """Tokens of the environment in the row after its first action token."""
-    environment_s: float
+    environment_s: Time
     """Time in the environment's methods."""
-    tries: int
+    tries: Count
     """Number of failed tries before this one."""
-    lost_tokens: int
+    lost_tokens: Count
     """Action tokens of the failed tries."""
-    reset_s: float = 0.0
+    reset_s: Time = 0.0
     """Time in which the generator waited for the first turn. This and the next two are sums over all tries."""
-    wait_s: float = 0.0
+    wait_s: Time = 0.0
     """Time in which it waited after turns, for the next turn or the end."""
-    slow_turns: int = 0
+    slow_turns: Count = 0
     """Turns after which it waited longer than a tenth of a second."""
 
 

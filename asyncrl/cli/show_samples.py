@@ -67,7 +67,7 @@ def rows_lines(run_dir: Path) -> list[str]:
 
 
 def _kinds(counts: Mapping[str, Any]) -> str:
-    return ", ".join(f"{counts[name]:,} {name}" for name in ("solved", "learning", "hopeless"))
+    return ", ".join(f"{counts[name]:,} {name.replace('_', ' ')}" for name in ("solved", "learning", "never_solved"))
 
 
 def show_group(run_dir: Path, ticket: int, console: Console, *, special_tokens: bool) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import numpy as np
 import structlog
+from msgspec import structs
 
 from asyncrl.config.config import Config
 from asyncrl.data.custom import load_filter
@@ -101,7 +102,7 @@ def fit(prompt: Prompt, limit_tokens: int, side: Literal["skip", "left", "right"
     if side == "skip":
         return None
     start = {"left": 0, "right": limit_tokens, "middle": limit_tokens // 2}[side]
-    return replace(prompt, tokens=np.delete(tokens, slice(start, start + surplus)))
+    return structs.replace(prompt, tokens=np.delete(tokens, slice(start, start + surplus)))
 
 
 @dataclass(frozen=True, slots=True)

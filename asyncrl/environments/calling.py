@@ -13,9 +13,9 @@ from typing import Any, cast
 
 from asyncrl.environments.environment import Message, Step
 from asyncrl.errors import AsyncrlError
-from asyncrl.types import EpisodeEnd
+from asyncrl.types import MAX_REWARD, EpisodeEnd
 from asyncrl.util.text import describe, redact
-from asyncrl.wire.messages import MAX_PARTS, MAX_REWARD
+from asyncrl.wire.messages import MAX_PARTS
 
 MAX_SHOWN_CHARACTERS = 80
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+from msgspec import structs
 
 from asyncrl.errors import InvariantError
 from asyncrl.generator.engine import Completion, Sampling
 from asyncrl.replay.codec import group_block
-from asyncrl.replay.evaluation import EvaluatedRow
 from asyncrl.types import NO_VERSION, EpisodeOutcome, Group, Lease, Prompt, Trajectory
 from asyncrl.wire.frames import Block
 from asyncrl.wire.messages import Evaluated
@@ -119,7 +119,7 @@ def make_group(
             weight = 0.0 if error else scored.environment_weight
             outcome = running.outcomes[index][row]
             turn_rewards = [weight * reward for reward in outcome.turn_rewards]
-            trajectory.episode = replace(outcome, turn_rewards=turn_rewards)
+            trajectory.episode = structs.replace(outcome, turn_rewards=turn_rewards)
         if not error:
             trajectory.reward, trajectory.reward_parts = scored.rewards[index], scored.parts[index]
         elif not counts_as_0 or running.environment_failed(index):
@@ -178,21 +178,21 @@ def make_evaluated(running: GroupInProgress, scored: Scored) -> Evaluated:
         rewards=[0.0 if bad else reward for bad, reward in zip(failed, scored.rewards, strict=True)],
         status=["failed" if bad else rows[0].status for bad, rows in zip(failed, running.members, strict=True)],
         tokens=sum(completion.num_action_tokens for completion in completions),
+        recorded=None,
     )
 
 
-def evaluated_rows(running: GroupInProgress, scored: Scored) -> list[EvaluatedRow]:
-    """Returns the record of a complete evaluation lease: its completions, or the rows of its episodes."""
-    if not running.ends:
-        return [EvaluatedRow(member, completion.tokens) for member, (completion,) in enumerate(running.members)]
+def recorded_group(running: GroupInProgress, scored: Scored, *, limit: int) -> Group | None:
+    """Returns the first `limit` members of a complete evaluation lease, without their routing; None without a limit.
+    They are smaller than a group of as many members, which is the limit of a message."""
+    if not limit:
+        return None
     group = make_group(running, scored, generator=0)
-    rows: list[EvaluatedRow] = []
-    for member, row in zip(group.members, group.trajectories, strict=True):
-        rewards = [] if row.episode is None else row.episode.turn_rewards
-        # The last turns of an episode that failed before they had a reward get 0.
-        rewards = [*rewards, *[0.0] * (row.num_turns - len(rewards))]
-        rows.append(EvaluatedRow(member, row.tokens, row.action_mask, rewards))
-    return rows
+    group.trajectories = [row for row in group.trajectories if row.member is not None and row.member < limit]
+    for trajectory in group.trajectories:
+        trajectory.routing = None
+    group.arrays = None
+    return group
 
 
 def _trajectories(row_prompt: Prompt, completions: Sequence[Completion]) -> tuple[list[Trajectory], Block]:

@@ -40,13 +40,12 @@ from asyncrl.config.config import Config
 from asyncrl.errors import PeerTimeoutError
 from asyncrl.generator.engine import Completion, Engine, WeightSwaps
 from asyncrl.generator.episodes import Episodes
-from asyncrl.generator.groups import GroupInProgress, evaluated_rows, make_evaluated, make_group
-from asyncrl.replay.client import GeneratorClient, LeaseReply
-from asyncrl.replay.evaluation import pack_rows
+from asyncrl.generator.groups import GroupInProgress, make_evaluated, make_group, recorded_group
+from asyncrl.replay.client import GeneratorClient
 from asyncrl.replay.ledger import wanted_groups
 from asyncrl.types import NO_VERSION, Group, Lease, Prompt
 from asyncrl.util.processes import GENERATOR_ACTIVITIES, GENERATOR_PHASES, Stopwatch
-from asyncrl.wire.messages import Evaluated, GeneratorStats
+from asyncrl.wire.messages import Evaluated, GeneratorStats, Leases
 
 if TYPE_CHECKING:
     from asyncrl.environments.pool import EnvironmentPool
@@ -301,7 +300,7 @@ class GeneratorLoop:
             if renews:
                 self._heartbeat_s = now_s + _HEARTBEAT_S
 
-    def _take(self, reply: LeaseReply, now_s: float) -> None:
+    def _take(self, reply: Leases, now_s: float) -> None:
         self._phases.switch("requests")
         for lease in reply.leases:
             self.groups.start(lease)
@@ -328,8 +327,7 @@ class GeneratorLoop:
         self._costs.scored(time.monotonic() - group.complete_s)
         if group.lease.evaluation:
             limit = self.config.generator.group_size if self.config.observe.samples else 0
-            rows = pack_rows(evaluated_rows(group, scored), limit=limit)
-            self.client.evaluated(make_evaluated(group, scored), rows)
+            self.client.evaluated(make_evaluated(group, scored), recorded_group(group, scored, limit=limit))
             return
         self.stats.rewards_failed += sum(map(bool, scored.errors))
         penalty, failed = self.config.algorithm.truncated_penalty, self.config.replay.failed

@@ -96,7 +96,6 @@ def _run_replay(config: Config, spec: RoleSpec, should_stop: Callable[[], bool])
     from asyncrl.data.prompts import eval_prompts
     from asyncrl.observe.trace import TraceWriter
     from asyncrl.replay.codec import MAX_INT32, GroupLimits, max_group_header_bytes
-    from asyncrl.replay.evaluation import EvalSamples
     from asyncrl.replay.journal import SEGMENT_BYTES, Journal
     from asyncrl.replay.queue import ReplayQueue
     from asyncrl.replay.server import Directory, run_replay
@@ -135,7 +134,7 @@ def _run_replay(config: Config, spec: RoleSpec, should_stop: Callable[[], bool])
         should_stop,
         max_group_tokens=None if played else generator.group_size * window_tokens,
         routing_bytes=0 if routers is None else routers.token_bytes,
-        eval_samples=EvalSamples(run_dir) if config.observe.samples else None,
+        samples_dir=run_dir if config.observe.samples else None,
         directory=Directory(run_dir / "addresses.json", run_id),
     )
 

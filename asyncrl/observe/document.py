@@ -289,7 +289,7 @@ def _ledger(ledger: Mapping[str, Any]) -> list[list[Any]]:
 def _rows(prompts: Mapping[str, Any]) -> list[list[Any]]:
     """Rows of the dataset by the state of their latest group, also for each data source, of which the unseen ones are
     not known."""
-    kinds = ("solved", "learning", "hopeless", "unseen")
+    kinds = ("solved", "learning", "never_solved", "unseen")
     by_source = prompts.get("by_source", {})
     return [[name, *map(counts.get, kinds)] for name, counts in ({"all": prompts} | by_source).items() if by_source]
 
@@ -319,7 +319,7 @@ def _finite(value: Any) -> Any:
 CHARTS: dict[str, dict[str, str]] = {
     "Learning": {
         "Reward": "reward/mean",
-        "Rows of the dataset": "prompts/learning prompts/solved prompts/hopeless prompts/unseen",
+        "Rows of the dataset": "prompts/learning prompts/solved prompts/never_solved prompts/unseen",
         "Entropy (nats)": "learner/entropy",
         "Policy loss": "learner/policy_loss",
         "Gradient norm": "learner/grad_norm",

@@ -21,7 +21,7 @@ from asyncrl.observe.stats import (
     exact_mean,
     quantiles,
 )
-from asyncrl.types import EPISODE_ENDS, EpisodeEnd
+from asyncrl.types import EPISODE_ENDS, MAX_COUNT, MAX_NUMBER, EpisodeEnd
 from asyncrl.util.durable import Durable
 from asyncrl.util.processes import (
     ACTIVITIES,
@@ -31,7 +31,7 @@ from asyncrl.util.processes import (
     fractions,
     peak_memory_bytes,
 )
-from asyncrl.wire.messages import MAX_COUNT, MAX_NUMBER, GeneratorStats, GroupHeader
+from asyncrl.wire.messages import GeneratorStats, GroupHeader
 
 log = structlog.get_logger()
 

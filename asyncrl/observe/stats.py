@@ -11,11 +11,11 @@ import numpy as np
 from msgspec import field
 from msgspec.structs import replace
 
-from asyncrl.types import NO_VERSION
+from asyncrl.types import MAX_NUMBER, NO_VERSION
 from asyncrl.util.durable import Durable
 from asyncrl.util.processes import GENERATOR_ACTIVITIES, GENERATOR_PHASES, IDLE_ACTIVITIES, fractions
 from asyncrl.wire.frames import Array
-from asyncrl.wire.messages import MAX_NUMBER, GeneratorStats, GroupHeader
+from asyncrl.wire.messages import GeneratorStats, GroupHeader
 
 QUANTILES = {"p50": 0.5, "p95": 0.95}
 CURVE_POINTS = 4096

@@ -64,7 +64,7 @@ for each trajectory, the last seven none without an environment, and `members` i
 `rewards` are NaN where there is none; `prompt_tokens` are those before the first action token; `signal` is that of
 `has_signal`; `reward_s` are the seconds before finished_s in which the group was scored."""
 OF_EPISODE = ("observation_tokens", "environment_s", "reset_s", "wait_s", "slow_turns", "lost_tokens")
-"""Columns with a field of `EpisodeHeader`."""
+"""Columns with a field of `EpisodeOutcome`."""
 
 
 class TraceWriter:

@@ -13,7 +13,7 @@ from typing import Any
 from msgspec import structs
 
 from asyncrl.errors import ProtocolError
-from asyncrl.replay.codec import pack_group, unpack_group, unpack_leases
+from asyncrl.replay.codec import pack_group, unpack_group
 from asyncrl.types import Group, Lease, Shard
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.frames import Arrays, Message
@@ -53,8 +53,6 @@ RESEND_S = 2.0
 """A message without an answer is sent again after this time: the replay queue may have died with it. The time doubles
 with each repetition, so that a slow queue, or one that sends a large answer, is not flooded with requests."""
 EVALUATION_POLL_S = 0.1
-LeaseReply = Leases[Lease]
-"""The queue's answer to an ask, with complete leases."""
 
 
 @dataclass(slots=True)
@@ -131,7 +129,7 @@ class GeneratorClient:
         )
         self._ask = self._send(body)
 
-    def poll(self, timeout_s: float = 0.0) -> LeaseReply | None:
+    def poll(self, timeout_s: float = 0.0) -> Leases | None:
         """Returns the answer to the ask if it arrives within the time. Also processes acknowledgements, and repeats
         messages without one. Raises PeerTimeoutError if the queue is silent for too long, RunError if it refuses."""
         deadline_s = time.monotonic() + timeout_s
@@ -158,9 +156,13 @@ class GeneratorClient:
         header.finished_s += offset_s
         self._unacknowledged[False, group.ticket, group.attempt] = self._send(header, [block])
 
-    def evaluated(self, result: Evaluated, completions: Sequence[Arrays] = ()) -> None:
-        """Sends an evaluated prompt with what `pack_rows` returns, as `finish` does a group."""
-        self._unacknowledged[True, result.ticket, result.attempt] = self._send(result, completions)
+    def evaluated(self, result: Evaluated, recorded: Group | None = None) -> None:
+        """Sends an evaluated prompt, with the completions that are recorded, as `finish` does a group."""
+        arrays: list[Arrays] = []
+        if recorded is not None:
+            header, block = pack_group(recorded)
+            result, arrays = structs.replace(result, recorded=header), [block]
+        self._unacknowledged[True, result.ticket, result.attempt] = self._send(result, arrays)
 
     def release(self, leases: Sequence[tuple[int, int, int]], *, evaluations: Sequence[tuple[int, int]] = ()) -> None:
         """Releases unfinished leases: (ticket, attempt, action tokens generated so far), and (ticket, attempt) of
@@ -184,7 +186,7 @@ class GeneratorClient:
         seq, now_s = self._connection.send(body, arrays), time.monotonic()
         return _Unanswered(seq, now_s, now_s, body, arrays, RESEND_S)
 
-    def _take(self, message: Message) -> LeaseReply | None:
+    def _take(self, message: Message) -> Leases | None:
         """Raises ProtocolError for an invalid answer, RunError if an outstanding message is refused."""
         body, seq = message.body, message.seq
         match body:
@@ -194,9 +196,8 @@ class GeneratorClient:
             case Ok():
                 self._unacknowledged.pop(seq, None)
             case Leases() if self._ask is not None and seq == self._ask.seq:
-                leases = unpack_leases(body.leases, message.arrays)
                 self._ask = None
-                return structs.replace(body, leases=leases)
+                return body
             case Error() if seq == 0 or any(seq == sent.seq for sent in self._due()):
                 self._connection.check(message)
             case _:

@@ -1,4 +1,4 @@
-"""Serialization of groups and leases: a part of the header, and arrays."""
+"""Serialization of groups: a part of the header, and arrays."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from typing import NamedTuple
 import numpy as np
 
 from asyncrl.errors import InvariantError, ProtocolError
-from asyncrl.types import NO_VERSION, EpisodeOutcome, Group, Lease, Prompt, Trajectory
+from asyncrl.types import MAX_REWARD, NO_VERSION, Group, Prompt, Trajectory
 from asyncrl.wire.frames import DTYPES, NAMES, WAYS_OUT, Array, Block, joined, make_encoder, zeros
-from asyncrl.wire.messages import MAX_HEADER_BYTES, MAX_REWARD, EpisodeHeader, GroupHeader, LeaseHeader
+from asyncrl.wire.messages import MAX_HEADER_BYTES, GroupHeader
 
 _SHARED = tuple(name for name in GroupHeader.__struct_fields__ if name in {field.name for field in fields(Group)})
 """Fields that a header has of its group; its others are lists with an entry for each trajectory."""
 _LISTS = tuple(name for name in GroupHeader.__struct_fields__ if name not in (*_SHARED, "members", "routing"))
-_OUTCOME = EpisodeHeader.__struct_fields__
 _ENCODER = make_encoder()
 SPECS_BYTES = 512
 """Upper bound of what a group adds to a message in addition to its header: the descriptions of its arrays."""
@@ -54,7 +53,7 @@ def pack_group(group: Group) -> tuple[GroupHeader, Block]:
         parts=[{name: float(value) for name, value in t.reward_parts.items()} for t in rows],
         status=[t.status for t in rows],
         errors=[t.error for t in rows],
-        episodes=[_episode_header(t.episode) for t in rows if t.episode is not None],
+        episodes=[t.episode for t in rows if t.episode is not None],
         routing=[*shapes.pop()] if shapes else [],
     )
     if isinstance(group.arrays, Block):
@@ -103,7 +102,7 @@ def header_bytes(header: GroupHeader) -> int:
 
 def prompt_bytes(prompt: Prompt) -> int:
     """The size of a prompt with its columns."""
-    return prompt.tokens.nbytes + len(_ENCODER.encode([getattr(prompt, name) for name in _OF_PROMPT]))
+    return len(_ENCODER.encode(prompt))
 
 
 def check_group(
@@ -207,8 +206,7 @@ def _check_turns(header: GroupHeader, mask: Array, where: str) -> None:
 
 
 def unpack_group(header: GroupHeader, arrays: Sequence[Array]) -> Group:
-    """The inverse of `pack_group`; arrays are views. Raises ProtocolError if they do not form a group."""
-    check_group(header, arrays, group_size=header.num_members)
+    """The inverse of `pack_group`, for a group that the queue has checked; arrays are views."""
     tokens, mask, logprobs, versions = arrays[:4]
     routing = arrays[4].reshape(len(tokens), *header.routing) if header.routing else None
     ends = np.cumsum(header.lengths).tolist()
@@ -223,51 +221,10 @@ def unpack_group(header: GroupHeader, arrays: Sequence[Array]) -> Group:
             reward=header.rewards[i],
             reward_parts=header.parts[i],
             error=header.errors[i],
-            episode=_episode_of(header.episodes[i]) if header.episodes else None,
+            episode=header.episodes[i] if header.episodes else None,
             member=header.members[i],
             routing=None if routing is None else routing[span],
         )
         for i, span in enumerate(spans)
     ]
     return Group(trajectories=rows, **{name: getattr(header, name) for name in _SHARED})
-
-
-def _episode_header(outcome: EpisodeOutcome) -> EpisodeHeader:
-    return EpisodeHeader(**{name: getattr(outcome, name) for name in _OUTCOME})
-
-
-def _episode_of(header: EpisodeHeader) -> EpisodeOutcome:
-    return EpisodeOutcome(**{name: getattr(header, name) for name in _OUTCOME})
-
-
-_OF_PROMPT = tuple(name for name in LeaseHeader.__struct_fields__ if name in {field.name for field in fields(Prompt)})
-"""Fields that a header has of the prompt of its lease."""
-
-
-def pack_leases(leases: Sequence[Lease]) -> tuple[list[LeaseHeader], Block]:
-    """Header part of leases, and an array of prompt tokens for each, in one frame."""
-    headers = [
-        LeaseHeader(
-            ticket=lease.ticket,
-            attempt=lease.attempt,
-            evaluation=lease.evaluation,
-            **{name: getattr(lease.prompt, name) for name in _OF_PROMPT},
-        )
-        for lease in leases
-    ]
-    return headers, joined([[np.asarray(lease.prompt.tokens, dtype=np.int32)] for lease in leases])
-
-
-def unpack_leases(headers: Sequence[LeaseHeader], arrays: Sequence[Array]) -> list[Lease]:
-    """The inverse of `pack_leases`. Raises ProtocolError unless there is a prompt for each lease."""
-    if len(headers) != len(arrays) or any(NAMES.get(a.dtype) != "i4" or a.ndim != 1 for a in arrays):
-        raise ProtocolError(f"leases: {len(headers)} leases with {len(arrays)} prompts")
-    return [
-        Lease(
-            ticket=header.ticket,
-            attempt=header.attempt,
-            prompt=Prompt(tokens=tokens, **{name: getattr(header, name) for name in _OF_PROMPT}),
-            evaluation=header.evaluation,
-        )
-        for header, tokens in zip(headers, arrays, strict=True)
-    ]

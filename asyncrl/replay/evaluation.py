@@ -1,5 +1,4 @@
-"""Evaluations: the prompts of each policy version that are open, leased or scored, their results, and the completions
-that are recorded in the run's folder.
+"""Evaluations: the prompts of each policy version that are open, leased or scored, and their results.
 
 Every due version (`Config.evaluates`) is evaluated on the same prompts. Only a generator that has that version
 loaded leases them, and it keeps that version until no prompt is open; so an evaluation measures exactly one version.
@@ -9,19 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 import structlog
 from msgspec import field
-from numpy.typing import NDArray
 
 from asyncrl.config.config import Config
 from asyncrl.errors import ProtocolError
-from asyncrl.observe.samples import Samples, append_rows, evaluated_file, segments_of
 from asyncrl.observe.stats import ReportedStats
-from asyncrl.types import EpisodeOutcome, Group, Lease, Prompt, Status, Trajectory
+from asyncrl.types import Lease, Prompt, Status
 from asyncrl.util.durable import Durable
 from asyncrl.wire.messages import Evaluated, ReleasedEvaluation
 
@@ -179,10 +175,6 @@ class Evaluations(EvalRecord, kw_only=True):
             raise ProtocolError(f"{where}: rewards {result.rewards} are not finite")
         return True
 
-    def prompt_of(self, result: Evaluated) -> Prompt:
-        """The prompt of a result that it `wants`."""
-        return self.prompts[result.ticket - self.running[result.version].first]
-
     def finish(self, result: Evaluated) -> None:
         """Counts an evaluated prompt: the first result that arrives for it. Raises ProtocolError for a wrong one."""
         if not self.wants(result):
@@ -339,101 +331,3 @@ def _table(scores: Sequence[PromptScore]) -> dict[str, float]:
 def eval_metrics(result: dict[str, Any]) -> dict[str, float]:
     """The result of an evaluation as metrics named `eval/...`."""
     return {f"eval/{name}": float(value) for name, value in result.items()}
-
-
-# --- completions
-
-
-class EvaluatedRow(NamedTuple):
-    """A completion, or a row of an episode."""
-
-    member: int
-    """Index of the completion or the episode."""
-    tokens: Sequence[int] | NDArray[np.int32]
-    """Limit of an episode with its prompt."""
-    action_mask: NDArray[np.bool_] | None = None
-    """[tokens], true where the policy sampled the token; None for a completion."""
-    turn_rewards: Sequence[float] = ()
-
-
-def pack_rows(rows: Sequence[EvaluatedRow], *, limit: int) -> list[NDArray[Any]]:
-    """The arrays that go with `Evaluated`: the tokens of the first `limit` completions end to end, and their lengths;
-    of episodes also the action masks, the member of each row, and the rewards of the turns. With as many members as a
-    group has they are smaller than a group, which is the limit of a message."""
-    kept = [row for row in rows if row.member < limit]
-    tokens = np.array([token for row in kept for token in row.tokens], dtype=np.int32)
-    arrays: list[NDArray[Any]] = [tokens, np.array([len(row.tokens) for row in kept], dtype=np.int32)]
-    masks = [row.action_mask for row in kept if row.action_mask is not None]
-    if masks:
-        arrays += [np.concatenate(masks), np.array([row.member for row in kept], dtype=np.int32)]
-        arrays.append(np.array([reward for row in kept for reward in row.turn_rewards], dtype=np.float32))
-    return arrays
-
-
-def unpack_rows(result: Evaluated, arrays: Sequence[NDArray[Any]]) -> list[EvaluatedRow]:
-    """The inverse of `pack_rows`; a message without arrays has no rows. Raises ProtocolError."""
-    if not arrays:
-        return []
-    kinds = "".join(array.dtype.kind if array.ndim == 1 else "?" for array in arrays)
-    if kinds not in ("ii", "iibif"):
-        raise ProtocolError(f"evaluated: arrays of the kinds {kinds}, expected ii or iibif")
-    tokens, lengths = arrays[:2]
-    members = arrays[3] if len(arrays) > 2 else np.arange(len(lengths))
-    good = len(members) == len(lengths) and 0 <= members.min(initial=0) <= members.max(initial=0) < len(result.rewards)
-    if not good or lengths.min(initial=0) < 0 or int(lengths.sum(dtype=np.int64)) != len(tokens):
-        raise ProtocolError(
-            f"evaluated: {len(lengths)} rows with {len(tokens)} tokens, for {len(result.rewards)} rewards"
-        )
-    ends = np.cumsum(lengths)[:-1]
-    rows = np.split(tokens, ends) if len(lengths) else []
-    if len(arrays) == 2:
-        return [EvaluatedRow(member, row) for member, row in enumerate(rows)]
-    _, _, mask, _, rewards = arrays
-    masks = np.split(mask, ends) if len(mask) == len(tokens) else []
-    turns = [len(segments_of(row_mask)) // 2 for row_mask in masks]
-    if len(masks) != len(rows) or sum(turns) != len(rewards):
-        raise ProtocolError(f"evaluated: {len(mask)} values of a mask and {len(rewards)} rewards of {sum(turns)} turns")
-    of_turns = [part.tolist() for part in np.split(rewards, np.cumsum(turns)[:-1])]
-    return [EvaluatedRow(*row) for row in zip(members.tolist(), rows, masks, of_turns, strict=True)]
-
-
-class EvalSamples:
-    """Writes the completions of each evaluation to a separate file in the run's folder."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
-
-    def add(self, prompt: Prompt, result: Evaluated, rows: Sequence[EvaluatedRow]) -> None:
-        """Appends the completions of one prompt, or the rows of its episodes."""
-        if not rows:
-            return
-        group = Group(
-            ticket=result.ticket,
-            attempt=result.attempt,
-            generator=0,
-            row=prompt.row,
-            data_source=prompt.data_source,
-            start_version=result.version,
-            end_version=result.version,
-            trajectories=[_trajectory(prompt, row, result) for row in rows],
-        )
-        append_rows(evaluated_file(self._run_dir, result.version), Samples.of_groups([group], outcome="evaluated"))
-
-
-def _trajectory(prompt: Prompt, row: EvaluatedRow, result: Evaluated) -> Trajectory:
-    tokens, mask, episode = np.asarray(row.tokens), row.action_mask, None
-    if mask is None:
-        tokens = np.concatenate([prompt.tokens, tokens])
-        mask = np.arange(len(tokens)) >= len(prompt.tokens)
-    else:
-        episode = EpisodeOutcome("done", list(row.turn_rewards), 0, 0.0, 0, 0)  # of which the rewards are recorded
-    return Trajectory(
-        tokens=tokens.astype(np.int32),
-        action_mask=mask,
-        behavior_logprobs=np.zeros(len(tokens), dtype=np.float32),
-        versions=np.where(mask, result.version, -1).astype(np.int32),
-        status=result.status[row.member],
-        reward=result.rewards[row.member],
-        episode=episode,
-        member=row.member,
-    )

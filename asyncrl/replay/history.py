@@ -15,7 +15,7 @@ from asyncrl.observe.samples import Samples
 from asyncrl.replay.codec import unpack_group
 from asyncrl.replay.journal import HINT, Journal, Loader, Location, Segment, scan_journal, segments_of
 from asyncrl.replay.state import CommitEvent, GroupEvent, TakeEvent, event_of, load_group
-from asyncrl.types import Group, Shard
+from asyncrl.types import Shard
 from asyncrl.wire.frames import Array
 from asyncrl.wire.messages import Committed, GroupHeader
 
@@ -273,7 +273,7 @@ class JournalBatches(PastBatches):
         if step > self.steps:
             return None
         groups = self._step(step).load(self._loader, self.rank, ranks=self.ranks)
-        return Shard(step, [_unpacked(self.folder, header, arrays) for header, arrays in groups])
+        return Shard(step, [unpack_group(header, arrays) for header, arrays in groups])
 
     def metrics(self, step: int) -> dict[str, float]:
         """The queue's metrics of the step."""
@@ -284,13 +284,6 @@ class JournalBatches(PastBatches):
         if trained is None or not trained.is_whole:
             raise JournalError(f"{self.folder}: step {step} is not there; it has steps {self.first} to {self.steps}")
         return trained
-
-
-def _unpacked(folder: Path, header: GroupHeader, arrays: list[Array]) -> Group:
-    try:
-        return unpack_group(header, arrays)
-    except ProtocolError as error:
-        raise JournalError(f"{folder}: a group that the replay queue does not write: {error}") from None
 
 
 class SampleBatches(PastBatches):
@@ -380,5 +373,5 @@ class JournalSamples:
     def _read(self, tickets: Iterable[int]) -> Iterator[Samples]:
         for stored in (self.groups[ticket] for ticket in tickets if ticket in self.groups):
             event, arrays = load_group(self._loader, stored.location)
-            group = _unpacked(self.folder, event.header, arrays)
+            group = unpack_group(event.header, arrays)
             yield Samples.of_groups([group], step=stored.step, outcome=stored.outcome)

@@ -397,13 +397,12 @@ class ReplayQueue:
         check_refunds(ledger, state.unused_in_a_row)
         state.failures.check(self.config, ledger, header, reason)
 
-    def evaluated(self, result: Evaluated) -> Prompt | None:
-        """Counts an evaluated prompt: the first result that arrives for it. Returns the prompt if it is the first."""
+    def evaluated(self, result: Evaluated) -> bool:
+        """Counts an evaluated prompt: the first result that arrives for it. Returns True if it is the first."""
         if not self.evaluation.wants(result):
-            return None
-        prompt = self.evaluation.prompt_of(result)
-        self.store.record(result)
-        return prompt
+            return False
+        self.store.record(structs.replace(result, recorded=None))
+        return True
 
     # --- batches
 

@@ -25,7 +25,7 @@ class Kind(IntEnum):
     """Its rewards differ."""
     SOLVED = 2
     """They are equal, and in the upper half of the rewards of the row's data source."""
-    HOPELESS = 3
+    NEVER_SOLVED = 3
     """They are equal, and in the lower half."""
 
 
@@ -63,7 +63,7 @@ class RowResults:
         source.lowest, source.highest = min(source.lowest, lowest), max(source.highest, highest)
         kind = Kind.LEARNING
         if highest - lowest < SAME_REWARD:
-            kind = Kind.SOLVED if mean > (source.lowest + source.highest) / 2 else Kind.HOPELESS
+            kind = Kind.SOLVED if mean > (source.lowest + source.highest) / 2 else Kind.NEVER_SOLVED
         if before := self.kinds[header.row]:
             source.kinds[before] -= 1
         source.kinds[kind] += 1

@@ -32,8 +32,8 @@ from typing import Any
 import structlog
 
 from asyncrl.errors import InvariantError, ProtocolError, observer_failures, observing
-from asyncrl.replay.codec import pack_leases
-from asyncrl.replay.evaluation import EvalSamples, unpack_rows
+from asyncrl.observe.samples import Samples, append_rows, evaluated_file
+from asyncrl.replay.codec import check_group, unpack_group
 from asyncrl.replay.journal import FRAME_BYTES, SYNCED, Position
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.util.files import read_json, replace_file
@@ -121,11 +121,11 @@ class ReplayServer:
         endpoints: Endpoints,
         *,
         max_frame_bytes: int = MAX_FRAME_BYTES,
-        eval_samples: EvalSamples | None = None,
+        samples_dir: Path | None = None,
         directory: Directory | None = None,
     ) -> None:
         self.queue = queue
-        self._eval_samples = eval_samples
+        self._samples_dir = samples_dir
         self._versions = StoredVersions(queue.config.launch.heartbeat_timeout_s)
         self._directory = directory or Directory(None, endpoints.run_id)
         self._epoch = self._directory.epoch(LEARNERS)
@@ -231,9 +231,8 @@ class ReplayServer:
         leases, reason = queue.ask(body)
         if reason != "session":
             self._versions.report(body.generator, body.stats.weights)
-        headers, prompts = pack_leases(leases)
         answer = Leases(
-            leases=headers,
+            leases=leases,
             done=queue.done,
             leave=queue.leaves(body.generator, body.session),
             reason=reason,
@@ -244,7 +243,7 @@ class ReplayServer:
             weights=self._directory.address(WEIGHTS),
             stored=self._versions.newest,
         )
-        return Reply(answer, [prompts])
+        return Reply(answer)
 
     def _finish(self, message: Message) -> Reply:
         body: GroupHeader = message.body
@@ -253,11 +252,13 @@ class ReplayServer:
 
     def _evaluated(self, message: Message) -> Reply:
         body: Evaluated = message.body
-        rows = unpack_rows(body, message.arrays)
-        prompt = self.queue.evaluated(body)
-        if prompt is not None and self._eval_samples is not None:
+        recorded, folder = body.recorded, self._samples_dir
+        if recorded is not None:
+            check_group(recorded, message.arrays, group_size=recorded.num_members)
+        if self.queue.evaluated(body) and recorded is not None and folder is not None:
             with observing("samples"):
-                self._eval_samples.add(prompt, body, rows)
+                samples = Samples.of_groups([unpack_group(recorded, message.arrays)], outcome="evaluated")
+                append_rows(evaluated_file(folder, body.version), samples)
         return Reply(Finished([LeaseName(body.ticket, body.attempt, evaluation=True)]))
 
     # --- learner ranks: ranks of an earlier start than the newest that began are refused
@@ -488,20 +489,20 @@ def run_replay(
     *,
     max_group_tokens: int | None = None,
     routing_bytes: int = 0,
-    eval_samples: EvalSamples | None = None,
+    samples_dir: Path | None = None,
     directory: Directory | None = None,
 ) -> None:
     """Runs the replay role: serves the queue until shutdown, then completes the trace. The connection of a peer that
     sends a frame larger than a group of `max_group_tokens` (prompts and completions), each with a routing of
     `routing_bytes`, is closed; None: no limit.
-    Completions of evaluations go to `eval_samples`, addresses that servers announce to the `directory`."""
+    Completions of evaluations are recorded in `samples_dir`, addresses that servers announce to the `directory`."""
     max_frame_bytes = MAX_FRAME_BYTES
     if max_group_tokens is not None:
         group_bytes = (FRAME_BYTES + routing_bytes) * max_group_tokens + GROUP_PADDING_BYTES
         max_frame_bytes = min(MAX_FRAME_BYTES, max(MAX_REQUEST_HEADER_BYTES, group_bytes))
     try:
         server = ReplayServer(
-            queue, endpoints, max_frame_bytes=max_frame_bytes, eval_samples=eval_samples, directory=directory
+            queue, endpoints, max_frame_bytes=max_frame_bytes, samples_dir=samples_dir, directory=directory
         )
         try:
             server.serve(should_stop)

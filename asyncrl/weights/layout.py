@@ -15,7 +15,7 @@ import xxhash
 from torch import Tensor
 
 from asyncrl.errors import InvariantError, ProtocolError, RunError
-from asyncrl.wire.messages import MAX_DOCUMENT_CHARACTERS, MAX_NUMBER
+from asyncrl.types import MAX_DOCUMENT_CHARACTERS, MAX_NUMBER
 
 ROW_BYTES = 1024
 """The sizes of buckets and of the buffer are multiples of this; the checksum works on rows of this size."""

@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import AsyncrlError, ConfigError, InvariantError, RunError
+from asyncrl.types import MAX_NUMBER
 from asyncrl.util.processes import normal_priority
 from asyncrl.weights import transports
 from asyncrl.weights.layout import (
@@ -69,7 +70,7 @@ from asyncrl.weights.transports import (
     queued,
 )
 from asyncrl.wire import service_messages as messages
-from asyncrl.wire.messages import MAX_NUMBER, Announced, Body, Following
+from asyncrl.wire.messages import Announced, Body, Following
 from asyncrl.wire.rpc import BadServerError, ChannelClient, ServerLostError
 from asyncrl.wire.service_messages import Go, Holding, Left, Loaded, Offer, Ready, Received, Sent, StoreReply, Up
 from asyncrl.wire.store import RemoteStore

@@ -52,6 +52,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import AsyncrlError, ConfigError, InvariantError, PeerTimeoutError, RunError
+from asyncrl.types import MAX_NUMBER
 from asyncrl.weights import transports
 from asyncrl.weights.layout import BUCKET_BYTES, RankShare, RunningChecksum, WeightBuffer, WeightManifest, share_of
 from asyncrl.weights.ranks import (
@@ -81,7 +82,7 @@ from asyncrl.weights.transports import (
 )
 from asyncrl.wire import service_messages as messages
 from asyncrl.wire.endpoints import Endpoints
-from asyncrl.wire.messages import MAX_NUMBER, Body
+from asyncrl.wire.messages import Body
 from asyncrl.wire.rpc import ChannelServer
 from asyncrl.wire.service_messages import (
     MIN_BUCKET_BYTES,

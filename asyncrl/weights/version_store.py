@@ -35,10 +35,11 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError, ProtocolError
+from asyncrl.types import Count, Number
 from asyncrl.util.files import sync_folder
 from asyncrl.weights import deltas
 from asyncrl.weights.layout import Entry, RankSlices, WeightManifest, slices_of
-from asyncrl.wire.messages import MAX_INDEX, Announced, Count, FolderName, Index, Number, Sha256
+from asyncrl.wire.messages import MAX_INDEX, Announced, FolderName, Index, Sha256
 
 log = structlog.get_logger()
 

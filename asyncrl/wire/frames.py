@@ -23,23 +23,12 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from asyncrl.errors import ProtocolError, UnknownPeerError
+from asyncrl.types import MAX_DOCUMENT_CHARACTERS, MAX_ITEMS, Name, Number, Time
 from asyncrl.wire import service_messages  # noqa: F401 (defines its kinds)
-from asyncrl.wire.messages import (
-    MAX_DOCUMENT_CHARACTERS,
-    MAX_ITEMS,
-    MAX_REQUEST_HEADER_BYTES,
-    AnswerBody,
-    Body,
-    LeaseHeader,
-    Leases,
-    Name,
-    Number,
-    RequestBody,
-    Time,
-)
+from asyncrl.wire.messages import MAX_REQUEST_HEADER_BYTES, AnswerBody, Body, RequestBody
 from asyncrl.wire.sockets import MAX_FRAME_BYTES
 
-SCHEMA = 10
+SCHEMA = 11
 MAX_FRAMES = 1 << 16
 """Maximum number of frames in a message, and of arrays in a frame."""
 MAX_PROBLEM_CHARACTERS = 500
@@ -68,11 +57,13 @@ Specs = Annotated[list[tuple[Literal["i4", "f4", "b1", "u1"], Shape]], Meta(max_
 
 
 def make_encoder() -> msgspec.msgpack.Encoder:
-    """Returns an encoder that accepts numpy's float64, which is also a float."""
+    """Returns an encoder that accepts numpy's float64, which is also a float, and token arrays."""
     return msgspec.msgpack.Encoder(enc_hook=_plain)
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray) and value.dtype == np.int32:
+        return value.tobytes()
     for kind in (float, str):
         if isinstance(value, kind):
             return kind(value)
@@ -86,7 +77,6 @@ def _kinds(base: type[Body]) -> list[type[Body]]:
 
 BODIES: dict[str, type[Body]] = {body.__name__: body for body in [*_kinds(RequestBody), *_kinds(AnswerBody)]}
 """The body of each kind of message."""
-_TYPES: dict[str, Any] = {**BODIES, "Leases": Leases[LeaseHeader]}
 _ENCODER = make_encoder()
 
 
@@ -186,10 +176,17 @@ def decode(
     if header.kind not in BODIES:
         raise ProtocolError(f"unknown kind {reprlib.repr(header.kind)}")
     try:
-        body = msgspec.convert(header.body, _TYPES[header.kind], builtin_types=(bytes,))
+        body = msgspec.convert(header.body, BODIES[header.kind], builtin_types=(bytes,), dec_hook=_tokens)
     except UNREADABLE as error:
         raise BodyError(BODIES[header.kind], _problem(error)) from None
     return Message(header.seq, body, _arrays(body, header.arrays, frames[1:]), peer, header.at_s)
+
+
+def _tokens(kind: Any, data: Any) -> Array:
+    """The tokens of a prompt, the only arrays in a header."""
+    if not isinstance(data, bytes) or len(data) % 4:
+        raise ValueError(f"Expected `bytes`, got `{type(data).__name__}` that is no list of tokens")
+    return np.frombuffer(data, dtype=np.int32)
 
 
 def _unpack(data: Buffer, max_bytes: int) -> Any:

@@ -8,24 +8,31 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Generic, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from asyncrl.types import MAX_NAME_CHARACTERS, NO_VERSION, EpisodeEnd, Status
+from asyncrl.types import (
+    MAX_COUNT,
+    MAX_ITEMS,
+    NO_VERSION,
+    Count,
+    EpisodeOutcome,
+    Items,
+    Lease,
+    Name,
+    Number,
+    Reward,
+    Status,
+    Time,
+)
 from asyncrl.util.processes import GENERATOR_ACTIVITIES, GENERATOR_PHASES
 
-MAX_COUNT = (1 << 31) - 1
-MAX_NUMBER = 1 << 62
 MAX_INDEX = (1 << 16) - 1
-MAX_ITEMS = 1 << 16
 MAX_PARTS = 256
 """Maximum number of parts of one trajectory's reward."""
-MAX_REWARD = 1e30
-"""Larger rewards do not fit float32, or their squares do not fit float64."""
 MAX_TEXT_CHARACTERS = 1 << 16
-MAX_DOCUMENT_CHARACTERS = 1 << 24
 MAX_DURATION_S = 3600.0
 MAX_ROUTED = 4096
 """Upper limit of the layers with experts, and of the experts of a token."""
@@ -36,23 +43,13 @@ MAX_REQUEST_HEADER_BYTES = 1 << 21
 they are decoded. A thousand trajectories with ten reward parts and an error each take less than half of it."""
 
 T = TypeVar("T")
-_T = TypeVar("_T")
-Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Version = Annotated[int, Meta(ge=NO_VERSION, le=MAX_COUNT)]
-Number = Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
-"""A ticket, a row, or a sum over the run."""
 Index = Annotated[int, Meta(ge=0, le=MAX_INDEX)]
 """Index of a generator or a learner rank. Its bound limits the memory kept for each of them."""
-Time = Annotated[float, Meta(ge=-1e12, le=1e12)]
-"""Seconds. NaN is refused, as by every type with bounds."""
 Duration = Annotated[float, Meta(ge=0.0, le=MAX_DURATION_S)]
 """Seconds."""
 Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
-Reward = Annotated[float, Meta(ge=-MAX_REWARD, le=MAX_REWARD)]
-Name = Annotated[str, Meta(max_length=MAX_NAME_CHARACTERS)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARACTERS)]
-Document = Annotated[str, Meta(max_length=MAX_DOCUMENT_CHARACTERS)]
-Items = Annotated[list[_T], Meta(max_length=MAX_ITEMS)]
 Metrics = Annotated[dict[Annotated[str, Meta(max_length=1000)], float], Meta(max_length=MAX_ITEMS)]
 FolderName = Annotated[str, Meta(max_length=19, pattern=r"\Av[0-9]{6,10}-[0-9a-f]{8}\Z")]
 """The folder of a version in a store."""
@@ -192,27 +189,10 @@ class LeaseName(Body):
     evaluation: bool
 
 
-class LeaseHeader(Body):
-    """Part of `Leases`: a lease without its prompt tokens, which are an array of the message."""
+class Leases(AnswerBody):
+    """The answer of the queue to `Ask`."""
 
-    ticket: Number
-    attempt: Count
-    row: Number
-    ground_truth: Document
-    data_source: Name
-    extra_info: dict[str, Any]
-    chat: list[dict[str, Any]] | None
-    columns: dict[str, Any]
-    text: Document
-    evaluation: bool
-
-
-class Leases(AnswerBody, Generic[T]):
-    """The answer of the queue to `Ask`; the client replaces every LeaseHeader with its Lease."""
-
-    has_arrays = True
-
-    leases: Items[T]
+    leases: Items[Lease]
     done: bool
     """The run is over or stopping: release unfinished leases and return."""
     leave: bool
@@ -254,20 +234,6 @@ class Ask(RequestBody):
     """Leases to renew: the generator is working on them."""
 
 
-class EpisodeHeader(Body):
-    """Part of `GroupHeader`: the fields of `asyncrl.types.EpisodeOutcome`, of one row."""
-
-    ended: EpisodeEnd
-    turn_rewards: Items[Reward]
-    observation_tokens: Count
-    environment_s: Time
-    tries: Count
-    lost_tokens: Count
-    reset_s: Time
-    wait_s: Time
-    slow_turns: Count
-
-
 class Finished(AnswerBody):
     """The answer of the queue to `GroupHeader` and `Evaluated`: groups and evaluated prompts of one generator that need
     not be sent again."""
@@ -304,7 +270,7 @@ class GroupHeader(RequestBody):
     parts: Items[Annotated[dict[Name, float], Meta(max_length=MAX_PARTS)]]
     status: Items[Status]
     errors: Items[Text]
-    episodes: Items[EpisodeHeader]
+    episodes: Items[EpisodeOutcome]
     """None without an environment."""
     routing: Annotated[list[Annotated[int, Meta(ge=1, le=MAX_ROUTED)]], Meta(max_length=2)]
     """Layers with experts, and experts of a token in each; empty if the group has no routing."""
@@ -341,8 +307,7 @@ class GroupHeader(RequestBody):
 
 
 class Evaluated(RequestBody):
-    """Sent by a generator for each evaluation prompt it has completed. Its arrays are the completions
-    (`asyncrl.replay.evaluation`), or there are none."""
+    """Sent by a generator for each evaluation prompt it has completed. Its arrays are those of `recorded`."""
 
     answer = Finished
     has_arrays = True
@@ -357,6 +322,8 @@ class Evaluated(RequestBody):
     status: Items[Status]
     tokens: Count
     """Tokens of all completions."""
+    recorded: GroupHeader | None
+    """The first completions, for the samples of the run; they are not stored in the journal."""
 
 
 class ReleasedLease(Body):

@@ -6,26 +6,18 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from asyncrl.types import EpisodeEnd
+from asyncrl.types import MAX_NUMBER, Count, Document, EpisodeEnd, Items, Name, Number, Reward, Time
 from asyncrl.wire.messages import (
     MAX_INDEX,
-    MAX_NUMBER,
     MAX_PARTS,
     AnswerBody,
     Body,
-    Count,
-    Document,
     Duration,
     Finite,
     Index,
-    Items,
     Metrics,
-    Name,
-    Number,
     RequestBody,
-    Reward,
     Text,
-    Time,
 )
 
 MAX_TEXT_HEADER_BYTES = 1 << 26

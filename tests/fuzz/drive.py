@@ -20,8 +20,9 @@ import psutil
 import zmq
 
 from asyncrl.launch.machine import find_port
+from asyncrl.types import MAX_COUNT
 from asyncrl.wire.frames import BODIES
-from asyncrl.wire.messages import MAX_COUNT, Body, ReadStatus, ReadSummary, Take
+from asyncrl.wire.messages import Body, ReadStatus, ReadSummary, Take
 from tests.fuzz import frames as sound
 from tests.fuzz.mutate import Frames, Mutator
 
@@ -137,7 +138,7 @@ class Honest:
                 body = sound.evaluated_body(lease["ticket"], lease["attempt"], self.step)
                 found.append(sound.frames_of(body))
             else:
-                found.append(sound.finish_frames(lease["ticket"], lease["attempt"], lease["row"], self.step))
+                found.append(sound.finish_frames(lease["ticket"], lease["attempt"], lease["prompt"]["row"], self.step))
         return found
 
     def finish(self, work: list[Frames]) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from msgspec import structs
 
-from asyncrl.replay.codec import pack_group, pack_leases
-from asyncrl.replay.evaluation import EvaluatedRow, pack_rows
+from asyncrl.replay.codec import pack_group
 from asyncrl.types import Lease, Prompt
 from asyncrl.wire import messages as m
 from asyncrl.wire import service_messages as s
@@ -107,7 +107,7 @@ def ask_body(
 
 
 def evaluated_body(ticket: int, attempt: int, version: int) -> m.Evaluated:
-    return m.Evaluated(ticket, attempt, version, "test", [1.0], ["completed"], tokens=3)
+    return m.Evaluated(ticket, attempt, version, "test", [1.0], ["completed"], tokens=3, recorded=None)
 
 
 def commit_body(step: int, *, epoch: int = 0) -> m.Commit:
@@ -117,6 +117,7 @@ def commit_body(step: int, *, epoch: int = 0) -> m.Commit:
 def requests(step: int = 0) -> dict[str, list[bytes]]:
     """By kind, what roles ask; `step` steps are committed."""
     rows = [np.arange(6, dtype=np.int32), np.array([4, 2], dtype=np.int32), np.array([1, 2, 4], dtype=np.int32)]
+    recorded, block = pack_group(make_group(Lease(0, 0, prompt(0)), step))
     value = s.Value(0, 1, minibatches=[1], names=[[(0, 0), (0, 1)]])
     bodies: list[m.Body] = [
         ask_body(1, step, 2),
@@ -151,7 +152,7 @@ def requests(step: int = 0) -> dict[str, list[bytes]]:
     return {
         **{type(body).__name__: frames_of(body) for body in bodies},
         "GroupHeader": finish_frames(0, 0, 0, step),
-        "Evaluated": frames_of(evaluated_body(0, 0, step), pack_rows([EvaluatedRow(0, [1, 2, 3])], limit=2)),
+        "Evaluated": frames_of(structs.replace(evaluated_body(0, 0, step), recorded=recorded), [block]),
         "Value": frames_of(value, rows),
         "Train": frames_of(s.Train(0, 1), [np.ones(3, dtype=np.float32)]),
         "HostRequest": frames_of(TURNS, pack_lists([np.ones(3, dtype=np.int32), np.ones(2, dtype=np.int32)])),
@@ -161,9 +162,8 @@ def requests(step: int = 0) -> dict[str, list[bytes]]:
 def answers(seq: int = 1, *, ticket: int = 0, attempt: int = 0, step: int = 1) -> dict[str, list[bytes]]:
     """By kind, what roles are answered."""
     lease = Lease(ticket, attempt, prompt(ticket))
-    headers, tokens = pack_leases([lease])
     leases = m.Leases(
-        leases=headers,
+        leases=[lease],
         done=False,
         leave=False,
         reason="staleness",
@@ -176,7 +176,7 @@ def answers(seq: int = 1, *, ticket: int = 0, attempt: int = 0, step: int = 1) -
     )
     header, arrays = pack_group(make_group(lease, 0))
     bodies: list[tuple[m.Body, Sequence[Arrays]]] = [
-        (leases, [tokens]),
+        (leases, []),
         (m.Finished([m.LeaseName(ticket, attempt, evaluation=False)]), []),
         (m.ShardHeader(step, "shard", [header]), [arrays]),
         (m.Begun(step), []),

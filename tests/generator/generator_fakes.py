@@ -10,14 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 from msgspec import structs
-from numpy.typing import NDArray
 
-from asyncrl.replay.client import LeaseReply
 from asyncrl.rewards.calling import PlayedEpisode
 from asyncrl.rewards.pool import Scored
 from asyncrl.types import Group, Lease, Prompt
 from asyncrl.weights.receiver import StagedWeights
-from asyncrl.wire.messages import Evaluated, GeneratorStats
+from asyncrl.wire.messages import Evaluated, GeneratorStats, Leases
 
 
 def lease(ticket: int, tokens: Sequence[int] = (5, 6, 7), attempt: int = 0) -> Lease:
@@ -25,26 +23,26 @@ def lease(ticket: int, tokens: Sequence[int] = (5, 6, 7), attempt: int = 0) -> L
     return Lease(ticket, attempt, prompt)
 
 
-def lease_reply(leases: list[Lease], done: bool, reason: str, **others: Any) -> LeaseReply:
+def lease_reply(leases: list[Lease], done: bool, reason: str, **others: Any) -> Leases:
     """Returns an answer to an ask, by default of a run that continues."""
     usual = {
         "leave": False, "evaluations_left": False, "progress": 0, "batches": 0,
         "pause_s": 0.0, "weights": "", "stored": None,
     }  # fmt: skip
-    return LeaseReply(leases=leases, done=done, reason=reason, **(usual | others))
+    return Leases(leases=leases, done=done, reason=reason, **(usual | others))
 
 
 @dataclass
 class FakeClient:
     """Answers each ask at the next poll with what `answer` says."""
 
-    answer: Callable[[int, int], LeaseReply]
+    answer: Callable[[int, int], Leases]
     """(version, number of groups) -> reply"""
     asks: list[tuple[int, int, GeneratorStats]] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)
     released: list[tuple[int, int, int]] = field(default_factory=list)
     evaluations: list[Evaluated] = field(default_factory=list)
-    completions: list[Sequence[NDArray[np.int32]]] = field(default_factory=list)
+    recorded: list[Group | None] = field(default_factory=list)
     """The completions that were sent with each evaluation."""
     released_evaluations: list[tuple[int, int]] = field(default_factory=list)
     num_evaluations: int = 0
@@ -69,7 +67,7 @@ class FakeClient:
         self.asks.append((version, num_groups, structs.replace(stats, stall_ms=list(stats.stall_ms))))
         self.outstanding = True
 
-    def poll(self, timeout_s: float = 0.0) -> LeaseReply | None:
+    def poll(self, timeout_s: float = 0.0) -> Leases | None:
         if not self.outstanding:
             return None
         self.outstanding = False
@@ -79,9 +77,9 @@ class FakeClient:
     def finish(self, group: Group) -> None:
         self.groups.append(group)
 
-    def evaluated(self, result: Evaluated, completions: Sequence[NDArray[np.int32]]) -> None:
+    def evaluated(self, result: Evaluated, recorded: Group | None) -> None:
         self.evaluations.append(result)
-        self.completions.append(completions)
+        self.recorded.append(recorded)
 
     def release(self, leases: Sequence[tuple[int, int, int]], *, evaluations: Sequence[tuple[int, int]] = ()) -> None:
         self.released.extend(leases)

@@ -12,8 +12,8 @@ from transformers import Qwen2ForCausalLM
 
 from asyncrl.generator.engine import Completion
 from asyncrl.generator.vllm_backend.engine import VllmEngine
-from asyncrl.replay.client import LeaseReply
 from asyncrl.types import NO_VERSION, Group, Lease
+from asyncrl.wire.messages import Leases
 
 Policies = list[Qwen2ForCausalLM]
 PROMPTS = {str(i): [3 + (7 * i + 5 * j) % 60 for j in range(4 + 40 * i)] for i in range(6)}
@@ -69,7 +69,7 @@ def run_loop(engine: VllmEngine, model_path: str, policies: Policies, leases: li
     engine.version = NO_VERSION
     left = iter(leases)
 
-    def answer(version: int, num_groups: int) -> LeaseReply:
+    def answer(version: int, num_groups: int) -> Leases:
         return lease_reply(list(itertools.islice(left, num_groups)), len(client.groups) == len(leases), "")
 
     loop, client, _ = make_loop(engine, model_path, answer, policies[:1], index=index, **OPTIONS)

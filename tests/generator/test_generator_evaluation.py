@@ -15,9 +15,9 @@ from transformers import Qwen2ForCausalLM
 
 from asyncrl.generator.engine import Completion, Engine
 from asyncrl.generator.groups import GroupInProgress, make_evaluated
-from asyncrl.replay.client import LeaseReply
 from asyncrl.rewards.pool import Scored
 from asyncrl.types import NO_VERSION, Lease
+from asyncrl.wire.messages import Leases
 
 Policies = list[Qwen2ForCausalLM]
 
@@ -50,7 +50,7 @@ class Queue:
         for version, count in self.evaluations.items():
             self.open[version] = deque(eval_lease(1000 * version + index) for index in range(count))
 
-    def __call__(self, version: int, num_groups: int) -> LeaseReply:
+    def __call__(self, version: int, num_groups: int) -> Leases:
         assert self.client is not None
         waiting = self.open.get(version, deque())
         leases = [waiting.popleft() for _ in range(min(self.client.num_evaluations, len(waiting)))]

@@ -19,8 +19,8 @@ from asyncrl.errors import PeerTimeoutError
 from asyncrl.generator import loop as loop_module
 from asyncrl.generator.engine import Engine
 from asyncrl.generator.loop import _DENIED_IDLE_S, _MIN_STEPS, GroupRunner, StepCosts, non_negative
-from asyncrl.replay.client import LeaseReply
 from asyncrl.types import NO_VERSION, Lease
+from asyncrl.wire.messages import Leases
 
 Policies = list[Qwen2ForCausalLM]
 
@@ -33,7 +33,7 @@ def engine(make_engine: Callable[..., Engine]) -> Engine:
     return engine
 
 
-class Leases:
+class PromptLeases:
     """Hands out `total` leases of different prompts, then none; done when all have been finished."""
 
     def __init__(self, total: int) -> None:
@@ -41,13 +41,13 @@ class Leases:
         self._left = iter(self.leases)
         self.client: FakeClient | None = None
 
-    def __call__(self, version: int, num_groups: int) -> LeaseReply:
+    def __call__(self, version: int, num_groups: int) -> Leases:
         done = self.client is not None and len(self.client.groups) == len(self.leases)
         return lease_reply(list(itertools.islice(self._left, num_groups)), done, "")
 
 
 def test_groups_come_back_whole_and_exact(engine: Engine, model_path: str, policies: Policies) -> None:
-    leases = Leases(12)
+    leases = PromptLeases(12)
     loop, client, receiver = make_loop(engine, model_path, leases, policies[:1])
     leases.client = client
     loop.run()
@@ -82,7 +82,7 @@ def assert_exact(trajectory: Any, given: Lease, policy: Qwen2ForCausalLM) -> Non
 
 
 def test_weights_are_swapped_while_groups_run(engine: Engine, model_path: str, policies: Policies) -> None:
-    leases = Leases(4)
+    leases = PromptLeases(4)
     loop, client, receiver = make_loop(engine, model_path, leases, policies[:1])
     leases.client = client
     loop._swap_staged()
@@ -114,7 +114,7 @@ def test_weights_are_swapped_while_groups_run(engine: Engine, model_path: str, p
 
 
 def test_a_group_without_rewards_travels_whole_as_failed(engine: Engine, model_path: str, policies: Policies) -> None:
-    leases = Leases(3)
+    leases = PromptLeases(3)
     loop, client, _ = make_loop(engine, model_path, leases, policies[:1], rewards=FakeRewards(failing={1}))
     leases.client = client
     loop.run()
@@ -133,9 +133,9 @@ def test_stopping_gives_back_every_unfinished_lease(
     engine: Engine, model_path: str, policies: Policies, how: str
 ) -> None:
     stop = False
-    leases = Leases(100)
+    leases = PromptLeases(100)
 
-    def answer(version: int, num_groups: int) -> LeaseReply:
+    def answer(version: int, num_groups: int) -> Leases:
         return lease_reply([], True, "") if stop and how == "done" else leases(version, num_groups)
 
     loop, client, _ = make_loop(
@@ -162,7 +162,7 @@ def test_stopping_gives_back_every_unfinished_lease(
 
 
 def test_the_engine_is_kept_full_of_group_members(engine: Engine, model_path: str, policies: Policies) -> None:
-    leases = Leases(60)
+    leases = PromptLeases(60)
     loop, client, _ = make_loop(engine, model_path, leases, policies[:1])
     leases.client = client
     loop.run()
@@ -206,7 +206,7 @@ def test_a_denied_ask_waits_as_long_as_the_queue_says(engine: Engine, model_path
 def test_a_full_generator_still_speaks_and_hears_that_the_run_is_over(
     engine: Engine, model_path: str, policies: Policies
 ) -> None:
-    leases = Leases(100)
+    leases = PromptLeases(100)
     loop, client, _ = make_loop(engine, model_path, leases, policies[:1], generator__max_running_groups=1)
     loop._swap_staged()
     loop.tick()
@@ -222,7 +222,7 @@ def test_what_runs_and_what_is_scored_is_named_every_second(
     engine: Engine, model_path: str, policies: Policies
 ) -> None:
     rewards = FakeRewards()
-    loop, client, _ = make_loop(engine, model_path, Leases(100), policies[:1], rewards=rewards)
+    loop, client, _ = make_loop(engine, model_path, PromptLeases(100), policies[:1], rewards=rewards)
     rewards.collect = list  # type: ignore[method-assign]  # no reward ever comes
     loop._swap_staged()
     deadline_s = time.monotonic() + 20
@@ -257,7 +257,7 @@ def test_a_generator_without_weights_speaks_each_second_and_waits_while_the_lear
     monkeypatch.setattr(loop_module, "_HEARTBEAT_S", 0.2)
     weights = [(7, weights_of(policies[0]))]
 
-    def answer(version: int, num_groups: int) -> LeaseReply:
+    def answer(version: int, num_groups: int) -> Leases:
         number = len(client.asks)
         if number == 8:
             receiver.versions.extend(weights)
@@ -273,10 +273,10 @@ def test_a_generator_without_weights_speaks_each_second_and_waits_while_the_lear
 def test_a_generator_that_leaves_finishes_what_it_has_time_for(
     engine: Engine, model_path: str, policies: Policies, stop_timeout_s: float
 ) -> None:
-    leases = Leases(100)
+    leases = PromptLeases(100)
     leaving = False
 
-    def answer(version: int, num_groups: int) -> LeaseReply:
+    def answer(version: int, num_groups: int) -> Leases:
         return lease_reply([], False, "", leave=True) if leaving else leases(version, num_groups)
 
     loop, client, _ = make_loop(engine, model_path, answer, policies[:1], launch__stop_timeout_s=stop_timeout_s)
@@ -304,7 +304,7 @@ def test_a_generator_that_has_no_weights_leaves_at_once(engine: Engine, model_pa
 def test_phases_and_completions_are_told_with_every_ask(
     engine: Engine, model_path: str, policies: Policies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    leases = Leases(6)
+    leases = PromptLeases(6)
 
     class SlowRewards(FakeRewards):
         def collect(self) -> list[Any]:

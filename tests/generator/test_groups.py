@@ -8,12 +8,12 @@ from math import nan
 import numpy as np
 import pytest
 from generator_fakes import lease
+from msgspec import structs
 
 from asyncrl.errors import InvariantError
 from asyncrl.generator.engine import Completion
-from asyncrl.generator.groups import GroupInProgress, evaluated_rows, make_evaluated, make_group
+from asyncrl.generator.groups import GroupInProgress, make_evaluated, make_group, recorded_group
 from asyncrl.replay.codec import check_group, pack_group
-from asyncrl.replay.evaluation import pack_rows, unpack_rows
 from asyncrl.rewards.pool import Scored
 from asyncrl.types import EpisodeOutcome, Status
 from asyncrl.wire.service_messages import EpisodeEnded
@@ -48,7 +48,7 @@ def test_a_member_may_have_several_rows_which_share_its_reward() -> None:
     one = running()
     one.completions[1] = [completion(1, "truncated"), completion(2, "truncated")]
     outcome = EpisodeOutcome("max_turns", [1.0], 0, environment_s=1.0, tries=0, lost_tokens=0)
-    rest = replace(outcome, environment_s=0.0)
+    rest = structs.replace(outcome, environment_s=0.0)
     one.outcomes = {0: [outcome], 1: [outcome, rest]}
     scored = Scored((4, 0), [1.0, 0.5], [{}, {"a": 0.5}], ["", ""], environment_weight=1.0)
     group = make_group(one, scored, generator=0, truncated_penalty=0.25)
@@ -159,14 +159,24 @@ def test_a_failed_environment_is_never_a_reward_of_0(greedy: bool) -> None:
 def test_all_rows_of_an_evaluated_episode_are_recorded_with_the_rewards_of_their_turns() -> None:
     one, scored = played(), Scored((4, 0), [1.5, 1.5], [{}, {}], ["", ""], 0.5)
     one.completions[1].append(replace(completion(2, "completed"), prompt=np.array([9], np.int32)))
-    first = replace(one.outcomes[0][0], turn_rewards=[1.0])
-    one.outcomes = {0: [first], 1: [replace(first, turn_rewards=[4.0]), replace(first, turn_rewards=[])]}
-    rows = evaluated_rows(one, scored)
-    assert [(row.member, list(row.tokens), row.turn_rewards) for row in rows] == [
+    first = structs.replace(one.outcomes[0][0], turn_rewards=[1.0])
+    one.outcomes = {
+        0: [first],
+        1: [structs.replace(first, turn_rewards=[4.0]), structs.replace(first, turn_rewards=[])],
+    }
+    group = recorded_group(one, scored, limit=2)
+    assert group is not None
+    outcomes = [(row.member, row.tokens.tolist(), row.episode) for row in group.trajectories]
+    assert [(member, tokens, episode and episode.turn_rewards) for member, tokens, episode in outcomes] == [
         (0, [5, 6, 7, 0], [0.5]),
         (1, [5, 6, 7, 0, 1], [2.0]),
-        (1, [9, 0, 1, 2], [0.0]),
-    ], "a turn of an episode that failed in it has none"
-    unpack_rows(make_evaluated(one, scored), pack_rows(rows, limit=2))
-    plain = [(row.member, list(row.tokens), row.action_mask) for row in evaluated_rows(running(), scored)]
-    assert plain == [(0, [0], None), (1, [0, 1], None)]
+        (1, [9, 0, 1, 2], []),
+    ]
+
+
+def test_the_first_completions_of_an_evaluation_are_recorded() -> None:
+    scored = Scored((4, 0), [1.5, 1.5], [{}, {}], ["", ""])
+    assert recorded_group(running(), scored, limit=0) is None
+    group = recorded_group(running(), scored, limit=1)
+    assert group is not None and [row.member for row in group.trajectories] == [0]
+    check_group(*pack_group(group), group_size=1)

@@ -21,12 +21,11 @@ from asyncrl.generator.loop import GeneratorLoop
 from asyncrl.learner.batch import Batch
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.loop import Learner
-from asyncrl.replay.client import LeaseReply
 from asyncrl.rewards.pool import Scored
 from asyncrl.types import NO_VERSION, Group, Lease, Prompt, Shard
 from asyncrl.weights.receiver import StagedWeights
 from asyncrl.weights.sender import WeightSyncStats
-from asyncrl.wire.messages import Committed
+from asyncrl.wire.messages import Committed, Leases
 
 TOKENS = 4
 """Least steps of the engine for a completion."""
@@ -200,7 +199,7 @@ class Client:
     def ask(self, version: int, num_groups: int, stats: Any, *, num_evaluations: int = 0, working_on: Any = ()) -> None:
         self._asked = version, num_groups, num_evaluations
 
-    def poll(self, timeout_s: float = 0.0) -> LeaseReply | None:
+    def poll(self, timeout_s: float = 0.0) -> Leases | None:
         time.sleep(0.0005)
         if self._asked is None:
             return None
@@ -215,7 +214,7 @@ class Client:
             if left and evaluations:
                 queue.evaluated[version], left = 0, False
                 leases.append(_lease(version, evaluation=True))
-            return LeaseReply(
+            return Leases(
                 leases=leases, done=queue.done, leave=False, reason="", evaluations_left=left, progress=0,
                 batches=queue.num_waiting, pause_s=0.0, weights="", stored=None,
             )  # fmt: skip

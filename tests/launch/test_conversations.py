@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 from rich.console import Console
 
 from asyncrl.cli.show_samples import show_group, show_samples
@@ -48,7 +49,7 @@ def recorded(folder: Path, *, chat: bool) -> Path:
     )
     end = int(np.flatnonzero(np.diff(mask))[1]) + 1
     arrays = {name: getattr(row, name)[:end] for name in ("tokens", "action_mask", "behavior_logprobs", "versions")}
-    branch = replace(row, **arrays, episode=replace(outcome, turn_rewards=rewards[:1]))
+    branch = replace(row, **arrays, episode=structs.replace(outcome, turn_rewards=rewards[:1]))
     run_dir = folder / "runs" / "r"
     run_dir.mkdir(parents=True)
     settings = {"model.path": str(folder / "model"), "data.train": "gone.parquet", "environment.name": "guess"}

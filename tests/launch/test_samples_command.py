@@ -13,15 +13,13 @@ import pytest
 from asyncrl.config.config import Config
 from asyncrl.config.load import load_config
 from asyncrl.data.files import write_rows
-from asyncrl.observe.samples import SampleBook, Samples
+from asyncrl.observe.samples import SampleBook, Samples, append_rows, evaluated_file
 from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay.codec import pack_group
-from asyncrl.replay.evaluation import EvalSamples, EvaluatedRow
 from asyncrl.replay.history import JournalSamples
 from asyncrl.replay.journal import Journal
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.types import Group, Lease, Prompt
-from asyncrl.wire.messages import Evaluated
 from tests.helpers.cli import asyncrl
 from tests.helpers.replay import EndlessPrompts, ask_queue, make_group
 from tests.helpers.reward_pool import TOKENS, save_tokenizer
@@ -240,12 +238,11 @@ def test_completions_of_evaluations_are_shown_by_version(tmp_path: Path) -> None
     evaluating = config.model_copy(update={"data": config.data.model_copy(update={"eval": "eval.parquet"})})
     (run_dir / "config.yaml").write_text(evaluating.to_yaml())
     prompt = Prompt(0, np.array(encode("3+4="), dtype=np.int32), "9", "sums")
-    samples = EvalSamples(run_dir)
     for version, answer in ((0, "1"), (20, "7")):
-        result = Evaluated(0, 0, version, "sums", [0.5], ["completed"], 2)
-        samples.add(prompt, result, [EvaluatedRow(0, np.array(encode(answer), dtype=np.int32))])
+        group = answered(Lease(0, 0, prompt), version, [answer], [0.5])
+        append_rows(evaluated_file(run_dir, version), Samples.of_groups([group], outcome="evaluated"))
     assert printed(tmp_path, "--eval").splitlines()[:4] == [
-        "evaluation of version 20 · row 0 · sums · reward 0.5 · completed, 1 tokens",
+        "evaluation of version 20 · row 0 · sums · reward 0.5 · completed, 2 tokens",
         "  prompt      3+4=",
         "  completion  7",
         "  truth       9",
@@ -258,13 +255,13 @@ def test_completions_of_evaluations_are_shown_by_version(tmp_path: Path) -> None
 def test_the_rows_of_the_dataset_are_counted_by_source(made: Path, tmp_path: Path) -> None:
     shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     assert "rows:" not in printed(tmp_path), "a run that was killed does not tell"
-    sums = {"solved": 1200, "learning": 3, "hopeless": 4}
-    prompts = {"solved": 1201, "learning": 3, "hopeless": 4, "unseen": 5, "skipped": 6, "by_source": {"sums": sums}}
+    sums = {"solved": 1200, "learning": 3, "never_solved": 4}
+    prompts = {"solved": 1201, "learning": 3, "never_solved": 4, "unseen": 5, "skipped": 6, "by_source": {"sums": sums}}
     summary = {"status": "finished", "prompts": prompts}
     (tmp_path / "runs/first/summary.json").write_text(json.dumps(summary))
-    assert printed(tmp_path).endswith("rows: 1,201 solved, 3 learning, 4 hopeless, 5 unseen\n")
-    prompts["by_source"] |= {"code": {"solved": 1, "learning": 0, "hopeless": 0}}
+    assert printed(tmp_path).endswith("rows: 1,201 solved, 3 learning, 4 never solved, 5 unseen\n")
+    prompts["by_source"] |= {"code": {"solved": 1, "learning": 0, "never_solved": 0}}
     (tmp_path / "runs/first/summary.json").write_text(json.dumps(summary))
     assert printed(tmp_path).endswith(
-        "  sums: 1,200 solved, 3 learning, 4 hopeless\n  code: 1 solved, 0 learning, 0 hopeless\n"
+        "  sums: 1,200 solved, 3 learning, 4 never solved\n  code: 1 solved, 0 learning, 0 never solved\n"
     )

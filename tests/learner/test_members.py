@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from torch import Tensor
 from worlds import VOCABULARY, gradients_before_step, make_config, make_trainer
 
@@ -50,7 +50,7 @@ def make_row(rng: np.random.Generator, member: int, reward: float, turns: Sequen
         versions=np.where(mask, 0, NO_VERSION).astype(np.int32),
         status="completed",
         reward=reward,
-        episode=replace(NOTHING, turn_rewards=[own for _, own in turns]),
+        episode=structs.replace(NOTHING, turn_rewards=[own for _, own in turns]),
         member=member,
     )
 

@@ -83,7 +83,9 @@ class QueueBatches:
         rewards = [float(number % 2) for number in range(self.size)]
         if lease.evaluation:
             status, samples = ["completed"], [1.0]
-            self.queue.evaluated(Evaluated(lease.ticket, lease.attempt, version, "test", samples, status, tokens=3))  # type: ignore[arg-type]
+            self.queue.evaluated(
+                Evaluated(lease.ticket, lease.attempt, version, "test", samples, status, tokens=3, recorded=None)
+            )  # type: ignore[arg-type]
             return
         group = make_group(lease, version, rewards=rewards, completion_tokens=range(1, self.size + 1))
         for member in group.trajectories:

@@ -160,12 +160,12 @@ def test_tables_of_staleness_ledger_gains_and_configuration(tmp_path: Path) -> N
     write_rows(tmp_path, [{"step": step, "reward/mean": 0.5, **LAGS} for step in (1, 2, 3)])
     (tmp_path / "config.yaml").write_text("replay: {max_staleness: 4}\n")
     counts = {"generated": 9, "trained": 6, "refunded": {"zero_variance": 2}, "returned": 0, "in_flight": 1}
-    sources = {"sums": {"solved": 3, "learning": 2, "hopeless": 0}}
+    sources = {"sums": {"solved": 3, "learning": 2, "never_solved": 0}}
     ledger = {"leased": 5, "trained": 3, "refunded": {"zero_variance": 1}, "in_flight": 1, "trajectories": counts}
     summary = {
         "bottleneck": "learner-bound", "simulated_gains": {"another generator": 0.0, "another learner": 0.41},
         "ledger": ledger | {"tokens": {**counts, "generated": 12345}}, "bias": ["too <short>"],
-        "prompts": {"solved": 3, "learning": 2, "hopeless": 0, "unseen": 5, "skipped": 7, "by_source": sources},
+        "prompts": {"solved": 3, "learning": 2, "never_solved": 0, "unseen": 5, "skipped": 7, "by_source": sources},
         "restarts": {"learner": 1}, "broken": float("nan"), "eval_dropped": [3],
     }  # fmt: skip
     document = run_document(tmp_path, summary)

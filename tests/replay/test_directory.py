@@ -14,11 +14,11 @@ import pytest
 from asyncrl.errors import PeerTimeoutError, ProtocolError, RunError
 from asyncrl.launch.machine import find_port
 from asyncrl.observe.trace import TraceWriter
-from asyncrl.replay.client import GeneratorClient, LearnerClient, LeaseReply
+from asyncrl.replay.client import GeneratorClient, LearnerClient
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.server import MAX_NAMES, Directory, run_replay
 from asyncrl.wire.endpoints import Endpoints
-from asyncrl.wire.messages import GeneratorStats, Ok, Stop
+from asyncrl.wire.messages import GeneratorStats, Leases, Ok, Stop
 from asyncrl.wire.rpc import Reply, Server, announce, located
 from tests.helpers.replay import EndlessPrompts, loopback_endpoints, make_group, small_config
 
@@ -49,7 +49,7 @@ def start(endpoints: Endpoints, epoch: int) -> Endpoints:
     return replace(endpoints, epoch=epoch)
 
 
-def ask(endpoints: Endpoints) -> LeaseReply:
+def ask(endpoints: Endpoints) -> Leases:
     with closing(GeneratorClient(endpoints, 0)) as client:
         client.ask(0, 1, GeneratorStats.of())
         reply = client.poll(5.0)

@@ -61,6 +61,7 @@ def result_of(lease: Lease, version: int, rewards: Sequence[float] = (0.0, 1.0))
         rewards=list(rewards),
         status=["completed"] * len(rewards),
         tokens=10,
+        recorded=None,
     )
 
 

@@ -172,30 +172,14 @@ def test_the_number_of_ranks_that_trained_a_step_is_known(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ({"lengths": [5]}, "group of ticket 0: 1 lengths for 2 trajectories"),
-        ({"lengths": [5, 50]}, "group of ticket 0: lengths do not add up"),
-        (
-            {"status": None},
-            r"row 0: the 'group' there cannot be read: Expected `array`, got `None`",
-        ),
-    ],
-)
-def test_a_group_that_the_queue_would_not_write_is_an_error(tmp_path: Path, change: dict, text: str) -> None:
-    make(tmp_path, [[record(group(0), **change), take(1, [[0]]), commit(1)]])
-    with pytest.raises(JournalError, match=text):
-        JournalBatches(tmp_path, 0, ranks=1).take(1)
-
-
-@pytest.mark.parametrize(
     ("record", "text"),
     [
+        (record(group(0), status=None), "row 1: the 'group' there cannot be read: Expected `array`, got `None`"),
         (record_with("commit", step=1), "row 1: the 'commit' there cannot be read: .*required field `metrics`"),
         (Record("commit", b"\xc1"), "row 1: the 'commit' there cannot be read: .*malformed"),
     ],
 )
-def test_other_records_that_the_queue_would_not_write_are_errors(tmp_path: Path, record: Record, text: str) -> None:
+def test_records_that_the_queue_would_not_write_are_errors(tmp_path: Path, record: Record, text: str) -> None:
     make(tmp_path, [[take(1, [[0]]), record]])
     with pytest.raises(JournalError, match=text):
         JournalBatches(tmp_path, 0, ranks=2)

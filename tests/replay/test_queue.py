@@ -371,7 +371,9 @@ def evaluate(queue: ReplayQueue, version: int) -> None:
     assert len(leases) == 2
     for lease in leases:
         queue.evaluated(
-            Evaluated(lease.ticket, lease.attempt, version, "test", [0.0, version + 0.5], ["completed", "completed"], 7)
+            Evaluated(
+                lease.ticket, lease.attempt, version, "test", [0.0, version + 0.5], ["completed", "completed"], 7, None
+            )
         )
 
 
@@ -424,7 +426,7 @@ def test_evaluations_are_summed_up_by_version_whichever_ended_first(tmp_path: Pa
     train(queue, 1)
     evaluate(queue, 1)
     for lease in leases:
-        queue.evaluated(Evaluated(lease.ticket, 0, 0, "test", [0.0, 1.0], ["completed", "completed"], 7))
+        queue.evaluated(Evaluated(lease.ticket, 0, 0, "test", [0.0, 1.0], ["completed", "completed"], 7, None))
     assert [result["version"] for result in queue.evaluation.ended] == [1, 0]
     assert [result["version"] for result in queue.summary()["eval"]] == [0, 1]
 

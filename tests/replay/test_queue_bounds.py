@@ -19,18 +19,10 @@ from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay.codec import GroupLimits, pack_group
 from asyncrl.replay.queue import MAX_FORMER, ReplayQueue
 from asyncrl.replay.server import ReplayServer
+from asyncrl.types import MAX_NUMBER, MAX_REWARD
 from asyncrl.util.durable import of_bytes, to_bytes
 from asyncrl.wire.frames import Array, decode, encode
-from asyncrl.wire.messages import (
-    MAX_NUMBER,
-    MAX_REWARD,
-    Error,
-    GeneratorStats,
-    GroupHeader,
-    ReleasedEvaluation,
-    ReleasedLease,
-    Take,
-)
+from asyncrl.wire.messages import Error, GeneratorStats, GroupHeader, ReleasedEvaluation, ReleasedLease, Take
 from tests.helpers.replay import (
     PROMPT_TOKENS,
     EndlessPrompts,

@@ -232,7 +232,7 @@ class Run:
     def _evaluated(self, lease: Lease) -> None:
         for one in self.queue.evaluation.running.values():
             if one.first <= lease.ticket < one.first + 2:
-                result = Evaluated(lease.ticket, lease.attempt, one.version, "test", [1.0], ["completed"], 3)
+                result = Evaluated(lease.ticket, lease.attempt, one.version, "test", [1.0], ["completed"], 3, None)
                 self.queue.evaluated(result)
                 return
 
@@ -396,7 +396,7 @@ def test_nothing_changes_before_its_record(tmp_path: Path) -> None:
 
     asked = do("lease", lambda: ask_queue(queue, 0, 0, 100, 9))[0]
     evaluation, *groups = (one for one in asked if not (one.evaluation and one.ticket))
-    result = Evaluated(evaluation.ticket, 0, 0, "test", [1.0], ["completed"], 3)
+    result = Evaluated(evaluation.ticket, 0, 0, "test", [1.0], ["completed"], 3, None)
     do("evaluated", lambda: queue.evaluated(result))
     do("group", lambda: finish(queue, groups[0], 0))
     finish(queue, groups[1], 0)
@@ -741,7 +741,7 @@ def test_statistics_of_a_repeated_ask_count_once_and_sessions_add_up(tmp_path: P
 
 def evaluate(queue: ReplayQueue, version: int) -> None:
     for lease in ask_queue(queue, 0, version, 0, 9)[0]:
-        queue.evaluated(Evaluated(lease.ticket, lease.attempt, version, "test", [1.0], ["completed"], 3))
+        queue.evaluated(Evaluated(lease.ticket, lease.attempt, version, "test", [1.0], ["completed"], 3, None))
     queue.store.write()
 
 

@@ -10,9 +10,9 @@ from msgspec import structs
 from asyncrl.observe.run_metrics import RunMetrics, StalenessBreakdown, generator_metrics, peaks_bytes, rates, times
 from asyncrl.observe.stats import GeneratorState, ReportedStats
 from asyncrl.replay.codec import pack_group
-from asyncrl.types import Lease
+from asyncrl.types import MAX_NUMBER, Lease
 from asyncrl.util.processes import LEARNER_PHASES
-from asyncrl.wire.messages import MAX_NUMBER, GeneratorStats, GroupHeader
+from asyncrl.wire.messages import GeneratorStats, GroupHeader
 from tests.helpers.replay import EndlessPrompts, make_group, small_config
 
 STATS = GeneratorStats.of(

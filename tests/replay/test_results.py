@@ -35,11 +35,11 @@ def loaded(stored: RowResults) -> RowResults:
     ("seen_before", "rewards", "kind"),
     [
         ((), (1.0, 1.0), Kind.SOLVED),
-        ((), (0.0, 0.0), Kind.HOPELESS),
+        ((), (0.0, 0.0), Kind.NEVER_SOLVED),
         ((), (0.0, 1.0), Kind.LEARNING),
-        ((-1.0, 1.0), (-1.0, -1.0), Kind.HOPELESS),
+        ((-1.0, 1.0), (-1.0, -1.0), Kind.NEVER_SOLVED),
         ((-1.0, 1.0), (1.0, 1.0), Kind.SOLVED),
-        ((0.0, 100.0), (10.0, 10.0), Kind.HOPELESS),
+        ((0.0, 100.0), (10.0, 10.0), Kind.NEVER_SOLVED),
         ((-5.0, -1.0), (-1.0, -1.0), Kind.SOLVED),
     ],
 )
@@ -52,12 +52,13 @@ def test_solved_is_the_upper_half_of_the_rewards_of_the_source(
 
 def test_each_row_is_counted_once_however_often_it_was_seen() -> None:
     made = results(10, *[outcome(0, 1.0)] * 9, outcome(1, 0.0), outcome(2, 0.0, 1.0, source="code"))
-    assert made.counts(left_out=3) == {"learning": 1, "solved": 1, "hopeless": 1, "unseen": 4}
+    assert made.counts(left_out=3) == {"learning": 1, "solved": 1, "never_solved": 1, "unseen": 4}
     assert made.summary(left_out=3)["by_source"] == {
-        "code": {"learning": 1, "solved": 0, "hopeless": 0}, "sums": {"learning": 0, "solved": 1, "hopeless": 1},
+        "code": {"learning": 1, "solved": 0, "never_solved": 0},
+        "sums": {"learning": 0, "solved": 1, "never_solved": 1},
     }  # fmt: skip
     made.add(outcome(0, 0.0, 0.0))
-    assert made.counts()["hopeless"] == 2 and made.counts()["solved"] == 0
+    assert made.counts()["never_solved"] == 2 and made.counts()["solved"] == 0
 
 
 def test_many_data_sources_are_counted_together() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import InvariantError, ProtocolError
-from asyncrl.replay.codec import pack_group, unpack_group
+from asyncrl.replay.codec import check_group, pack_group, unpack_group
 from asyncrl.replay.journal import Record, pack_batch, unpack_batch
 from asyncrl.types import NO_VERSION, Group, Trajectory
 from asyncrl.wire.frames import decode, encode
@@ -73,7 +73,7 @@ def test_a_routing_that_is_not_of_the_tokens_is_refused(routing: list[int], drop
     header, arrays = pack_group(group_of(1, 3, 2))
     header.routing = routing
     with pytest.raises(ProtocolError, match=f"group of ticket 1: .*{text}"):
-        unpack_group(header, arrays[: 5 - drop])
+        check_group(header, arrays[: 5 - drop], group_size=2)
 
 
 def test_a_group_with_a_routing_in_some_trajectories_is_refused() -> None:

@@ -32,10 +32,10 @@ def make_rows(lease: Lease = LEASE) -> Group:
     first.member, second.member, third.member = 0, 0, 1
     outcome = EpisodeOutcome("done", [0.5], 0, environment_s=2.0, tries=1, lost_tokens=7)
     first.episode = outcome
-    second.episode = replace(
+    second.episode = structs.replace(
         outcome, turn_rewards=[0.25, 0.25], observation_tokens=1, environment_s=0.0, tries=0, lost_tokens=0
     )
-    third.episode = replace(outcome, ended="max_turns", turn_rewards=[0.0], tries=0, lost_tokens=0)
+    third.episode = structs.replace(outcome, ended="max_turns", turn_rewards=[0.0], tries=0, lost_tokens=0)
     return group
 
 
@@ -69,6 +69,15 @@ def changed(**values: object) -> Callable[[GroupHeader], None]:
     return change
 
 
+def continued(**values: object) -> Callable[[GroupHeader], None]:
+    """The second row of member 0 has an episode with other values."""
+
+    def change(header: GroupHeader) -> None:
+        header.episodes[1] = structs.replace(header.episodes[1], **values)
+
+    return change
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -83,10 +92,10 @@ def changed(**values: object) -> Callable[[GroupHeader], None]:
         (changed(status="truncated"), "member 0 has the status completed and truncated"),
         (changed(errors="it broke"), "member 0 has the errors  and it broke"),
         (changed(parts={}), "member 0 has the parts"),
-        (lambda header: setattr(header.episodes[1], "tries", 1), "trajectory 1 continues member 0: it has to have"),
-        (lambda header: setattr(header.episodes[1], "environment_s", 0.5), "trajectory 1 continues member 0"),
-        (lambda header: setattr(header.episodes[1], "lost_tokens", 1), "trajectory 1 continues member 0"),
-        (lambda header: setattr(header.episodes[1], "ended", "window"), "trajectory 1 continues member 0"),
+        (continued(tries=1), "trajectory 1 continues member 0: it has to have"),
+        (continued(environment_s=0.5), "trajectory 1 continues member 0"),
+        (continued(lost_tokens=1), "trajectory 1 continues member 0"),
+        (continued(ended="window"), "trajectory 1 continues member 0"),
         (lambda header: header.episodes[1].turn_rewards.pop(), "trajectory 1 has 2 turns and 1 rewards of turns"),
         (lambda header: header.episodes[2].turn_rewards.append(0.0), "trajectory 2 has 1 turns and 2 rewards of turns"),
         (failed, ""),

@@ -17,10 +17,11 @@ import zmq
 
 from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
 from asyncrl.launch.machine import find_port
+from asyncrl.observe.samples import read_evaluated
 from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay import history as history_module
 from asyncrl.replay import server as server_module
-from asyncrl.replay.client import GeneratorClient, LauncherClient, LearnerClient, LeaseReply
+from asyncrl.replay.client import GeneratorClient, LauncherClient, LearnerClient
 from asyncrl.replay.codec import pack_group
 from asyncrl.replay.journal import FRAME_BYTES, Flush, Journal
 from asyncrl.replay.ledger import State
@@ -34,6 +35,7 @@ from asyncrl.wire.messages import (
     Evaluated,
     Finished,
     GeneratorStats,
+    Leases,
     Lost,
     Memory,
     Ok,
@@ -64,7 +66,7 @@ def served(endpoints: Endpoints, tmp_path: Path) -> Iterator[ReplayQueue]:
     assert not thread.is_alive()
 
 
-def wait_for(client: GeneratorClient, timeout_s: float = 5.0) -> LeaseReply:
+def wait_for(client: GeneratorClient, timeout_s: float = 5.0) -> Leases:
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
         reply = client.poll(0.05)
@@ -394,10 +396,11 @@ def test_port_taken(endpoints: Endpoints, tmp_path: Path) -> None:
 
 def test_evaluation_over_the_wire(endpoints: Endpoints, tmp_path: Path) -> None:
     config = small_config(data__eval="eval.parquet", steps=1)
-    prompts = [next(EndlessPrompts()) for _ in range(3)]
+    prompts = [EndlessPrompts().prompt(row) for row in range(3)]
     queue = ReplayQueue(config, EndlessPrompts(), TraceWriter(tmp_path / "trace.parquet"), prompts)
     stop = threading.Event()
-    thread = threading.Thread(target=run_replay, args=(queue, endpoints, stop.is_set))
+    recording = {"samples_dir": tmp_path}
+    thread = threading.Thread(target=run_replay, args=(queue, endpoints, stop.is_set), kwargs=recording)
     thread.start()
     generator, learner = GeneratorClient(endpoints, 0), LearnerClient(endpoints, 0)
     try:
@@ -409,10 +412,16 @@ def test_evaluation_over_the_wire(endpoints: Endpoints, tmp_path: Path) -> None:
         again = wait_for(generator)
         assert ([lease.attempt for lease in again.leases], again.evaluations_left) == ([0, 1], False)
         for lease in (reply.leases[0], *again.leases):
-            generator.evaluated(Evaluated(lease.ticket, lease.attempt, 0, "test", [1.0], ["completed"], 3))
+            recorded = make_group(lease, 0, rewards=(1.0,), completion_tokens=(2,)) if lease.ticket != 1 else None
+            result = Evaluated(lease.ticket, lease.attempt, 0, "test", [1.0], ["completed"], 3, None)
+            generator.evaluated(result, recorded)
         results = learner.evaluations(lambda: False)
         step, metrics = next(results)
         assert (step, metrics["eval/pass@1"], metrics["eval/prompts"]) == (0, 1.0, 3.0)
+        samples = read_evaluated(tmp_path, 0)
+        assert [tokens.tolist() for tokens in samples["tokens"]] == [[0, 1, 2, 3, 4]] * 2
+        rows = samples.table.select(["ticket", "reward", "end_version", "num_action_tokens", "outcome"]).to_pylist()
+        assert [tuple(row.values()) for row in rows] == [(n, 1.0, 0, 2, "evaluated") for n in (0, 2)]
         queue.stop("end of test")
         assert list(results) == []
     finally:

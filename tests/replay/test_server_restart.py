@@ -19,7 +19,7 @@ from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
 from asyncrl.launch.machine import find_port
 from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay import client as client_module
-from asyncrl.replay.client import GeneratorClient, LauncherClient, LearnerClient, LeaseReply
+from asyncrl.replay.client import GeneratorClient, LauncherClient, LearnerClient
 from asyncrl.replay.codec import pack_group
 from asyncrl.replay.journal import Journal
 from asyncrl.replay.queue import ReplayQueue
@@ -27,7 +27,7 @@ from asyncrl.replay.server import ReplayServer
 from asyncrl.types import Lease
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.frames import Block, Message, encode
-from asyncrl.wire.messages import Error, GeneratorStats, Ok, ShardHeader
+from asyncrl.wire.messages import Error, GeneratorStats, Leases, Ok, ShardHeader
 from asyncrl.wire.sockets import bind_router
 from tests.helpers.messages import raw_frames
 from tests.helpers.replay import EndlessPrompts, kill_queue, loopback_endpoints, make_group, small_config
@@ -92,7 +92,7 @@ def replay(tmp_path: Path, endpoints: Endpoints) -> Iterator[Replay]:
     replay.kill()
 
 
-def poll(client: GeneratorClient, until: Callable[[LeaseReply | None], bool], timeout_s: float = 15.0) -> Any:
+def poll(client: GeneratorClient, until: Callable[[Leases | None], bool], timeout_s: float = 15.0) -> Any:
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
         reply = client.poll(0.02)
@@ -101,7 +101,7 @@ def poll(client: GeneratorClient, until: Callable[[LeaseReply | None], bool], ti
     raise AssertionError("what the client waits for did not come")
 
 
-def leased(client: GeneratorClient) -> LeaseReply:
+def leased(client: GeneratorClient) -> Leases:
     return poll(client, lambda reply: reply is not None)
 
 

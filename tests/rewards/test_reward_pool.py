@@ -9,12 +9,12 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
+from msgspec import structs
 
 from asyncrl.errors import ConfigError
 from asyncrl.generator.engine import Completion
@@ -97,8 +97,13 @@ def make_pool(folder: Path) -> Iterator[Callable[..., RewardPool]]:
 
 def test_a_plain_prompt_is_the_text_of_its_row(make_pool) -> None:
     pool = make_pool("mine.py:of_markers")
-    submit(pool, "as tokens", [tokens("19")], replace(prompt(), tokens=np.array(tokens("1"), np.int32)))
-    submit(pool, "as text", [tokens("19")], replace(prompt(), tokens=np.array(tokens("1"), np.int32), text="1<eos>"))
+    submit(pool, "as tokens", [tokens("19")], structs.replace(prompt(), tokens=np.array(tokens("1"), np.int32)))
+    submit(
+        pool,
+        "as text",
+        [tokens("19")],
+        structs.replace(prompt(), tokens=np.array(tokens("1"), np.int32), text="1<eos>"),
+    )
     found = gather(pool, 2)
     assert {key: scored.rewards for key, scored in found.items()} == {"as tokens": [0.0], "as text": [1.0]}
 
@@ -135,7 +140,7 @@ def test_chat_statuses_columns_and_options_reach_a_group_reward(make_pool, folde
         "    return [bonus + (status == 'truncated') for status in statuses]\n"
     )
     pool = make_pool("seen.py:score", options={"seen.py:score": {"bonus": 0.5}})
-    asked = replace(prompt(level=4), chat=[{"role": "user", "content": "12+07="}], columns={"hint": "carry"})
+    asked = structs.replace(prompt(level=4), chat=[{"role": "user", "content": "12+07="}], columns={"hint": "carry"})
     pool.submit("k", [tokens("1"), tokens("9")], asked, ["completed", "truncated"])
     assert gather(pool, 1)["k"] == Scored("k", [0.5, 1.5], [{}, {}], ["", ""])
 

@@ -113,7 +113,7 @@ def test_the_results_of_rows_survive_a_kill_of_the_queue(
     summary = run.summary()
     check_ledger(summary)
     prompts = summary["prompts"]
-    assert sum(prompts[kind] for kind in ("solved", "learning", "hopeless", "unseen")) == 16
+    assert sum(prompts[kind] for kind in ("solved", "learning", "never_solved", "unseen")) == 16
     assert prompts["unseen"] == 0
     assert prompts["by_source"]["arithmetic"]["learning"] == prompts["learning"]
     groups = pq.read_table(run.run_dir / "trace.parquet")

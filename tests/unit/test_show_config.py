@@ -78,7 +78,7 @@ def test_rules_say_type_unit_and_allowed_values() -> None:
     assert keys["replay.max_staleness"].rule == "integer at least 0"
     assert keys["replay.zero_variance"].rule == "auto | refund | train | drop"
     optimizer = keys["learner.optimizer_options"]
-    assert optimizer.rule.startswith("mapping with weight_decay, betas, eps, ") and not optimizer.changed
+    assert optimizer.rule.startswith("mapping with weight_decay, betas, eps") and not optimizer.changed
     assert optimizer.options[1].rule == "[number at least 0 and below 1, number at least 0 and below 1]"
     assert keys["algorithm.truncated"].rule == "keep | mask | bootstrap or mapping with penalize"
     assert keys["replay.max_bytes"].rule == "integer (bytes) at least 1048576"

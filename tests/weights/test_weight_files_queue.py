@@ -16,14 +16,14 @@ from weight_parts import manifest_of, next_staged
 from asyncrl.errors import PeerTimeoutError, RunError
 from asyncrl.generator import role
 from asyncrl.observe.trace import TraceWriter
-from asyncrl.replay.client import Announcer, GeneratorClient, LauncherClient, LearnerClient, LeaseReply
+from asyncrl.replay.client import Announcer, GeneratorClient, LauncherClient, LearnerClient
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.server import run_replay
 from asyncrl.types import NO_VERSION
 from asyncrl.weights.files import FileSender, store_url
 from asyncrl.weights.receiver import BackgroundReceiver
 from asyncrl.wire.endpoints import Endpoints
-from asyncrl.wire.messages import Announced, Following, GeneratorStats
+from asyncrl.wire.messages import Announced, Following, GeneratorStats, Leases
 from tests.helpers.replay import EndlessPrompts, loopback_endpoints, make_group, small_config
 from tests.helpers.sockets import free_port
 
@@ -63,7 +63,7 @@ def serve(endpoints: Endpoints, tmp_path: Path) -> Iterator[Callable[[], Callabl
         end()
 
 
-def ask(client: GeneratorClient, version: int, following: Following | None, num_groups: int = 0) -> LeaseReply:
+def ask(client: GeneratorClient, version: int, following: Following | None, num_groups: int = 0) -> Leases:
     client.ask(version, num_groups, GeneratorStats.of(weights=following))
     deadline_s = time.monotonic() + 60.0
     while (reply := client.poll(0.05)) is None:

@@ -40,7 +40,7 @@ const DETAILS = [
     tableOf(["", "groups", "trajectories", "action tokens"], ledger)) : []],
   [(run) => run.bias, (sentences) => sentences.map((sentence) => element("p", { class: "warning" }, sentence))],
   [(run) => run.rows, (rows) => rows.length ? section("Rows of the dataset, by their latest group",
-    tableOf(["data source", "solved", "learning", "hopeless", "unseen"], rows)) : []],
+    tableOf(["data source", "solved", "learning", "never solved", "unseen"], rows)) : []],
   [(run) => run.summary, (summary) => summary.length ? section("Summary", folded(`${summary.length} values`, tableOf(null, summary, () => true))) : []],
   [(run) => run.config, (config) => config ? section("Configuration", folded("config.yaml", element("pre", {}, config))) : []],
 ];
