@@ -135,20 +135,32 @@ def to_step(name: str, value: Any) -> Step:
 def to_messages(name: str, method: str, said: Any, *, is_chat: bool) -> list[Message]:
     """The messages of an environment; a text is one of the user. Raises EpisodeFailedError if it is neither, and
     for messages without a chat template."""
+    where = f"{name}.{method}"
     if said is None or said == "":
         return []
+    if not isinstance(said, str | dict | list):
+        expected = "no text and no messages" if is_chat else "no text"
+        raise EpisodeFailedError("environment", f"{where} said {shown(said)}, which is {expected}")
     if isinstance(said, str):
-        return [{"role": "user", "content": _checked_text(name, method, said)}]
-    where, what = f"{name}.{method}", "no text and no messages" if is_chat else "no text"
-    if not isinstance(said, dict | list):
-        raise EpisodeFailedError("environment", f"{where} said {shown(said)}, which is {what}")
-    if not is_chat:
+        said = {"role": "user", "content": said}
+    elif not is_chat:
         text = (
             "the row's prompt is plain text, without roles; give prompts as messages, or set data.string_prompts=user"
         )
         raise EpisodeFailedError("environment", f"{where} said {shown(said)}, but {text}")
     messages = cast("list[Any]", said if isinstance(said, list) else [said])
-    return [_checked_message(name, method, message) for message in messages]
+    for message in messages:
+        if not isinstance(message, dict):
+            raise EpisodeFailedError("environment", f"{where} said {shown(message)}, which is no message")
+        role, content = message.get("role"), message.get("content")
+        if not isinstance(role, str) or not isinstance(content, str):
+            text = f'{where} said {shown(message)}: "role" and "content" must be texts'
+            raise EpisodeFailedError("environment", text)
+        try:
+            content.encode()
+        except UnicodeEncodeError as error:
+            raise EpisodeFailedError("environment", f"{where} said what is no valid text: {error}") from None
+    return messages
 
 
 def to_spoken(message: Message) -> Message:
@@ -159,26 +171,6 @@ def to_spoken(message: Message) -> Message:
 def to_json(messages: Sequence[Message]) -> bytes:
     """The messages as JSON in ASCII, which may hold any text."""
     return json.dumps(messages).encode()
-
-
-def _checked_message(name: str, method: str, message: Any) -> Message:
-    if not isinstance(message, dict):
-        raise EpisodeFailedError("environment", f"{name}.{method} said {shown(message)}, which is no message")
-    checked = cast("Message", message)
-    role, content = checked.get("role"), checked.get("content")
-    if not isinstance(role, str) or not isinstance(content, str):
-        text = f'{name}.{method} said {shown(checked)}: "role" and "content" must be texts'
-        raise EpisodeFailedError("environment", text)
-    _checked_text(name, method, content)
-    return checked
-
-
-def _checked_text(name: str, method: str, text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise EpisodeFailedError("environment", f"{name}.{method} said what is no valid text: {error}") from None
-    return text
 
 
 def to_reward(name: str, value: Any) -> tuple[float, dict[str, float]]:

@@ -117,9 +117,9 @@ class KeptHistory:
     def follow(self, said: Sequence[Message]) -> TurnPlace:
         """Returns the place of the next turn, after the observation. Raises DialogueError."""
         tokens = self._words.follow(said, self._tools, closed=self._closed, calls=self._calls)
-        place = TurnPlace(self.branch, self.branch, self.num_tokens, tokens)
-        self.num_tokens = place.num_tokens
-        return place
+        position = TurnPlace(self.branch, self.branch, self.num_tokens, tokens)
+        self.num_tokens = position.num_tokens
+        return position
 
 
 class RenderedHistory(KeptHistory):
@@ -157,9 +157,9 @@ class RenderedHistory(KeptHistory):
             tokens = self._renderer.prompt(self._messages, self._tools, self._turns)
         except DialogueError as error:
             note_refusal(str(error.__cause__ or error))
-            place = super().follow(said)
-            self._tokens += place.tokens
-            return place
+            position = super().follow(said)
+            self._tokens += position.tokens
+            return position
         keep, source = num_common(self._tokens, tokens), self.branch
         if keep < len(self._tokens):
             keep, self.branch = min(keep, len(tokens) - 1), source + 1

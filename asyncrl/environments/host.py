@@ -132,14 +132,14 @@ class EnvironmentHost:
         return None
 
     def _player(self, start: EpisodeStart, prompt: list[int]) -> Player | ProgramPlayer:
-        found, dialogue, limits = self._table.of(start.data_source), self._dialogue, self._limits
+        environment, dialogue, limits = self._table.of(start.data_source), self._dialogue, self._limits
         keeps = self._keeps_messages
-        if isinstance(found, Named):
-            return Player(start, prompt, found, dialogue, limits, self._threads, self._say, keeps_messages=keeps)
+        if isinstance(environment, Named):
+            return Player(start, prompt, environment, dialogue, limits, self._threads, self._say, keeps_messages=keeps)
         return ProgramPlayer(
             start,
             prompt,
-            found,
+            environment,
             dialogue.chat_for(start.columns),
             limits,
             self._gateway,

@@ -120,8 +120,8 @@ class Player:
             if isinstance(made, ToolEnvironment):
                 made.in_thread = caller.in_thread
             ended, status = await self._turns(made)
-            given = await self._call(made, "reward")
-            score, parts = to_reward(self.caller.name, given)
+            answer = await self._call(made, "reward")
+            score, parts = to_reward(self.caller.name, answer)
             self.parts.update(parts)
             return self._end(status, ended, reward=sum(self.turn_rewards) + score)
         except EpisodeFailedError as error:
@@ -134,17 +134,17 @@ class Player:
 
     async def _turns(self, environment: Environment) -> tuple[EpisodeEnd, EpisodeStatus]:
         name, words, tools = self.caller.name, self.words, list(environment.tools)
-        place, history = self._opening(await self._call(environment, "reset"), tools)
-        if not place.num_tokens:
+        position, history = self._opening(await self._call(environment, "reset"), tools)
+        if not position.num_tokens:
             raise EpisodeFailedError("environment", f"{name}.reset said nothing, and the row has no prompt")
-        if self._room(place) < 1:
-            text = f"{place.num_tokens} tokens before the first turn, the window has "
+        if self._room(position) < 1:
+            text = f"{position.num_tokens} tokens before the first turn, the window has "
             raise EpisodeFailedError("overlong", f"{name}: {text}{self.limits.window_tokens}")
         said: list[Message] = []
         for number in range(self.named.max_turns(self.limits.max_turns)):
-            if number and not place.tokens:
+            if number and not position.tokens:
                 raise EpisodeFailedError("environment", f"{name}.step said nothing, and the episode is not done")
-            turn = await self._sample(place)
+            turn = await self._sample(position)
             action = self._action(turn, number, tools)
             history.receive(turn.tokens, action.message, action.tool_calls)
             self.messages += [*map(to_spoken, said), action.message]
@@ -154,8 +154,8 @@ class Player:
             if step.done:
                 return "done", turn.status
             said = to_messages(name, "step", step.observation, is_chat=words.is_chat)
-            place = history.follow(said)
-            if self._room(place) < 1:
+            position = history.follow(said)
+            if self._room(position) < 1:
                 return "window", "truncated"
         return "max_turns", "truncated"
 
@@ -192,18 +192,18 @@ class Player:
             problems=read.problems,
         )
 
-    async def _sample(self, place: TurnPlace) -> PolicyTurn:
+    async def _sample(self, position: TurnPlace) -> PolicyTurn:
         """Returns the policy's turn at the place."""
-        max_tokens = min(self.limits.max_new_tokens, self._room(place))
-        wish = SayNext(self.start.episode, place.branch, place.source, place.keep, max_tokens, [])
-        self.say(self, wish, place.tokens)
+        max_tokens = min(self.limits.max_new_tokens, self._room(position))
+        wish = SayNext(self.start.episode, position.branch, position.source, position.keep, max_tokens, [])
+        self.say(self, wish, position.tokens)
         turn = await self.said.get()
-        self.num_tokens = place.num_tokens + len(turn.tokens)
+        self.num_tokens = position.num_tokens + len(turn.tokens)
         return turn
 
-    def _room(self, place: TurnPlace) -> int:
+    def _room(self, position: TurnPlace) -> int:
         """Tokens of the window that are left for a turn at the place."""
-        return self.limits.window_tokens - place.num_tokens
+        return self.limits.window_tokens - position.num_tokens
 
     async def _call(self, environment: Environment, method: str, *arguments: object) -> object:
         function = getattr(environment, method)

@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import structlog
@@ -25,7 +24,7 @@ from asyncrl.util.processes import HelperContext
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.frames import pack_lists, unpack_lists
 from asyncrl.wire.rpc import Connection
-from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, Said, Turns, TurnStatus, Wishes
+from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, Said, SayNext, Turns, TurnStatus, Wishes
 from asyncrl.wire.sockets import socket_folder
 
 log = structlog.get_logger()
@@ -38,20 +37,9 @@ MAX_STUCK = 8
 """Hung calls after which a host is replaced."""
 MAX_FAILED_STARTS = 3
 """Starts in a row of a host that never answered, after which the run cannot continue."""
+NO_TOKENS = np.zeros(0, dtype=np.int32)
 CLOSE_S = 3.0
 """Deadline for a host to end."""
-
-
-class NextTurn(NamedTuple):
-    """A wish of an episode: the policy's next turn in a branch, after the observation (`SayNext`)."""
-
-    episode: str
-    observation: NDArray[np.int32]
-    max_tokens: int
-    keep: int
-    branch: int = 0
-    source: int = 0
-    stop: Sequence[str] = ()
 
 
 @dataclass(slots=True)
@@ -126,7 +114,7 @@ class EnvironmentPool:
         """Starts an episode, in the host of its group's other members, or in that with the fewest episodes. `seed` is
         the seed of its task."""
         group = episode if group is None else group
-        host = min(self._hosts, key=lambda one: (group not in one.groups, len(one.live)))
+        host = min(self._hosts, key=lambda host: (group not in host.groups, len(host.live)))
         self._owner[episode] = host
         start = start_of(episode, prompt, seed=seed, evaluation=evaluation)
         host.add(start, np.asarray(prompt.tokens, dtype=np.int32), group)
@@ -152,19 +140,23 @@ class EnvironmentPool:
         for host in self._hosts:
             host.flush()
 
-    def poll(self) -> list[NextTurn | EpisodeEnded]:
-        """Sends the collected turns, and returns the wishes that have arrived. Replaces hosts that have died or are
-        stuck. Raises RunError if a host cannot be started."""
-        wishes: list[NextTurn | EpisodeEnded] = []
+    def poll(self) -> list[tuple[SayNext | EpisodeEnded, NDArray[np.int32]]]:
+        """Sends the collected turns, and returns the messages that have arrived: requests for a turn, each with the
+        observation before it, and ends of episodes. Replaces hosts that have died or are stuck. Raises RunError if a
+        host cannot be started."""
+        arrived: list[tuple[SayNext | EpisodeEnded, NDArray[np.int32]]] = []
         self.flush()
         for host in list(self._hosts):
             while (message := host.connection.receive(0.0)) is not None:
                 host.connection.check(message)
-                self._failed_starts, host.heard_s, host.stuck = 0, time.monotonic(), message.body.stuck
-                wishes += self._read(host, message.body, unpack_lists(message, len(message.body.says)))
+                body: Wishes = message.body
+                self._failed_starts, host.heard_s, host.stuck = 0, time.monotonic(), body.stuck
+                says = zip(body.says, unpack_lists(message, len(body.says)), strict=True)
+                arrived += [(say, observation) for say, observation in says if say.episode in host.live]
+                arrived += self._forget(host, [end for end in body.ended if end.episode in host.live])
             if problem := self._problem(host):
-                wishes += self._replace(host, problem)
-        return wishes
+                arrived += self._replace(host, problem)
+        return arrived
 
     def close(self) -> None:
         """Ends the hosts; their episodes are lost."""
@@ -173,19 +165,6 @@ class EnvironmentPool:
         self._hosts = []
         self._owner.clear()
         self._stack.close()
-
-    def _read(
-        self, host: _Host, body: Wishes, observations: Sequence[NDArray[np.int32]]
-    ) -> list[NextTurn | EpisodeEnded]:
-        says = [
-            NextTurn(say.episode, tokens, say.max_tokens, say.keep, say.branch, say.source, say.stop)
-            for say, tokens in zip(body.says, observations, strict=True)
-            if say.episode in host.live
-        ]
-        ended = [one for one in body.ended if one.episode in host.live]
-        for one in ended:
-            self._forget(host, one.episode)
-        return [*says, *ended]
 
     def _problem(self, host: _Host) -> str:
         """Why the host must be replaced; empty if it need not be."""
@@ -199,7 +178,7 @@ class EnvironmentPool:
             return f"it has not answered for {limit_s:g} s: is an async or `returns_at_once` method blocking?"
         return ""
 
-    def _replace(self, host: _Host, problem: str) -> list[NextTurn | EpisodeEnded]:
+    def _replace(self, host: _Host, problem: str) -> list[tuple[EpisodeEnded, NDArray[np.int32]]]:
         """Starts another process in place of the host. Returns the ends of its episodes."""
         log.error("environment host replaced", host=host.number, episodes=len(host.live), reason=problem)
         _end(host)
@@ -210,14 +189,14 @@ class EnvironmentPool:
                 "that of this generator"
             )
         self._hosts[self._hosts.index(host)] = self._start_host(host.number)
-        ends = [_lost(episode, problem) for episode in sorted(host.live)]
-        for one in ends:
-            self._forget(host, one.episode)
-        return list(ends)
+        return self._forget(host, [_lost(episode, problem) for episode in sorted(host.live)])
 
-    def _forget(self, host: _Host, episode: str) -> None:
-        host.forget(episode)
-        self._owner.pop(episode, None)
+    def _forget(self, host: _Host, ends: list[EpisodeEnded]) -> list[tuple[EpisodeEnded, NDArray[np.int32]]]:
+        """Removes episodes that have ended. Returns their ends, without observations."""
+        for end in ends:
+            host.forget(end.episode)
+            self._owner.pop(end.episode, None)
+        return [(end, NO_TOKENS) for end in ends]
 
     def _start_host(self, number: int) -> _Host:
         self._starts += 1

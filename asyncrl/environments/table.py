@@ -114,12 +114,16 @@ class EnvironmentTable:
     @property
     def programs(self) -> list[Program]:
         """The agent programs among the environments."""
-        return [found for found in self._found.values() if not isinstance(found, Named)]
+        return [environment for environment in self._found.values() if not isinstance(environment, Named)]
 
     @property
     def tools(self) -> dict[str, Sequence[Schema]]:
         """The tools of each environment. Those of agent programs are not known."""
-        return {name: list(found.kind.tools) for name, found in self._found.items() if isinstance(found, Named)}
+        return {
+            name: list(environment.kind.tools)
+            for name, environment in self._found.items()
+            if isinstance(environment, Named)
+        }
 
 
 def load_environment(name: str, options: Options, *, python: str | None = None) -> Named | Program:
@@ -127,10 +131,10 @@ def load_environment(name: str, options: Options, *, python: str | None = None) 
     scheme, _, rest = name.partition(":")
     if scheme in SCHEMES:
         return find_loader(scheme)(rest, options, python)
-    key, found = "environment.name", find_environment(name)
-    if not (inspect.isclass(found) and issubclass(found, Environment)):
+    key, kind = "environment.name", find_environment(name)
+    if not (inspect.isclass(kind) and issubclass(kind, Environment)):
         raise ConfigError(f"{key} = {name!r}: is no class derived from asyncrl.environments.{Environment.__name__}")
-    return checked(name, found, options)
+    return checked(name, kind, options)
 
 
 def find_environment(name: str) -> Any:

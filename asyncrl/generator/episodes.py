@@ -1,7 +1,7 @@
 """Episodes in progress in a generator: their exact tokens, and the exchange with the environment hosts.
 
-    start -> pool -> NextTurn  -> observe -> engine.add -> a completion -> act -> pool -> NextTurn ...
-                  -> ended     -> tried again, or the member of its group is complete
+    start -> pool -> SayNext -> engine.add -> a completion -> act -> pool -> SayNext ...
+                  -> EpisodeEnded -> tried again, or the member of its group is complete
 
 The engine's prompt of a turn is the list of tokens that is trained; sampled tokens are never encoded again.
 """
@@ -21,10 +21,10 @@ from asyncrl.errors import InvariantError
 from asyncrl.generator.engine import Completion, Engine
 from asyncrl.generator.groups import GroupInProgress
 from asyncrl.types import NO_VERSION, EpisodeOutcome, Status
-from asyncrl.wire.service_messages import EpisodeEnded
+from asyncrl.wire.service_messages import EpisodeEnded, SayNext
 
 if TYPE_CHECKING:
-    from asyncrl.environments.pool import EnvironmentPool, NextTurn
+    from asyncrl.environments.pool import EnvironmentPool
 
 log = structlog.get_logger()
 
@@ -216,17 +216,16 @@ class Episodes:
         ended: list[list[Completion]] = []
         arrived, idle = 0, not self._engine.num_running
         self._start_retries()
-        for wish in self._pool.poll():
-            if wish.episode not in self._live:
+        for message, observation in self._pool.poll():
+            if message.episode not in self._live:
                 continue
-            one = self._live[wish.episode]
+            one = self._live[message.episode]
             one.answered()
-            if isinstance(wish, tuple):
+            if isinstance(message, SayNext):
                 arrived += not one.num_turns
-                self._add(one, wish)
-                continue
-            if not self._tried_again(one, wish):
-                ended.append(self._end(one, wish))
+                self._add(one, message, observation.tolist())
+            elif not self._tried_again(one, message):
+                ended.append(self._end(one, message))
         if arrived or not idle:
             self._arrivals += (arrived - self._arrivals) / MEAN_POLLS
         return ended
@@ -254,11 +253,11 @@ class Episodes:
         self._pool.start(key, lease.prompt, seed=seed, evaluation=lease.evaluation, group=group.name)
         one.asked()
 
-    def _add(self, one: _Episode, wish: NextTurn) -> None:
+    def _add(self, one: _Episode, wish: SayNext, observation: list[int]) -> None:
         """Adds a turn to the engine. Raises InvariantError if its host sees another sequence than this process."""
         group, has_sampled = one.group, one.has_sampled
         branch = self._branch(one, wish)
-        branch.tokens += wish.observation.tolist()
+        branch.tokens += observation
         branch.numbers.append(one.num_turns)
         one.num_turns += 1
         branch.in_engine = True
@@ -278,7 +277,7 @@ class Episodes:
             priority=group.lease.ticket,
         )
 
-    def _branch(self, one: _Episode, wish: NextTurn) -> Branch:
+    def _branch(self, one: _Episode, wish: SayNext) -> Branch:
         branch = one.branches.get(wish.branch)
         if branch is None:
             prompt = one.group.lease.prompt.tokens

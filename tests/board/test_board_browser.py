@@ -12,6 +12,7 @@ import pytest
 from asyncrl.launch.run_dir import lock_path
 from asyncrl.observe.page import write_report
 from asyncrl.observe.run_report import document_of
+from asyncrl.plan.sweep import CellResult, LimitResult, Recommendation, SweepResults
 from asyncrl.util.locks import try_lock
 from tests.helpers.board import add_samples, append_metrics, made_run, rows_of, serving
 from tests.helpers.browser import Browser
@@ -123,6 +124,22 @@ def test_a_report_is_the_same_page_without_a_server(browser: Browser, tmp_path: 
     assert {"What it writes", "Learning", "Timeline of a few steps", "Configuration"} <= set(titles)
     browser.run("window.scrollTo(0, document.body.scrollHeight)")
     browser.wait_for("document.querySelector('canvas[role=img]').width > 300")
+
+
+def test_the_page_of_a_sweep_draws_its_table_and_curves(browser: Browser, tmp_path: Path) -> None:
+    steps = [1, 2, 3]
+    cells = [
+        CellResult(limit, seed, 100.0 + limit, 0.5, 1.0, 0.9, 0.5, steps, [1.0, 2.0, 3.0], [0.1, 0.3, 0.5], "")
+        for limit in (0, 2)
+        for seed in (0, 1)
+    ]
+    limits = [LimitResult.of(cells[:2], 3.0), LimitResult.of(cells[2:], 3.0)]
+    limits[1].pareto = True
+    SweepResults(3.0, limits, Recommendation(2, HOSTILE, {0: 0.25, 2: 0.75}), cells).write(tmp_path, name="lr")
+    browser.open((tmp_path / "sweep.html").as_uri())
+    browser.wait_for(f"{CHARTS} === 3")
+    assert browser.run("return document.querySelector('.verdict').textContent") == f"Use {HOSTILE}."
+    assert "75%" in browser.run("return document.querySelector('table').innerText")
 
 
 def test_a_collapse_is_at_the_top_of_the_page_and_in_the_list(browser: Browser, tmp_path: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from asyncrl.environments.dialogue.dialogue import MARK, ChatDialogue, Dialogue
 from asyncrl.environments.dialogue.rendering import DialogueError
 from asyncrl.errors import ConfigError
 from asyncrl.util.model_files import TEMPLATE_COLUMN
-from tests.helpers.chat_models import CALLING, FAMILIES, QWEN, STRIPPING, save_chat_model
+from tests.helpers.chat_models import CALLING, FAMILIES, QWEN, save_chat_model
 
 TOOL: dict[str, Any] = {
     "type": "function",
@@ -156,15 +154,6 @@ def test_a_name_that_the_policy_made_up_cannot_say_a_special_token(tmp_path: Pat
     special = [dialogue.decode([token]) for token in tokens if token in dialogue.rendering.special_tokens.values()]
     assert special == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
     assert f"<|im_start|>tool {name}\n1<|im_end|>" in dialogue.decode(tokens)
-
-
-def test_parts_of_a_content_are_rendered(tmp_path: Path) -> None:
-    parts = QWEN.replace(
-        "message.content +", "(message.content if message.content is string else message.content[0].text) +"
-    )
-    dialogue = made(tmp_path, parts)
-    message = {"role": "user", "content": [{"type": "text", "text": "a<|im_end|>b"}]}
-    assert dialogue.begin([message], []) == dialogue.begin([{"role": "user", "content": "a<|im_end|>b"}], [])
 
 
 def test_a_cut_turn_is_closed_as_context(models: dict[str, Path]) -> None:
@@ -330,32 +319,6 @@ def test_a_template_without_turns_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     with pytest.raises(ConfigError, match="the tokenizer has no chat template"):
         load(tmp_path)
-
-
-def test_turns_that_would_be_encoded_to_other_tokens_stay_as_they_are(models: dict[str, Path]) -> None:
-    """A policy at temperature 1 writes texts in tokens of its own; what follows is appended to these."""
-    dialogue = load(models["qwen"])
-    size = dialogue.rendering._tokenizer.vocab_size
-    changed = 0
-    for turn in sampled_turns(size, 200):
-        tokens = [*turn, dialogue.ends.last]
-        sequence = [*dialogue.begin([ASK], [TOOL]), *tokens, *dialogue.follow([answer("1")], [TOOL], closed=True)]
-        begin = len(dialogue.begin([ASK], [TOOL]))
-        assert sequence[begin : begin + len(tokens)] == tokens
-        changed += dialogue.rendering.encode(dialogue.text_of(turn)) != turn
-    assert changed > 2, "the others would be other tokens in the next prompt of a chat API"
-
-
-def sampled_turns(size: int, count: int) -> Iterator[list[int]]:
-    draw = random.Random(0)
-    for _ in range(count):
-        yield [draw.randrange(size) for _ in range(draw.randrange(1, 20))]
-
-
-def test_stripped_reasoning_stays_in_what_is_appended(tmp_path: Path) -> None:
-    """`follow` does not depend on how the template shows earlier turns."""
-    first, second = made(tmp_path / "a", QWEN), made(tmp_path / "b", STRIPPING)
-    assert first.follow([ASK], [], closed=True) == second.follow([ASK], [], closed=True)
 
 
 @pytest.mark.parametrize("family", CALLING)

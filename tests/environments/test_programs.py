@@ -16,13 +16,12 @@ from typing import Any
 import psutil
 import pytest
 
-from asyncrl.config.sections import Options
 from asyncrl.environments.episode import Limits, PolicyTurn
 from asyncrl.environments.gateway.api import Access
 from asyncrl.environments.gateway.server import Gateway
 from asyncrl.environments.programs import agent_client
-from asyncrl.environments.programs.agent_client import SubprocessProgram, load_agent
-from asyncrl.environments.programs.program import CommandProgram, FunctionProgram
+from asyncrl.environments.programs.agent_client import load_agent
+from asyncrl.environments.programs.program import CommandProgram
 from asyncrl.environments.programs.program_player import ProgramPlayer
 from asyncrl.errors import ConfigError
 from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, SayNext
@@ -270,13 +269,6 @@ def test_programs_that_cannot_start_are_named(program: str, monkeypatch: pytest.
         load_agent("slow.py:run", {}, sys.executable).check()
     with pytest.raises(ConfigError, match="has no 'walk'"):
         load_agent("agent.py:walk", {}, None)
-
-
-def test_names_are_told_apart() -> None:
-    options: Options = {}
-    assert isinstance(load_agent("json:loads", options, None), FunctionProgram)
-    assert isinstance(load_agent("json:loads", options, sys.executable), SubprocessProgram)
-    assert isinstance(load_agent("node agent.js", options, None), CommandProgram)
 
 
 @pytest.mark.parametrize("stream", ["", " >&2"])

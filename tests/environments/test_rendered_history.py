@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from asyncrl.environments import Environment, Message, Step
 from asyncrl.environments.dialogue.conversation import note_refusal
 from asyncrl.environments.dialogue.dialogue import MARK, ChatDialogue, Dialogue
-from asyncrl.environments.episode import Limits, PolicyTurn, history_of
+from asyncrl.environments.episode import Limits, PolicyTurn
 from asyncrl.environments.gateway.api import chat_request
 from asyncrl.environments.gateway.session import Session
 from asyncrl.environments.player import Player, play_alone
@@ -225,25 +224,6 @@ def test_a_template_that_strips_nothing_makes_the_branch_of_appended_turns(tmp_p
         assert (MARK.strip() in kept.dialogue.decode(kept.branches[0])) == (digits == 400)
 
 
-def test_random_turns_are_appended_as_well_by_a_template_that_strips_nothing(tmp_path: Path) -> None:
-    save_chat_model(tmp_path)
-    draw, chats = random.Random(0), [load(tmp_path, history).chat for history in ("keep", "template")]
-    plain = sorted(set(range(380)) - set(chats[0].rendering.special_tokens.values()))
-    begin, drifted = characters(chats[0], chats[0].decode(chats[0].begin(ASK, []))), 0  # as no host encodes it
-    for _ in range(100):
-        kept, rendered = (history_of(chat, (), ASK, begin) for chat in chats)
-        for number in range(3):
-            said = draw.choices(plain, k=draw.randrange(1, 30))
-            said += [chats[0].ends.last] * draw.randrange(2)
-            drifted += chats[0].coders.encode(chats[0].decode(said)) != said
-            places = []
-            for history, chat in zip((kept, rendered), chats, strict=True):
-                history.receive(said, chat.read(said, ()).message, ())
-                places.append(history.follow([{"role": "user", "content": f"{number}?"}]))
-            assert places[0] == places[1]
-    assert drifted > 100
-
-
 @pytest.mark.parametrize(
     ("text", "branches"),
     [
@@ -272,17 +252,6 @@ def test_a_conversation_that_the_template_refuses_is_appended_to(
     (_, kept), (_, rendered) = (play(load(tmp_path, history), *texts) for history in ("keep", "template"))
     assert kept.prompts == rendered.prompts and kept.wishes == rendered.wishes
     assert capsys.readouterr().out.count("one tool call at a time") == 1
-
-
-def test_a_branch_without_reasoning_has_room_in_the_window(tmp_path: Path) -> None:
-    save_chat_model(tmp_path, template=THINKING)
-    texts = [f"<think>\n{'So it is. ' * 12}\n</think>\n\n{number}." for number in range(5)]
-    ends = {history: play(load(tmp_path, history), *texts, window=500) for history in ("keep", "template")}
-    assert ends["keep"][0].ended == "window" and len(ends["keep"][1].said) < 4
-    ended, policy = ends["template"]
-    assert ended.ended == "done" and len(policy.said) == len(policy.branches) == 5
-    check_prompts(tmp_path, policy)
-    check_trained_once(policy)
 
 
 async def talk(dialogue: ChatDialogue, policy: Policy, *, drops: bool, questions: int) -> Session:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,11 +15,10 @@ import numpy as np
 import pytest
 import tool_environments
 from tool_environments import AtOnce, Calculator
-from transformers.utils.chat_template_utils import get_json_schema
 
 from asyncrl.environments import Action, Environment, Message, Step
 from asyncrl.environments.dialogue.dialogue import Dialogue
-from asyncrl.environments.environment import ToolError, tools_of
+from asyncrl.environments.environment import tools_of
 from asyncrl.environments.episode import Limits, PolicyTurn
 from asyncrl.environments.player import Player, play_alone
 from asyncrl.environments.table import Named, load_environment
@@ -104,6 +102,10 @@ def test_a_tool_is_called_and_the_last_message_is_the_answer(dialogue: Dialogue)
         )
         assert ended.parts["calls/evaluate"] == 1.0 and ended.parts["calls_failed/evaluate"] == 0.0
         assert ended.parts["calls/look_up"] == 0.0 and ended.parts["answered"] == 1.0
+    _, policy, _ = play(
+        dialogue, Calculator, call("evaluate", expression="1*7", digits="3"), call("look_up", word="two"), "x"
+    )
+    assert "\n007\n" in policy.read[1] and '{"word": "two", "value": 2}' in policy.read[2], "values in the hints' types"
 
 
 def test_what_the_policy_did_wrong_is_answered(dialogue: Dialogue) -> None:
@@ -127,13 +129,6 @@ def test_what_the_policy_did_wrong_is_answered(dialogue: Dialogue) -> None:
         assert named == set(tools_of(Calculator)), "the policy cannot name metrics"
 
 
-def test_values_have_the_types_of_the_method(dialogue: Dialogue) -> None:
-    _, policy, _ = play(dialogue, Calculator, call("evaluate", expression="1*7", digits="3"), "x")
-    assert "\n007\n" in policy.read[1]
-    _, policy, _ = play(dialogue, Calculator, call("look_up", word="two"), "x")
-    assert '{"word": "two", "value": 2}' in policy.read[1]
-
-
 def test_calls_of_a_turn_run_in_order_and_async_ones_at_the_same_time(dialogue: Dialogue) -> None:
     seen: list[Calculator] = []
 
@@ -148,21 +143,6 @@ def test_calls_of_a_turn_run_in_order_and_async_ones_at_the_same_time(dialogue: 
     assert seen[0].log == ["one begins", "two begins", "two ends", "one ends", "2*3"]
     assert policy.read[1].index('"one"') < policy.read[1].index('"two"') < policy.read[1].index("6")
     assert policy.read[1].count("<tool_response>") == 4
-
-
-def test_methods_that_are_not_async_run_in_threads(dialogue: Dialogue) -> None:
-    kinds: list[set[int]] = []
-
-    class Watched(Calculator):
-        def close(self) -> None:
-            kinds.append(self.threads)
-
-    class Quick(Watched):
-        returns_at_once = True
-
-    play(dialogue, Watched, call("evaluate", expression="2*3"), "x")
-    play(dialogue, Quick, call("evaluate", expression="2*3"), "x")
-    assert threading.get_ident() not in kinds[0] and kinds[1] == {threading.get_ident()}
 
 
 @pytest.mark.parametrize("tool", ["break_down", "break_later"])
@@ -261,12 +241,6 @@ def test_what_reset_says_is_behind_the_prompt(dialogue: Dialogue, said: Any, exp
     assert policy.read[0].endswith("<|im_start|>assistant\n")
 
 
-def test_a_text_of_reset_is_a_message_behind_another_role(dialogue: Dialogue) -> None:
-    chat: list[Message] = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-    _, policy, _ = play(dialogue, Calculator, "408", chat=chat, extra={"say": "What is 12*34?"})
-    assert "Hello<|im_end|>\n<|im_start|>user\nWhat is 12*34?<|im_end|>" in policy.read[0]
-
-
 class Talker(Environment):
     """Answers with what the row says, without tools."""
 
@@ -318,14 +292,6 @@ def test_a_method_that_cannot_be_a_tool_is_named(name: str, error: str) -> None:
     file = Path(tool_environments.__file__)
     with pytest.raises(ConfigError, match=rf"environment\.name = '.*tool_environments.py:{name}': {error}"):
         load_environment(f"{file}:{name}", {})
-
-
-def test_schemas_are_those_of_transformers() -> None:
-    assert list(tools_of(Calculator)) == ["break_down", "break_later", "evaluate", "look_up"]
-    assert Calculator.tools[2] == get_json_schema(Calculator.evaluate)
-    assert Calculator.tools[3]["function"]["parameters"]["properties"]["word"]["enum"] == ["one", "two"]
-    with pytest.raises(ToolError, match="argument expression: Field required"):
-        tools_of(Calculator)["evaluate"].read({})
 
 
 def test_tools_need_a_prompt_with_messages(dialogue: Dialogue) -> None:

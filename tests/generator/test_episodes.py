@@ -18,14 +18,13 @@ from generator_fakes import FakeClient, FakeReceiver, FakeRewards, lease, lease_
 from generator_model import make_loop, small_config, weights_of
 from transformers import Qwen2ForCausalLM
 
-from asyncrl.environments.pool import NextTurn
 from asyncrl.generator import episodes
 from asyncrl.generator.engine import Engine
 from asyncrl.generator.loop import Evaluator, GeneratorLoop, GroupInProgress
 from asyncrl.replay.codec import pack_group
 from asyncrl.replay.live_group import refund_reason
 from asyncrl.types import Group, Prompt
-from asyncrl.wire.service_messages import EpisodeEnded
+from asyncrl.wire.service_messages import EpisodeEnded, SayNext
 
 MakeEngine = Callable[..., Engine]
 OBSERVATION = [9, 10, 11]
@@ -72,9 +71,9 @@ class FakePool:
         end = self.fails(episode, self.tries[episode], turns)
         if end is None and turns == TURNS:
             end = EpisodeEnded(episode, "completed", "done", 1.5, {"a": 1.0}, [0.5] * TURNS, [], 0.25, "", b"")
-        wish = end or NextTurn(episode, np.array(observation, dtype=np.int32), 6, self.lengths[episode])
+        wish = end or SayNext(episode, 0, 0, self.lengths[episode], 6, [])
         self.lengths[episode] += len(observation)
-        self.wishes.append((self.delay, wish))
+        self.wishes.append((self.delay, (wish, np.array(observation, dtype=np.int32))))
 
     def drop(self, episodes: Iterable[str]) -> None:
         self.dropped += list(episodes)
@@ -438,7 +437,7 @@ def test_a_rewritten_conversation_is_a_row_of_its_own_and_what_nobody_read_is_lo
             self._ask(episode, [], len(prompt.tokens), 0, 0)
 
         def _ask(self, episode: str, said: list[int], keep: int, branch: int, source: int) -> None:
-            self.wishes.append((0, NextTurn(episode, np.array(said, dtype=np.int32), 6, keep, branch, source)))
+            self.wishes.append((0, (SayNext(episode, branch, source, keep, 6, []), np.array(said, dtype=np.int32))))
 
         def said(self, episode: str, tokens: Sequence[int], status: str, *, branch: int) -> None:
             self.turns[episode] += 1
@@ -452,7 +451,7 @@ def test_a_rewritten_conversation_is_a_row_of_its_own_and_what_nobody_read_is_lo
                 case 4:
                     rewards, unused = [1.0, 2.0, 3.0, 4.0], [3]
                     end = EpisodeEnded(episode, "completed", "done", 1.5, {}, rewards, unused, 0.25, "", b"")
-                    self.wishes.append((0, end))
+                    self.wishes.append((0, (end, np.zeros(0, dtype=np.int32))))
 
     engine, pool, rewards = Recording(make_engine()), Rewriting(), FakeRewards()
     loop, client, _ = episode_loop(model_path, engine, pool, policies, groups=2, rewards=rewards)

@@ -37,8 +37,8 @@ def load_gymnasium(rest: str, options: Options, python: str | None) -> Named:
     finally:
         made.close()
     members = {"make": staticmethod(lambda: gymnasium.make(rest, **settings))}
-    own = {key: value for key, value in options.items() if key in OWN}
-    return checked(name, type(rest, (GymnasiumEnvironment,), members), own)
+    forms = {key: value for key, value in options.items() if key in OWN}
+    return checked(name, type(rest, (GymnasiumEnvironment,), members), forms)
 
 
 class GymnasiumEnvironment(Environment):

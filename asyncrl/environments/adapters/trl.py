@@ -84,8 +84,12 @@ class TrlEnvironment(ToolEnvironment):
 
     def _columns(self) -> dict[str, Any]:
         task = self.task
-        own = {"ground_truth": task.ground_truth, "data_source": task.data_source, "extra_info": dict(task.extra_info)}
-        return {**task.extra_info, **task.columns, **own}
+        columns = {
+            "ground_truth": task.ground_truth,
+            "data_source": task.data_source,
+            "extra_info": dict(task.extra_info),
+        }
+        return {**task.extra_info, **task.columns, **columns}
 
     def _method(self, name: str) -> Callable[..., Any]:
         return getattr(self._foreign, name)

@@ -99,8 +99,8 @@ class VerlEnvironment(ToolEnvironment):
         return normalize_function_tool_return(await tool.call(arguments))
 
     async def _tool(self, tool: Any, arguments: dict[str, Any]) -> Any:
-        own = self._settings.get(tool.name, {})
-        instance, _ = await tool.create(create_kwargs=own.get("create_kwargs", {}))
+        settings = self._settings.get(tool.name, {})
+        instance, _ = await tool.create(create_kwargs=settings.get("create_kwargs", {}))
         try:
             return await tool.execute(instance, arguments, agent_data=self._agent_data)
         finally:

@@ -24,7 +24,7 @@ SHOWN_CHARACTERS = 60
 
 def check_chat(config: Config, prompt: Prompt, tools: Mapping[str, Sequence[Schema]]) -> list[str]:
     """Returns what the user should know about the chat template of the run's model. `prompt` is the first, `tools` are
-    those of each environment.
+    the tools of each environment.
 
     Raises ConfigError if the template cannot be used: it refuses a second turn or does not end one, the engine does not
     stop where it ends one, or it does not show tools.
@@ -126,8 +126,8 @@ def _compared(dialogue: ChatDialogue) -> str:
 def _reasoning(dialogue: ChatDialogue) -> str:
     """A text if the template does not show the reasoning of earlier turns."""
     reasoning, rendering = "Zq7reason7qZ", dialogue.rendering
-    for own in ({"reasoning_content": reasoning}, {"content": f"<think>\n{reasoning}\n</think>\n\nZq7turn7qZ"}):
-        turn = {**TURN, **own}
+    for fields in ({"reasoning_content": reasoning}, {"content": f"<think>\n{reasoning}\n</think>\n\nZq7turn7qZ"}):
+        turn = {**TURN, **fields}
         if reasoning in rendering.render([USER, turn], (), generate=False):
             if reasoning in rendering.render([USER, turn, NEXT], (), generate=True):
                 return ""

@@ -72,27 +72,29 @@ class ConversationRenderer:
     def spoken(self, tokens: Sequence[int]) -> Spoken:
         """The turn with these tokens."""
         dialogue = self._dialogue
-        own = list(tokens[:-1] if dialogue.closes(tokens) else tokens)
-        plain = dialogue.rendering.plain(self._text(own))
+        sampled = list(tokens[:-1] if dialogue.closes(tokens) else tokens)
+        plain = dialogue.rendering.plain(self._text(sampled))
         _, rest = formats.split_reasoning(plain, opened=dialogue.opens_reasoning)
         # the first token from which on the text is no longer than the text after the reasoning
         first = bisect_left(
-            range(len(own)), -len(rest), key=lambda number: -len(dialogue.rendering.plain(self._text(own[number:])))
+            range(len(sampled)),
+            -len(rest),
+            key=lambda number: -len(dialogue.rendering.plain(self._text(sampled[number:]))),
         )
-        return Spoken(Sampled(self._text(own), own), Sampled(self._text(own[first:]), own[first:]))
+        return Spoken(Sampled(self._text(sampled), sampled), Sampled(self._text(sampled[first:]), sampled[first:]))
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Schema], turns: Mapping[int, Spoken]) -> list[int]:
         """The tokens up to the policy's next turn. `turns` are the policy's turns in this episode, by the
         indices of their messages. Raises DialogueError if the template refuses the messages."""
         text = self._dialogue.render(messages, tools)
         tokens: list[int] = []
-        place = 0
+        begin = 0
         for number, end in self._ends(text, messages, tools, turns):
-            own = next((one for one in turns[number] if text.endswith(one.text, place, end)), Sampled("", ()))
-            tokens += self._encode(text[place : end - len(own.text)])
-            tokens += own.tokens
-            place = end
-        return tokens + self._encode(text[place:])
+            sampled = next((part for part in turns[number] if text.endswith(part.text, begin, end)), Sampled("", ()))
+            tokens += self._encode(text[begin : end - len(sampled.text)])
+            tokens += sampled.tokens
+            begin = end
+        return tokens + self._encode(text[begin:])
 
     def _ends(
         self, text: str, messages: Sequence[Message], tools: Sequence[Schema], turns: Mapping[int, Spoken]
@@ -194,7 +196,7 @@ class Display:
         parts = [("", text[start : ends[0]])]
         parts += [(role, text[max(begin, start) : end]) for (_, begin, role), end in zip(places, ends[1:], strict=True)]
         shown = [Shown(role, self._content(part)) for role, part in parts]
-        return [one for one in shown if one.text]
+        return [message for message in shown if message.text]
 
     def said(self, tokens: Sequence[int]) -> list[Shown]:
         """A turn of the policy: its reasoning, its content, and each call."""
@@ -223,7 +225,7 @@ class Display:
                 first = {"role": role, "content": SHOWN_MARKS[0]}
                 text = rendering.render([first, {"role": "user", "content": SHOWN_MARKS[1]}], (), generate=True)
             else:
-                marked = [{**one, "content": mark} for one, mark in zip(messages, SHOWN_MARKS, strict=False)]
+                marked = [{**message, "content": mark} for message, mark in zip(messages, SHOWN_MARKS, strict=False)]
                 text = self._dialogue.suffix(marked, ())
         except DialogueError:  # the template lacks the role
             return

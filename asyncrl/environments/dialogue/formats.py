@@ -134,8 +134,8 @@ def to_message(content: str, reasoning: str, calls: Sequence[ToolCall]) -> Messa
 def of_message(message: Mapping[str, Any]) -> ParsedTurn:
     """Content and calls of a message that a parser has made. Raises ValueError for a call that is none."""
     calls = cast("list[Any]", message.get("tool_calls") or [])
-    found = [_call_of(cleaned(call.get("function", call) if isinstance(call, dict) else call)) for call in calls]
-    return ParsedTurn(cleaned(str(message.get("content") or "")), found)
+    parsed = [_call_of(cleaned(call.get("function", call) if isinstance(call, dict) else call)) for call in calls]
+    return ParsedTurn(cleaned(str(message.get("content") or "")), parsed)
 
 
 def cleaned(value: Any) -> Any:
@@ -183,11 +183,11 @@ def _of_deepseek(body: str) -> tuple[str, dict[str, Any], str | None]:
 
 
 def _of_kimi(body: str) -> tuple[str, dict[str, Any], str | None]:
-    own, separator, arguments = body.partition(KIMI_ARGUMENTS)
+    call_id, separator, arguments = body.partition(KIMI_ARGUMENTS)
     if not separator:
         raise ValueError("nothing separates its id from its arguments")
-    name = own.strip().removeprefix("functions.").rpartition(":")[0]
-    return _call_of({"name": name, "arguments": arguments, "id": own.strip()})
+    name = call_id.strip().removeprefix("functions.").rpartition(":")[0]
+    return _call_of({"name": name, "arguments": arguments, "id": call_id.strip()})
 
 
 def _of_xml(body: str, types: Mapping[str, Mapping[str, Any]]) -> tuple[str, dict[str, Any], str | None]:
@@ -230,8 +230,8 @@ def _call_of(value: Any) -> tuple[str, dict[str, Any], str | None]:
         arguments = _loads(arguments)
     if not isinstance(arguments, dict):
         raise ValueError('it has no object "arguments"')
-    own = call.get("id")
-    return name, cast("dict[str, Any]", arguments), own if isinstance(own, str) and own else None
+    call_id = call.get("id")
+    return name, cast("dict[str, Any]", arguments), call_id if isinstance(call_id, str) and call_id else None
 
 
 def _loads(text: str) -> Any:

@@ -127,7 +127,7 @@ class Rendering:
 
     def _guard(self, message: Message) -> Message:
         """The message, whose texts contain no special tokens; the policy's keep the tags of reasoning."""
-        own, pattern = {"role", "type"}, self._special
+        unchanged, pattern = {"role", "type"}, self._special
         if message.get("role") == "assistant":
             pattern = self._spoken
 
@@ -139,7 +139,7 @@ class Rendering:
             if not isinstance(value, dict):
                 return value
             items = cast("dict[str, Any]", value).items()
-            return {guarded(key): item if key in own else guarded(item) for key, item in items}
+            return {guarded(key): item if key in unchanged else guarded(item) for key, item in items}
 
         return guarded(message)
 
@@ -267,11 +267,11 @@ def dummy_turn(calls: Sequence[dict[str, Any]]) -> Message:
 def dummy_call(answer: Message, names: dict[str, str], *, is_text: bool) -> dict[str, Any]:
     """A call to which the message is the answer. Its arguments, as an object or as the text of one, are those of no
     tool. `names` are the names of tools by the ids of calls, for an answer without."""
-    own = answer.get("tool_call_id", "")
-    name = answer.get("name") or names.get(own) or "tool"
+    call_id = answer.get("tool_call_id", "")
+    name = answer.get("name") or names.get(call_id) or "tool"
     arguments = {"value": ANCHOR}
     return {
-        "id": own,
+        "id": call_id,
         "type": "function",
         "function": {"name": name, "arguments": json.dumps(arguments) if is_text else arguments},
     }
@@ -291,8 +291,8 @@ def with_text_arguments(message: Message) -> Message:
 
 def _last_special(rendering: Rendering, text: str) -> int | None:
     """The last special token after the dummy turn."""
-    found = [token for token, position in rendering.special_in(text) if position > text.rfind(ANCHOR)]
-    return found[-1] if found else None
+    tokens = [token for token, position in rendering.special_in(text) if position > text.rfind(ANCHOR)]
+    return tokens[-1] if tokens else None
 
 
 def _ids(rendering: Rendering, call: dict[str, Any]) -> re.Pattern[str]:

@@ -288,9 +288,8 @@ def models() -> dict[str, Any]:
 
 def chat_completion(episode: str, answer: TurnAnswer, *, model: str, with_tokens: bool) -> dict[str, Any]:
     """The response of `chat/completions`."""
-    choice: dict[str, Any] = {"index": 0, "message": to_answer(answer.message), "logprobs": None}
-    choice["finish_reason"] = finish_reason(answer)
-    response = _head(episode, answer, model, "chat.completion") | {"choices": [choice], "usage": usage(answer)}
+    choice = {"index": 0, "message": to_answer(answer.message), "logprobs": None, "finish_reason": _finish(answer)}
+    response = _head(episode, answer, model, "chat.completion") | {"choices": [choice], "usage": _usage(answer)}
     if with_tokens:
         response["prompt_token_ids"], choice["token_ids"] = answer.prompt_tokens, answer.tokens
     return response
@@ -298,9 +297,9 @@ def chat_completion(episode: str, answer: TurnAnswer, *, model: str, with_tokens
 
 def text_completion(episode: str, answer: TurnAnswer, text: str, *, model: str) -> dict[str, Any]:
     """The response of `completions`."""
-    choice: dict[str, Any] = {"index": 0, "text": text, "logprobs": None, "token_ids": answer.tokens}
-    choice["finish_reason"] = "length" if answer.truncated else "stop"
-    return _head(episode, answer, model, "text_completion") | {"choices": [choice], "usage": usage(answer)}
+    finish = "length" if answer.truncated else "stop"
+    choice = {"index": 0, "text": text, "logprobs": None, "token_ids": answer.tokens, "finish_reason": finish}
+    return _head(episode, answer, model, "text_completion") | {"choices": [choice], "usage": _usage(answer)}
 
 
 def chat_chunks(episode: str, answer: TurnAnswer, *, model: str, with_usage: bool) -> Iterator[bytes]:
@@ -317,34 +316,28 @@ def chat_chunks(episode: str, answer: TurnAnswer, *, model: str, with_usage: boo
     yield event({name: value for name, value in message.items() if name != "role" and value})
     if calls:
         yield event({"tool_calls": calls})
-    yield event({}, finish_reason(answer))
+    yield event({}, _finish(answer))
     if with_usage:
-        yield _event(head | {"choices": [], "usage": usage(answer)})
+        yield _event(head | {"choices": [], "usage": _usage(answer)})
     yield b"data: [DONE]\n\n"
 
 
 def to_answer(message: Message) -> Message:
     """The policy's message as the API returns it: the arguments of calls are JSON texts."""
-    answer: Message = {"role": "assistant", "content": message.get("content") or None}
-    if message.get("reasoning_content"):
-        answer["reasoning_content"] = message["reasoning_content"]
-    if message.get("tool_calls"):
-        answer["tool_calls"] = [
-            {**call, "function": call["function"] | {"arguments": json.dumps(call["function"]["arguments"])}}
-            for call in message["tool_calls"]
-        ]
+    answer: Message = {**message, "content": message["content"] or None}
+    if calls := message.get("tool_calls"):
+        functions = [call["function"] | {"arguments": json.dumps(call["function"]["arguments"])} for call in calls]
+        answer["tool_calls"] = [{**call, "function": text} for call, text in zip(calls, functions, strict=True)]
     return answer
 
 
-def finish_reason(answer: TurnAnswer) -> str:
-    """Why the turn ended, in the words of the API."""
+def _finish(answer: TurnAnswer) -> str:
     if answer.truncated:
         return "length"
     return "tool_calls" if answer.message.get("tool_calls") else "stop"
 
 
-def usage(answer: TurnAnswer) -> dict[str, int]:
-    """The numbers of tokens of an answer."""
+def _usage(answer: TurnAnswer) -> dict[str, int]:
     prompt, completion = len(answer.prompt_tokens), len(answer.tokens)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 

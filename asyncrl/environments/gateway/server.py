@@ -92,8 +92,8 @@ class Gateway:
         if episode not in self._sessions:
             raise GatewayError(f"episode {episode} is over, or never began", status=410, code="episode_over")
         session, key = self._sessions[episode]
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), key.encode()):
+        sent = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(sent.encode(), key.encode()):
             raise GatewayError(f"episode {episode} has another key", status=401, code="invalid_api_key")
         return session
 

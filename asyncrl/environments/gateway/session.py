@@ -147,7 +147,7 @@ class Session:
     @property
     def messages(self) -> list[Message]:
         """The conversation of the last turn that was read, from the first turn of the policy on."""
-        ends = [(end, one) for one in self._conversations for end in one.ends if end.number in self._read]
+        ends = [(end, branch) for branch in self._conversations for end in branch.ends if end.number in self._read]
         if not ends:
             return []
         end, conversation = max(ends, key=lambda pair: pair[0].number)
@@ -160,7 +160,7 @@ class Session:
             if not pending.answer.done():
                 pending.answer.set_exception(self._over_error())
                 pending.answer.exception()  # nobody may wait for it
-        lasts = [one.ends[-1].number for one in self._conversations if one.ends]
+        lasts = [conversation.ends[-1].number for conversation in self._conversations if conversation.ends]
         return sorted({number for number in lasts if number not in self._read})
 
     def _over_error(self) -> GatewayError:
@@ -206,8 +206,8 @@ class Session:
         new = _Conversation(len(self._conversations), tools)
         if request.tokens is not None:
             return 0, 0, list(request.tokens), new
-        known = [one for one in self._conversations if one.tools == tools]
-        common = [one.common_turns(request.messages) for one in known]
+        known = [branch for branch in self._conversations if branch.tools == tools]
+        common = [branch.common_turns(request.messages) for branch in known]
         if not any(common):
             return 0, 0, self._begin(request), new
         best = max(range(len(known)), key=lambda number: (common[number], not known[number].busy))
@@ -240,7 +240,9 @@ class Session:
         conversation. Raises DialogueError if the template refuses them."""
         messages = list(request.messages)
         ends, first = conversation.ends[:turns], conversation.ends[0].num_messages
-        messages[first:] = [one if one["role"] == "assistant" else renderer.shortened(one) for one in messages[first:]]
+        messages[first:] = [
+            message if message["role"] == "assistant" else renderer.shortened(message) for message in messages[first:]
+        ]
         spoken = {end.num_messages - 1: end.spoken for end in ends if end.spoken is not None}
         tokens = renderer.prompt(messages, request.tools, spoken)
         keep = num_common(conversation.tokens, tokens)

@@ -61,8 +61,8 @@ class Program(Protocol):
 
 class FunctionProgram:
     """A function `run(task, *, base_url, api_key)` in the host's process, or a class with such a method, of which an
-    instance is made for each episode. It may be async; otherwise it runs in a thread. It may take `model` and its
-    options, too."""
+    instance is made for each episode. It may be async; otherwise it runs in a thread. It may also take `model` and
+    its options."""
 
     def __init__(self, name: str, function: Callable[..., Any], options: Options) -> None:
         self.name = name
@@ -106,21 +106,21 @@ class CommandProgram:
     def check(self) -> None: ...
 
     async def run(self, task: Mapping[str, Any], access: Access, *, stuck: list[asyncio.Future[Any]]) -> Any:
-        own = {"OPENAI_BASE_URL": access.base_url, "OPENAI_API_KEY": access.api_key, "OPENAI_MODEL": MODEL}
+        variables = {"OPENAI_BASE_URL": access.base_url, "OPENAI_API_KEY": access.api_key, "OPENAI_MODEL": MODEL}
         pipe = asyncio.subprocess.PIPE
         if self._pipe is None:
             self._pipe = os.pipe()
         alive, _ = self._pipe
         process = await asyncio.create_subprocess_exec(
             "/bin/sh", "-c", GUARDED, self._command, str(alive), stdin=pipe, stdout=pipe, stderr=pipe,
-            env=os.environ | own, start_new_session=True, pass_fds=(alive,),
+            env=os.environ | variables, start_new_session=True, pass_fds=(alive,),
         )  # fmt: skip
         self._running.add(process.pid)
-        given = json.dumps({**task, "options": dict(self._options)}).encode()
+        content = json.dumps({**task, "options": dict(self._options)}).encode()
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         try:
             output, errors, *_ = await asyncio.gather(
-                _tail(process.stdout), _tail(process.stderr), _feed(process.stdin, given), process.wait()
+                _tail(process.stdout), _tail(process.stderr), _feed(process.stdin, content), process.wait()
             )
         finally:
             self._end(process.pid)

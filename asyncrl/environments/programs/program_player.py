@@ -124,10 +124,10 @@ class ProgramPlayer:
         name, refused = self.program.name, self.session.refused
         if not self.session.num_turns:
             raise EpisodeFailedError("environment", f"{name} ended without a request for a turn of the policy")
-        given = self.session.posted if result is None else result
-        if given is None and refused is None:
+        answer = self.session.posted if result is None else result
+        if answer is None and refused is None:
             raise EpisodeFailedError("environment", f"{name} ended without a reward: it returned and posted none")
-        reward, parts = (0.0, {}) if given is None else to_reward(name, given)
+        reward, parts = (0.0, {}) if answer is None else to_reward(name, answer)
         if refused is None:
             return reward, parts, "truncated" if self.session.was_cut else "completed", "done"
         return reward, parts, "truncated", "max_turns" if refused.code == "max_turns" else "window"

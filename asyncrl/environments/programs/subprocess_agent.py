@@ -64,10 +64,10 @@ class Agent:
 
     async def play(self, task, base_url, api_key):
         """Returns the reward of an episode."""
-        function, own = self._found, dict(self._options)
+        function, arguments = self._found, dict(self._options)
         if isinstance(function, type):
-            function, own = function(**own).run, {}
-        known = {"base_url": base_url, "api_key": api_key, "model": "policy", **own}
+            function, arguments = function(**arguments).run, {}
+        known = {"base_url": base_url, "api_key": api_key, "model": "policy", **arguments}
         parameters = inspect.signature(function).parameters
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
             known = {key: value for key, value in known.items() if key in parameters}
@@ -159,23 +159,23 @@ class Taskset:
     def __init__(self, name, options):
         from verifiers import v1  # pyright: ignore[reportMissingImports]
 
-        given = {**options, "taskset": {**options.get("taskset", {}), "id": name}}
-        kind = v1.env_config_type(name, given.get("id", ""))
-        config = v1.resolve_env_config(given)
+        values = {**options, "taskset": {**options.get("taskset", {}), "id": name}}
+        kind = v1.env_config_type(name, values.get("id", ""))
+        config = v1.resolve_env_config(values)
         roles = [role for role, field in kind.model_fields.items() if isinstance(field.default, v1.AgentConfig)]
-        own = [role for role in roles if getattr(config, role).client is None]
-        if len(own) != 1:
+        trained = [role for role in roles if getattr(config, role).client is None]
+        if len(trained) != 1:
             raise Refused(
-                f"{len(own)} of its agents have no endpoint of their own ({', '.join(own)}), but one is trained; give "
-                f"the others a model and a client, as {roles[-1]}.client.base_url"
+                f"{len(trained)} of its agents have no endpoint of their own ({', '.join(trained)}), but one is "
+                f"trained; give the others a model and a client, as {roles[-1]}.client.base_url"
             )
         harnesses = config.agent_harnesses()
         for role in roles:
-            settings = _with_runtime(v1, role, given.get(role, {}), kind.model_fields[role].default, harnesses[role])
+            settings = _with_runtime(v1, role, values.get(role, {}), kind.model_fields[role].default, harnesses[role])
             if isinstance(settings, str):
                 raise Refused(f"harness {harnesses[role].id!r} of {role} {settings}")
-            given[role] = settings
-        self._environment = v1.load_environment(v1.resolve_env_config(given))
+            values[role] = settings
+        self._environment = v1.load_environment(v1.resolve_env_config(values))
         self._task = type(self._environment.taskset).task_type()
         self._keys = itertools.count()
 
@@ -222,33 +222,35 @@ class Taskset:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         if not episode.ok:
             raise RolloutFailed("; ".join(f"{error.type}: {error.message}" for error in errors) or "it is not ok")
-        own = [trace for trace in episode.traces if trace.agent.config.client.base_url == base_url]
-        if len(own) != 1 or not own[0].agent.trainable:
-            names = ", ".join(trace.agent.name for trace in own)
-            raise RolloutFailed(f"the policy played {len(own)} rollouts ({names}) in an episode, which has one reward")
-        parts = {name: None if one is None else one.score for name, one in own[0].rewards.items()}
-        return _scored(own[0].reward, {**own[0].metrics, **parts})
+        trained = [trace for trace in episode.traces if trace.agent.config.client.base_url == base_url]
+        if len(trained) != 1 or not trained[0].agent.trainable:
+            names = ", ".join(trace.agent.name for trace in trained)
+            raise RolloutFailed(
+                f"the policy played {len(trained)} rollouts ({names}) in an episode, which has one reward"
+            )
+        parts = {name: None if reward is None else reward.score for name, reward in trained[0].rewards.items()}
+        return _scored(trained[0].reward, {**trained[0].metrics, **parts})
 
 
-def _with_runtime(v1, role, given, declared, harness):
+def _with_runtime(v1, role, settings, declared, harness):
     """Returns the settings of an agent, which by default runs on this machine if it cannot do harm there; or a text
     that names the missing part."""
     module = v1.import_harness(harness.id)
     kinds = [getattr(module, name) for name in module.__all__]
-    found = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, v1.Harness)]
-    where = given.get("runtime", {}).get("type")
+    harnesses = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, v1.Harness)]
+    where = settings.get("runtime", {}).get("type")
     if where is None and "runtime" not in declared.model_fields_set:
-        if any(kind.EXECUTES_CODE or kind.NEEDS_CONTAINER for kind in found):
+        if any(kind.EXECUTES_CODE or kind.NEEDS_CONTAINER for kind in harnesses):
             return (
                 f"runs programs that the policy writes. Say where, as {role}.runtime.type=docker, or choose another "
                 f"harness by {role}.harness.id"
             )
-        where, given = "subprocess", {**given, "runtime": {"type": "subprocess"}}
+        where, settings = "subprocess", {**settings, "runtime": {"type": "subprocess"}}
     if where == "subprocess" and module.__name__.startswith("verifiers.") and shutil.which("uv") is None:
         return (
             f"needs uv, which is not installed; install uv in this interpreter, or choose another by {role}.harness.id"
         )
-    return given
+    return settings
 
 
 LOADERS = {"agent": Agent, "verifiers": load_verifiers}
