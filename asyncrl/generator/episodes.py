@@ -1,6 +1,6 @@
 """Episodes in progress in a generator: their exact tokens, and the exchange with the environment hosts.
 
-    start -> pool -> SayNext -> engine.add -> a completion -> act -> pool -> SayNext ...
+    start -> pool -> NextTurn -> engine.add -> a completion -> act -> pool -> NextTurn ...
                   -> EpisodeEnded -> tried again, or the member of its group is complete
 
 The engine's prompt of a turn is the list of tokens that is trained; sampled tokens are never encoded again.
@@ -21,7 +21,7 @@ from asyncrl.errors import InvariantError
 from asyncrl.generator.engine import Completion, Engine
 from asyncrl.generator.groups import GroupInProgress
 from asyncrl.types import NO_VERSION, EpisodeOutcome, Status
-from asyncrl.wire.service_messages import EpisodeEnded, SayNext
+from asyncrl.wire.service_messages import EpisodeEnded, NextTurn
 
 if TYPE_CHECKING:
     from asyncrl.environments.pool import EnvironmentPool
@@ -221,7 +221,7 @@ class Episodes:
                 continue
             episode = self._live[reply.episode]
             episode.answered()
-            if isinstance(reply, SayNext):
+            if isinstance(reply, NextTurn):
                 arrived += not episode.num_turns
                 self._add(episode, reply, observation.tolist())
             elif not self._tried_again(episode, reply):
@@ -253,7 +253,7 @@ class Episodes:
         self._pool.start(key, lease.prompt, seed=seed, evaluation=lease.evaluation, group=group.name)
         episode.asked()
 
-    def _add(self, episode: _Episode, reply: SayNext, observation: list[int]) -> None:
+    def _add(self, episode: _Episode, reply: NextTurn, observation: list[int]) -> None:
         """Adds a turn to the engine. Raises InvariantError if its host sees another sequence than this process."""
         group, has_sampled = episode.group, episode.has_sampled
         branch = self._branch(episode, reply)
@@ -277,7 +277,7 @@ class Episodes:
             priority=group.lease.ticket,
         )
 
-    def _branch(self, episode: _Episode, reply: SayNext) -> Branch:
+    def _branch(self, episode: _Episode, reply: NextTurn) -> Branch:
         branch = episode.branches.get(reply.branch)
         if branch is None:
             prompt = episode.group.lease.prompt.tokens
