@@ -1,6 +1,6 @@
 """Episodes in progress in a generator: their exact tokens, and the exchange with the environment hosts.
 
-    start -> pool -> SayNext -> engine.add -> a completion -> act -> pool -> SayNext ...
+    start -> pool -> NextTurn -> engine.add -> a completion -> act -> pool -> NextTurn ...
                   -> EpisodeEnded -> tried again, or the member of its group is complete
 
 The engine's prompt of a turn is the list of tokens that is trained; sampled tokens are never encoded again.
@@ -21,7 +21,7 @@ from asyncrl.errors import InvariantError
 from asyncrl.generator.engine import Completion, Engine
 from asyncrl.generator.groups import GroupInProgress
 from asyncrl.types import NO_VERSION, EpisodeOutcome, Status
-from asyncrl.wire.service_messages import EpisodeEnded, SayNext
+from asyncrl.wire.service_messages import EpisodeEnded, NextTurn
 
 if TYPE_CHECKING:
     from asyncrl.environments.pool import EnvironmentPool
@@ -221,7 +221,7 @@ class Episodes:
                 continue
             one = self._live[message.episode]
             one.answered()
-            if isinstance(message, SayNext):
+            if isinstance(message, NextTurn):
                 arrived += not one.num_turns
                 self._add(one, message, observation.tolist())
             elif not self._tried_again(one, message):
@@ -253,7 +253,7 @@ class Episodes:
         self._pool.start(key, lease.prompt, seed=seed, evaluation=lease.evaluation, group=group.name)
         one.asked()
 
-    def _add(self, one: _Episode, wish: SayNext, observation: list[int]) -> None:
+    def _add(self, one: _Episode, wish: NextTurn, observation: list[int]) -> None:
         """Adds a turn to the engine. Raises InvariantError if its host sees another sequence than this process."""
         group, has_sampled = one.group, one.has_sampled
         branch = self._branch(one, wish)
@@ -277,7 +277,7 @@ class Episodes:
             priority=group.lease.ticket,
         )
 
-    def _branch(self, one: _Episode, wish: SayNext) -> Branch:
+    def _branch(self, one: _Episode, wish: NextTurn) -> Branch:
         branch = one.branches.get(wish.branch)
         if branch is None:
             prompt = one.group.lease.prompt.tokens

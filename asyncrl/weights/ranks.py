@@ -23,7 +23,7 @@ from asyncrl.errors import AsyncrlError, PeerTimeoutError
 from asyncrl.weights.transports import Wait, problem
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.rpc import located
-from asyncrl.wire.store import RemoteStore, Store
+from asyncrl.wire.store import KeyValueStore, RemoteStore
 
 TRANSPORT_KEY = "transport"
 """Key of the name of the transport."""
@@ -43,7 +43,7 @@ def _key(number: int | str, what: int | str) -> str:
 class RankCoordinator(Generic[Answer]):
     """Ranks 1 to `count`, seen by rank 0."""
 
-    def __init__(self, store: Store, count: int, answer: type[Answer], *, timeout_s: float) -> None:
+    def __init__(self, store: KeyValueStore, count: int, answer: type[Answer], *, timeout_s: float) -> None:
         """A rank that is silent for `timeout_s` is an error."""
         self.count = count
         self._store, self._answer_type, self._timeout_s = store, answer, timeout_s
@@ -193,7 +193,7 @@ class Done(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ShareCoordinator:
     """The other ranks of a broadcast, seen by rank 0. Without any, nothing is done."""
 
-    def __init__(self, store: Store, count: int, *, timeout_s: float) -> None:
+    def __init__(self, store: KeyValueStore, count: int, *, timeout_s: float) -> None:
         self._store = store
         self._ranks = RankCoordinator(store, count, Done, timeout_s=SILENT_DEADLINES * timeout_s) if count else None
 

@@ -415,7 +415,7 @@ class SenderSession:
         """The current round, or the last one."""
         self.phase = "let this generator join"
         """The sender's next action, for error texts."""
-        self.manifest: messages.Manifest | None = None
+        self.manifest: messages.Welcome | None = None
         """None until the sender has admitted this receiver."""
         self._timeout_s = timeout_s
         self._told: dict[type, Any] = {}
@@ -477,7 +477,7 @@ class SenderSession:
             self.listen(IDLE_S)
         return message
 
-    def await_manifest(self) -> messages.Manifest:
+    def await_manifest(self) -> messages.Welcome:
         """Returns when a sender listens and has admitted this receiver; there is no deadline."""
         while self.manifest is None:
             self.listen(math.inf)
@@ -510,7 +510,7 @@ class SenderSession:
     def _handle(self, message: Any) -> None:
         if isinstance(message, StoreReply):
             self.store.handle(message)
-        elif isinstance(message, messages.Manifest):
+        elif isinstance(message, messages.Welcome):
             self.manifest = message
         else:
             self._told[type(message)] = message

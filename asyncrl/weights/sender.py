@@ -88,14 +88,14 @@ from asyncrl.wire.service_messages import (
     MIN_BUCKET_BYTES,
     Abort,
     Go,
-    Manifest,
     Patience,
     Ready,
     Received,
     Sent,
     StoreRequest,
+    Welcome,
 )
-from asyncrl.wire.store import GROUP_KEYS, Store
+from asyncrl.wire.store import GROUP_KEYS, KeyValueStore
 
 log = structlog.get_logger()
 
@@ -483,7 +483,7 @@ class Membership:
     def __init__(
         self,
         send: Callable[[bytes, Body], None],
-        manifest: messages.Manifest,
+        manifest: messages.Welcome,
         changed: threading.Condition,
         check: Callable[[], None],
     ) -> None:
@@ -665,7 +665,7 @@ _TRIES = 3
 class Delivery:
     """The sender's side of all rounds: rank 0 of every link. `check` is polled during every wait and may raise."""
 
-    store: Store
+    store: KeyValueStore
     share: RankShare
     """The share that this rank sends."""
     others: ShareCoordinator
@@ -956,8 +956,8 @@ class WeightSender(BackgroundSender):
         )
         self.address = self._channel.address
         """The ZeroMQ address that it listens on."""
-        self._store = Store(self._channel.send)
-        description = Manifest(manifest.to_json(), ranks, not copies)
+        self._store = KeyValueStore(self._channel.send)
+        description = Welcome(manifest.to_json(), ranks, not copies)
         self._membership = Membership(self._channel.send, description, self._changed, self._raise_if_stopping)
         self._others = ShareCoordinator(self._store, ranks - 1, timeout_s=timeout_s)
         self._delivery = Delivery(
