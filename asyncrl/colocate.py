@@ -431,10 +431,10 @@ class LearnerTurn(NoLock):
     def make_room(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
         if not self.hands_over:
             return weights
-        kept = list(weights)
-        self._offload(keep=[tensor for _, tensor in kept])
+        stays = list(weights)
+        self._offload(keep=[tensor for _, tensor in stays])
         self._watch.switch("hand_over")
-        return kept
+        return stays
 
     def _offload(self, keep: Iterable[Tensor] = ()) -> int:
         self._watch.switch("offload")
@@ -479,9 +479,9 @@ class HostMemory:
             return 0
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # other streams may use them
-        kept = self._storages(keep)
+        stays = self._storages(keep)
         for address, storage in self._storages(tensors).items():
-            if address in kept or not storage.resizable():
+            if address in stays or not storage.resizable():
                 continue
             buffer = self._buffers.get(address)
             if buffer is None or buffer.nbytes != storage.nbytes():

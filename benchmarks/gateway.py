@@ -68,7 +68,7 @@ async def _serve(folder: str, episodes: int, pipe: Connection) -> None:
     from asyncrl.environments.gateway.api import Access
     from asyncrl.environments.gateway.server import Gateway
     from asyncrl.environments.gateway.session import Session
-    from asyncrl.wire.service_messages import SayNext
+    from asyncrl.wire.service_messages import NextTurn
 
     dialogue = Dialogue(folder, trust_remote_code=False, max_observation_tokens=2048).chat
     said = [*dialogue.rendering.encode(CALL), dialogue.ends.last]
@@ -76,7 +76,7 @@ async def _serve(folder: str, episodes: int, pipe: Connection) -> None:
     await gateway.start()
 
     def opened(name: str) -> Access:
-        def say(wish: SayNext, tokens: list[int]) -> None:
+        def say(wish: NextTurn, tokens: list[int]) -> None:
             loop.call_soon(session.hear, wish.branch, PolicyTurn(said, "completed"))
 
         session = Session(name, dialogue, Limits(100_000, 500, TURNS, 600.0, 600.0), say)

@@ -35,7 +35,7 @@ def show_logs(
     since: str | None = None,
     output: bool = False,
 ) -> None:
-    """Prints the logs of these roles, or of all; with `follow` also what comes, until the run ends or Ctrl-C. Raises
+    """Prints the logs of these roles, or of all; with `follow` also new entries, until the run ends or Ctrl-C. Raises
     ConfigError for an unknown run, role or level."""
     if level not in LEVELS:
         raise unknown_name("--level", level, LEVELS)

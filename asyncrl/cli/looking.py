@@ -90,8 +90,8 @@ def samples(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object per line.")] = False,
     out: Annotated[Path | None, typer.Option(help="Parquet file to write them to, with their tokens.")] = None,
 ) -> None:
-    """Print what the model has written, with rewards: of the last step, or of all steps that match. Exit code 2: there
-    is no such run, or it stores no trajectories."""
+    """Print what the model has written, with rewards: of the last step, or of all steps that match. Exit code 2: the
+    run is unknown, or stores no trajectories."""
     from asyncrl.cli.show_samples import show_samples
     from asyncrl.observe.sample_search import Order, Query, parse_steps
 

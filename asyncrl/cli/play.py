@@ -26,7 +26,7 @@ from asyncrl.observe.console import EXIT_DONE, EXIT_FAILED
 from asyncrl.types import Prompt
 from asyncrl.util.model_files import end_tokens
 from asyncrl.util.text import printable
-from asyncrl.wire.service_messages import EpisodeEnded, SayNext
+from asyncrl.wire.service_messages import EpisodeEnded, NextTurn
 
 if TYPE_CHECKING:
     from asyncrl.generator.engine import Engine
@@ -35,7 +35,7 @@ Speaker = Callable[[list[int], int], PolicyTurn]
 """Returns the policy's turn after the tokens, of at most this many tokens."""
 
 
-class Line(NamedTuple):
+class EpisodePart(NamedTuple):
     """A part of an episode."""
 
     tokens: list[int]
@@ -43,7 +43,7 @@ class Line(NamedTuple):
     """True for the policy's text."""
     branch: int = 0
     kept: tuple[int, list[int]] | None = None
-    """Of the first part of a branch: the branch that it continues, and the tokens that it has of that."""
+    """For the first part of a branch: the branch that it continues, and the tokens taken from that one."""
 
 
 class Transcript:
@@ -51,11 +51,11 @@ class Transcript:
 
     def __init__(self, prompt: Prompt, speaker: Speaker) -> None:
         tokens = prompt.tokens.tolist()
-        self.lines = [Line(tokens, said=False)]
+        self.lines = [EpisodePart(tokens, said=False)]
         self._speaker, self._prompt = speaker, tokens
         self._branches: dict[int, list[int]] = {}
 
-    def say(self, player: Player | ProgramPlayer, wish: SayNext, observation: list[int]) -> None:
+    def say(self, player: Player | ProgramPlayer, wish: NextTurn, observation: list[int]) -> None:
         """Samples the policy's turn after the observation."""
         is_new = wish.branch not in self._branches
         if is_new:
@@ -66,11 +66,11 @@ class Transcript:
         tokens = self._branches[wish.branch]
         if observation:
             kept = (wish.source, list(tokens)) if is_new and wish.branch else None
-            self.lines.append(Line(observation, False, wish.branch, kept))
+            self.lines.append(EpisodePart(observation, False, wish.branch, kept))
         tokens += observation
         turn = self._speaker(tokens, wish.max_tokens)
         tokens += turn.tokens
-        self.lines.append(Line(list(turn.tokens), True, wish.branch))
+        self.lines.append(EpisodePart(list(turn.tokens), True, wish.branch))
         player.receive(wish.branch, turn)
 
 
@@ -129,7 +129,13 @@ def _play(
 
 
 def _print(
-    console: Console, prompt: Prompt, lines: list[Line], dialogue: Dialogue, ended: EpisodeEnded, *, is_chat: bool
+    console: Console,
+    prompt: Prompt,
+    lines: list[EpisodePart],
+    dialogue: Dialogue,
+    ended: EpisodeEnded,
+    *,
+    is_chat: bool,
 ) -> None:
     console.print(Text(f"row {prompt.row}, data source {prompt.data_source}", style="bold"))
     display = Display(dialogue.chat) if is_chat else None
@@ -153,7 +159,7 @@ def _print(
     console.print(Text(f"{ended.status} ({ended.ended}): {result}\n", style="red" if ended.error else ""))
 
 
-def _shown(line: Line, dialogue: Dialogue, display: Display | None) -> list[Shown]:
+def _shown(line: EpisodePart, dialogue: Dialogue, display: Display | None) -> list[Shown]:
     """The messages of a part of the episode; at least one."""
     if display is None:
         return [Shown("policy" if line.said else "environment", dialogue.text_of(line.tokens))]

@@ -15,9 +15,9 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.run_dir import is_running, read_endpoints
 from asyncrl.replay.client import LauncherClient
 from asyncrl.replay.journal import Loader, read_journal, segments_of
+from asyncrl.replay.queue_store import recover
 from asyncrl.replay.report import run_summary
 from asyncrl.replay.state import QueueState, Snapshot, event_of
-from asyncrl.replay.store import recover
 from asyncrl.types import Prompt, PromptPosition
 from asyncrl.util.files import read_json
 

@@ -47,7 +47,7 @@ class MappingValue(_Settings):
     """The value of one key: a mapping with known names. Missing names have their defaults, unknown ones are refused."""
 
 
-class Entry(_Settings):
+class MappingEntry(_Settings):
     """An entry of a mapping whose names the user chooses; unknown fields are refused."""
 
 
@@ -504,7 +504,7 @@ PlacedRole = Literal["generator", "learner", "critic", "reward_model"]
 SHORT_POOL = re.compile(r"(\d+) ?x ?gpu")
 
 
-class Pool(Entry):
+class HostPool(MappingEntry):
     """Hosts, or GPUs wherever they are."""
 
     nodes: int | None = Field(default=None, ge=1)
@@ -517,14 +517,14 @@ class Pool(Entry):
     @model_validator(mode="after")
     def _check_size(self) -> Self:
         if self.nodes is None and not self.gpus:
-            raise ValueError("has neither nodes nor gpus: say how many hosts or GPUs the pool has")
+            raise ValueError("has neither nodes nor gpus: give the number of hosts or GPUs of the pool")
         return self
 
 
 class PlacementConfig(Section):
     """Which hosts the roles run on. Without pools all roles share all hosts."""
 
-    pools: dict[str, Pool] = Field(default={})
+    pools: dict[str, HostPool] = Field(default={})
     """Pools by name, such as `{gen: 8 x gpu, train: {nodes: 2, gpus: 8}}`; `8 x gpu` is short for `{gpus: 8}`."""
     roles: dict[PlacedRole, str] = Field(default={})
     """The pool of each role, such as `{generator: gen, learner: train}`. Several roles may share a pool."""

@@ -30,12 +30,12 @@ from asyncrl.util.processes import become_helper, tune_gc
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.frames import Array, Message, pack_lists, unpack_lists
 from asyncrl.wire.rpc import Reply, Server
-from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, SayNext, Turns, Wishes
+from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, HostReply, HostRequest, NextTurn
 
 BEAT_S = 1.0
 """Interval of signs of life."""
 MAX_SAYS = 32
-"""Turns that are asked for in one message, so that the first ones do not wait for what many episodes do at once."""
+"""Turns that are requested in one message, so that the first ones do not wait for what many episodes do at once."""
 MAX_THREADS = 1024
 """Calls that may wait at once."""
 
@@ -77,7 +77,7 @@ class EnvironmentHost:
             spec.endpoints,
             spec.address,
             "environment host",
-            {Turns: self._handle},
+            {HostRequest: self._handle},
         )
         self._generator = b""
         self._gateway = Gateway(self._dialogue)
@@ -85,7 +85,7 @@ class EnvironmentHost:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._stuck: list[Player | ProgramPlayer] = []
         """Players of ended episodes that may have calls which have not returned."""
-        self._says: list[tuple[SayNext, Array]] = []
+        self._says: list[tuple[NextTurn, Array]] = []
         self._ended: list[EpisodeEnded] = []
         self._flush_due = False
         self._failure: BaseException | None = None
@@ -115,14 +115,14 @@ class EnvironmentHost:
             pass
 
     def _handle(self, message: Message) -> Reply | None:
-        body: Turns = message.body
-        lists = iter(unpack_lists(message, len(body.started) + len(body.said)))
+        body: HostRequest = message.body
+        lists = iter(unpack_lists(message, len(body.started) + len(body.turns)))
         self._generator = message.peer
         for start in body.started:
             self._players[start.episode] = player = self._player(start, next(lists).tolist())
             self._tasks[start.episode] = task = asyncio.ensure_future(self._play(player))
             task.add_done_callback(self._note_failure)
-        for said in body.said:
+        for said in body.turns:
             tokens = next(lists).tolist()
             if said.episode in self._players:
                 self._players[said.episode].receive(said.branch, PolicyTurn(tokens, said.status))
@@ -163,7 +163,7 @@ class EnvironmentHost:
         if not task.cancelled() and task.exception() is not None:
             self._failure = task.exception()
 
-    def _say(self, player: Player | ProgramPlayer, wish: SayNext, tokens: Sequence[int]) -> None:
+    def _say(self, player: Player | ProgramPlayer, wish: NextTurn, tokens: Sequence[int]) -> None:
         self._says.append((wish, np.asarray(tokens, dtype=np.int32)))
         if len(self._says) >= MAX_SAYS:
             self._flush()
@@ -179,6 +179,6 @@ class EnvironmentHost:
         self._flush_due = False
         self._stuck = [player for player in self._stuck if player.stuck]
         says, ended, self._says, self._ended = self._says, self._ended, [], []
-        body = Wishes([say for say, _ in says], ended, sum(player.stuck for player in self._stuck))
+        body = HostReply([say for say, _ in says], ended, sum(player.stuck for player in self._stuck))
         self._server.send(self._generator, 0, Reply(body, pack_lists([tokens for _, tokens in says])))
         self._receive()  # sending may use up the event of an incoming message

@@ -34,7 +34,7 @@ from asyncrl.environments.episode import KeptHistory, Limits, PolicyTurn, TurnPl
 from asyncrl.environments.table import Named
 from asyncrl.errors import ConfigError
 from asyncrl.types import EpisodeEnd
-from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, EpisodeStatus, SayNext
+from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, EpisodeStatus, NextTurn
 
 log = structlog.get_logger()
 
@@ -76,7 +76,7 @@ class Player:
     dialogue: Dialogue
     limits: Limits
     threads: Executor
-    say: Callable[[Player, SayNext, list[int]], None]
+    say: Callable[[Player, NextTurn, list[int]], None]
     keeps_messages: bool = True
     """True if the messages are sent with the end of the episode."""
     said: asyncio.Queue[PolicyTurn] = field(default_factory=asyncio.Queue[PolicyTurn])
@@ -195,7 +195,7 @@ class Player:
     async def _sample(self, position: TurnPlace) -> PolicyTurn:
         """Returns the policy's turn at the place."""
         max_tokens = min(self.limits.max_new_tokens, self._room(position))
-        wish = SayNext(self.start.episode, position.branch, position.source, position.keep, max_tokens, [])
+        wish = NextTurn(self.start.episode, position.branch, position.source, position.keep, max_tokens, [])
         self.say(self, wish, position.tokens)
         turn = await self.said.get()
         self.num_tokens = position.num_tokens + len(turn.tokens)

@@ -24,7 +24,15 @@ from asyncrl.util.processes import HelperContext
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.frames import pack_lists, unpack_lists
 from asyncrl.wire.rpc import Connection
-from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, Said, SayNext, Turns, TurnStatus, Wishes
+from asyncrl.wire.service_messages import (
+    EpisodeEnded,
+    EpisodeStart,
+    HostReply,
+    HostRequest,
+    NextTurn,
+    SampledTurn,
+    TurnStatus,
+)
 from asyncrl.wire.sockets import socket_folder
 
 log = structlog.get_logger()
@@ -61,7 +69,7 @@ class _Host:
     """Number of its episodes in each group."""
     started: list[EpisodeStart] = field(default_factory=list[EpisodeStart])
     prompts: list[NDArray[np.int32]] = field(default_factory=list[NDArray[np.int32]])
-    said: list[Said] = field(default_factory=list[Said])
+    said: list[SampledTurn] = field(default_factory=list[SampledTurn])
     tokens: list[NDArray[np.int32]] = field(default_factory=list[NDArray[np.int32]])
     dropped: list[str] = field(default_factory=list[str])
 
@@ -83,7 +91,7 @@ class _Host:
     def flush(self) -> None:
         """Sends the collected turns in one message."""
         if self.started or self.said or self.dropped:
-            turns = Turns(self.started, self.said, self.dropped)
+            turns = HostRequest(self.started, self.said, self.dropped)
             self.connection.send(turns, pack_lists([*self.prompts, *self.tokens]))
             self.started, self.prompts, self.said, self.tokens, self.dropped = [], [], [], [], []
 
@@ -124,7 +132,7 @@ class EnvironmentPool:
     ) -> None:
         """Passes on the policy's turn."""
         host = self._owner[episode]
-        host.said.append(Said(episode, branch, status))
+        host.said.append(SampledTurn(episode, branch, status))
         host.tokens.append(np.asarray(tokens, dtype=np.int32))
 
     def drop(self, episodes: Iterable[str]) -> None:
@@ -140,18 +148,18 @@ class EnvironmentPool:
         for host in self._hosts:
             host.flush()
 
-    def poll(self) -> list[tuple[SayNext | EpisodeEnded, NDArray[np.int32]]]:
+    def poll(self) -> list[tuple[NextTurn | EpisodeEnded, NDArray[np.int32]]]:
         """Sends the collected turns, and returns the messages that have arrived: requests for a turn, each with the
         observation before it, and ends of episodes. Replaces hosts that have died or are stuck. Raises RunError if a
         host cannot be started."""
-        arrived: list[tuple[SayNext | EpisodeEnded, NDArray[np.int32]]] = []
+        arrived: list[tuple[NextTurn | EpisodeEnded, NDArray[np.int32]]] = []
         self.flush()
         for host in list(self._hosts):
             while (message := host.connection.receive(0.0)) is not None:
                 host.connection.check(message)
-                body: Wishes = message.body
+                body: HostReply = message.body
                 self._failed_starts, host.heard_s, host.stuck = 0, time.monotonic(), body.stuck
-                says = zip(body.says, unpack_lists(message, len(body.says)), strict=True)
+                says = zip(body.turns, unpack_lists(message, len(body.turns)), strict=True)
                 arrived += [(say, observation) for say, observation in says if say.episode in host.live]
                 arrived += self._forget(host, [end for end in body.ended if end.episode in host.live])
             if problem := self._problem(host):
@@ -207,7 +215,7 @@ class EnvironmentPool:
         )
         process.start()
         connection = Connection(spec.endpoints, spec.address, f"environment host {number}", strict=True)
-        connection.send(Turns([], [], []))  # to which it answers as soon as it is up
+        connection.send(HostRequest([], [], []))  # to which it answers as soon as it is up
         return _Host(number, process, connection, address, time.monotonic())
 
 

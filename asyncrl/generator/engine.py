@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import numpy as np
 import structlog
@@ -200,7 +200,7 @@ class Engine(Protocol):
         `abort` work, and `step` must not be called."""
         ...
 
-    def wake(self, what: Waking) -> None:
+    def wake(self, part: Waking) -> None:
         """Takes the device back: first the memory of the weights, which after level 2 a `swap` must fill, then that of
         the cache, after which `step` computes the requests in progress again."""
         ...
@@ -220,37 +220,57 @@ class Engine(Protocol):
         ...
 
 
-def load_version(loader: BucketLoader, version: int, tensors: Sequence[tuple[str, Tensor]]) -> float:
-    """Loads a complete version; returns the time it took in ms."""
-    from asyncrl.weights.layout import WeightPart
+class PartLoadingEngine:
+    """The versions and requests of an engine that loads every version by a `BucketLoader`."""
 
-    started_s = time.perf_counter()
-    loader.begin(version, {name: tuple(tensor.shape) for name, tensor in tensors})
-    loader.load([WeightPart(name, tensor) for name, tensor in tensors])
-    loader.commit(version)
-    return (time.perf_counter() - started_s) * 1e3
+    loader: BucketLoader
+    window_tokens: int
 
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self.version = NO_VERSION
+        self._requests: dict[str, Any] = {}
 
-def check_not_updating(loader: BucketLoader) -> None:
-    """Raises InvariantError between two versions."""
-    if loader.updating:
-        raise InvariantError("engine: a step between two versions; an update of the weights is not committed")
+    @property
+    def num_running(self) -> int:
+        return len(self._requests)
 
+    def swap(self, version: int, tensors: Sequence[tuple[str, Tensor]]) -> float:
+        """Loads a version, as in `Engine.swap`. On a GPU the copies may end after the return, in the order of the
+        calling thread's stream."""
+        from asyncrl.weights.layout import WeightPart
 
-def check_request(
-    engine: Engine, key: str, num_prompt: int, *, seed: int | None, deterministic: bool, keys: Container[str]
-) -> None:
-    """Raises RunError if a prompt of this many tokens does not fit the window, and InvariantError if the engine has no
-    version, the key is one of the running requests' `keys`, or a seed is not for this run."""
-    if seed is not None and not deterministic:
-        raise InvariantError(f"request {key}: a seed of its own works with `deterministic` only")
-    if engine.version == NO_VERSION:
-        raise InvariantError(f"request {key}: the engine has no version yet; swap weights in first")
-    if key in keys:
-        raise InvariantError(f"request {key}: the key is in use")
-    window = engine.window_tokens
-    if not 0 < num_prompt < window:
-        raise RunError(f"request {key}: a prompt of {num_prompt} tokens does not fit the window of {window} tokens")
+        started_s = time.perf_counter()
+        self.loader.begin(version, {name: tuple(tensor.shape) for name, tensor in tensors})
+        self.loader.load([WeightPart(name, tensor) for name, tensor in tensors])
+        self.loader.commit(version)
+        return (time.perf_counter() - started_s) * 1e3
+
+    def use_own_weights(self, version: int) -> None:
+        if self.version != NO_VERSION:
+            raise InvariantError(f"engine: version {self.version} is loaded already, over the model's own weights")
+        self._set_version(version)
+
+    def _set_version(self, version: int) -> None:
+        self.version = version
+
+    def _check_step(self) -> None:
+        """Raises InvariantError between two versions."""
+        if self.loader.updating:
+            raise InvariantError("engine: a step between two versions; an update of the weights is not committed")
+
+    def _check_request(self, key: str, num_prompt: int, seed: int | None) -> None:
+        """Raises RunError if a prompt of this many tokens does not fit the window, and InvariantError if the engine has
+        no version, the key is in use, or a seed is not for this run."""
+        if seed is not None and not self._config.deterministic:
+            raise InvariantError(f"request {key}: a seed of its own works with `deterministic` only")
+        if self.version == NO_VERSION:
+            raise InvariantError(f"request {key}: the engine has no version yet; swap weights in first")
+        if key in self._requests:
+            raise InvariantError(f"request {key}: the key is in use")
+        window = self.window_tokens
+        if not 0 < num_prompt < window:
+            raise RunError(f"request {key}: a prompt of {num_prompt} tokens does not fit the window of {window} tokens")
 
 
 def check_installed(config: Config) -> None:
@@ -267,16 +287,16 @@ def make_engine(config: Config, *, seed: int) -> Engine:
     return cast(Engine, resolve_function(KEY, config.generator.engine, ENGINES)(config, seed=seed))
 
 
-def check_fit(version: int, given: Shapes, known: Shapes, path: str) -> None:
-    """Raises RunError unless the names and shapes that are given are the same as of the model at `path`."""
-    if given == known:
+def check_fit(version: int, sent: Shapes, known: Shapes, path: str) -> None:
+    """Raises RunError unless the names and shapes that were sent are those of the model at `path`."""
+    if sent == known:
         return
-    faults = [f"{name} is missing" for name in known.keys() - given.keys()]
-    faults += [f"{name} is unknown" for name in given.keys() - known.keys()]
+    faults = [f"{name} is missing" for name in known.keys() - sent.keys()]
+    faults += [f"{name} is unknown" for name in sent.keys() - known.keys()]
     faults += [
-        f"{name} has shape {given[name]}, the model {shape}"
+        f"{name} has shape {sent[name]}, the model {shape}"
         for name, shape in known.items()
-        if name in given and given[name] != shape
+        if name in sent and sent[name] != shape
     ]
     shown = "; ".join(sorted(faults)[:_SHOWN]) + ("; ..." if len(faults) > _SHOWN else "")
     raise RunError(f"weights of version {version} do not fit model.path = {path}: {shown}")

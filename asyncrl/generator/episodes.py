@@ -1,6 +1,6 @@
 """Episodes in progress in a generator: their exact tokens, and the exchange with the environment hosts.
 
-    start -> pool -> SayNext -> engine.add -> a completion -> act -> pool -> SayNext ...
+    start -> pool -> NextTurn -> engine.add -> a completion -> act -> pool -> NextTurn ...
                   -> EpisodeEnded -> tried again, or the member of its group is complete
 
 The engine's prompt of a turn is the list of tokens that is trained; sampled tokens are never encoded again.
@@ -21,7 +21,7 @@ from asyncrl.errors import InvariantError
 from asyncrl.generator.engine import Completion, Engine
 from asyncrl.generator.groups import GroupInProgress
 from asyncrl.types import NO_VERSION, EpisodeOutcome, Status
-from asyncrl.wire.service_messages import EpisodeEnded, SayNext
+from asyncrl.wire.service_messages import EpisodeEnded, NextTurn
 
 if TYPE_CHECKING:
     from asyncrl.environments.pool import EnvironmentPool
@@ -88,8 +88,8 @@ class Branch:
         mask, logprobs = np.zeros(length, dtype=np.bool_), np.zeros(length, dtype=np.float32)
         versions = np.full(length, NO_VERSION, dtype=np.int32)
         for begin, turn in self.turns:
-            own = slice(begin - start, begin - start + len(turn.tokens))
-            mask[own], logprobs[own], versions[own] = True, turn.logprobs, turn.versions
+            span = slice(begin - start, begin - start + len(turn.tokens))
+            mask[span], logprobs[span], versions[span] = True, turn.logprobs, turn.versions
         prompt = None if self.has_row_prompt else np.asarray(self.tokens[:start], dtype=np.int32)
         return Completion(key, self.tokens[start:end], logprobs, versions, status, mask, prompt)
 
@@ -168,7 +168,7 @@ class Episodes:
     def num_starting(self) -> int:
         """Episodes whose first turn has not arrived in the engine, without those that usually arrive at a poll: as many
         places become free until they do. Negative if fewer are on their way."""
-        return sum(not one.num_turns for one in self._live.values()) - round(self._arrivals)
+        return sum(not episode.num_turns for episode in self._live.values()) - round(self._arrivals)
 
     @property
     def num_live(self) -> int:
@@ -177,7 +177,7 @@ class Episodes:
     @property
     def num_waiting(self) -> int:
         """Episodes that wait for their environments."""
-        return sum(one.waits for one in self._live.values())
+        return sum(episode.waits for episode in self._live.values())
 
     @property
     def num_free(self) -> int | None:
@@ -187,9 +187,9 @@ class Episodes:
 
     def num_action_tokens(self, key: str) -> int:
         """Tokens sampled so far: in turns that have ended, in those that are being sampled, and in failed tries."""
-        one = self._live[key]
+        episode = self._live[key]
         running = sum(self._engine.num_generated(turn) for turn in self._turns_of(key))
-        return one.lost_tokens + one.num_action_tokens + running
+        return episode.lost_tokens + episode.num_action_tokens + running
 
     def start(self, group: GroupInProgress, index: int, key: str) -> None:
         """Starts the episode of a member of the group."""
@@ -216,16 +216,16 @@ class Episodes:
         ended: list[list[Completion]] = []
         arrived, idle = 0, not self._engine.num_running
         self._start_retries()
-        for message, observation in self._pool.poll():
-            if message.episode not in self._live:
+        for reply, observation in self._pool.poll():
+            if reply.episode not in self._live:
                 continue
-            one = self._live[message.episode]
-            one.answered()
-            if isinstance(message, SayNext):
-                arrived += not one.num_turns
-                self._add(one, message, observation.tolist())
-            elif not self._tried_again(one, message):
-                ended.append(self._end(one, message))
+            episode = self._live[reply.episode]
+            episode.answered()
+            if isinstance(reply, NextTurn):
+                arrived += not episode.num_turns
+                self._add(episode, reply, observation.tolist())
+            elif not self._tried_again(episode, reply):
+                ended.append(self._end(episode, reply))
         if arrived or not idle:
             self._arrivals += (arrived - self._arrivals) / MEAN_POLLS
         return ended
@@ -247,46 +247,46 @@ class Episodes:
                 self._play(key)
 
     def _play(self, key: str) -> None:
-        one = self._live[key]
-        group, lease = one.group, one.group.lease
+        episode = self._live[key]
+        group, lease = episode.group, episode.group.lease
         seed = group.task_seed(self._config.seed)
         self._pool.start(key, lease.prompt, seed=seed, evaluation=lease.evaluation, group=group.name)
-        one.asked()
+        episode.asked()
 
-    def _add(self, one: _Episode, wish: SayNext, observation: list[int]) -> None:
+    def _add(self, episode: _Episode, reply: NextTurn, observation: list[int]) -> None:
         """Adds a turn to the engine. Raises InvariantError if its host sees another sequence than this process."""
-        group, has_sampled = one.group, one.has_sampled
-        branch = self._branch(one, wish)
+        group, has_sampled = episode.group, episode.has_sampled
+        branch = self._branch(episode, reply)
         branch.tokens += observation
-        branch.numbers.append(one.num_turns)
-        one.num_turns += 1
+        branch.numbers.append(episode.num_turns)
+        episode.num_turns += 1
         branch.in_engine = True
         seed = None
         if self._config.deterministic:
-            seed = group.seed(self._config.seed, one.index, len(branch.turns), wish.branch)
-        turn = _turn_key(wish.episode, wish.branch)
-        self._turns[turn] = wish.episode, wish.branch
+            seed = group.seed(self._config.seed, episode.index, len(branch.turns), reply.branch)
+        turn = _turn_key(reply.episode, reply.branch)
+        self._turns[turn] = reply.episode, reply.branch
         self._engine.add(
             turn,
             branch.tokens,
-            kind=group.sampling(one.index),
+            kind=group.sampling(episode.index),
             seed=seed,
-            max_tokens=wish.max_tokens,
+            max_tokens=reply.max_tokens,
             salt=group.start_version if has_sampled else None,
-            stop=wish.stop,
+            stop=reply.stop,
             priority=group.lease.ticket,
         )
 
-    def _branch(self, one: _Episode, wish: SayNext) -> Branch:
-        branch = one.branches.get(wish.branch)
+    def _branch(self, episode: _Episode, reply: NextTurn) -> Branch:
+        branch = episode.branches.get(reply.branch)
         if branch is None:
-            prompt = one.group.lease.prompt.tokens
-            source = one.branches[wish.source] if wish.branch else Branch(prompt.tolist())
-            branch = one.branches[wish.branch] = Branch(source.tokens[: wish.keep])
-            branch.has_row_prompt = wish.keep >= len(prompt) and (source.has_row_prompt or not wish.branch)
-        if branch.in_engine or len(branch.tokens) != wish.keep:
-            where = f"episode {wish.episode}, branch {wish.branch}"
-            raise InvariantError(f"{where}: {len(branch.tokens)} tokens, its host has {wish.keep}")
+            prompt = episode.group.lease.prompt.tokens
+            source = episode.branches[reply.source] if reply.branch else Branch(prompt.tolist())
+            branch = episode.branches[reply.branch] = Branch(source.tokens[: reply.keep])
+            branch.has_row_prompt = reply.keep >= len(prompt) and (source.has_row_prompt or not reply.branch)
+        if branch.in_engine or len(branch.tokens) != reply.keep:
+            where = f"episode {reply.episode}, branch {reply.branch}"
+            raise InvariantError(f"{where}: {len(branch.tokens)} tokens, its host has {reply.keep}")
         return branch
 
     def _turns_of(self, key: str) -> list[str]:
@@ -302,53 +302,53 @@ class Episodes:
             del self._turns[turn]
         return tokens
 
-    def _tried_again(self, one: _Episode, ended: EpisodeEnded) -> bool:
+    def _tried_again(self, episode: _Episode, ended: EpisodeEnded) -> bool:
         """Starts the episode again if it failed and may be tried again. Returns True if it did."""
         if ended.status != "failed" or ended.ended == "overlong":
             return False
         pause_s = 0.0
-        if ended.ended == "host" and one.host_losses < MAX_HOST_LOSSES:
-            one.host_losses += 1
-        elif one.tries < self._config.environment.retries:
-            pause_s = min(BACK_OFF_S * 2**one.tries, MAX_BACK_OFF_S)
-            one.tries += 1
+        if ended.ended == "host" and episode.host_losses < MAX_HOST_LOSSES:
+            episode.host_losses += 1
+        elif episode.tries < self._config.environment.retries:
+            pause_s = min(BACK_OFF_S * 2**episode.tries, MAX_BACK_OFF_S)
+            episode.tries += 1
         else:
             return False
         log.warning("episode tried again", episode=ended.episode, reason=ended.error, pause_s=pause_s)
-        one.lost_tokens += self._abort(ended.episode) + one.num_action_tokens
-        one.branches, one.num_turns = {}, 0
+        episode.lost_tokens += self._abort(ended.episode) + episode.num_action_tokens
+        episode.branches, episode.num_turns = {}, 0
         self._retries.append((time.monotonic() + pause_s, ended.episode))
         return True
 
-    def _end(self, one: _Episode, ended: EpisodeEnded) -> list[Completion]:
+    def _end(self, episode: _Episode, ended: EpisodeEnded) -> list[Completion]:
         """Removes the episode. Each of its branches with a turn of the policy is a row."""
-        key, prompt = ended.episode, one.group.lease.prompt.tokens
-        one.lost_tokens += self._abort(key)
-        for branch in one.branches.values():
+        key, prompt = ended.episode, episode.group.lease.prompt.tokens
+        episode.lost_tokens += self._abort(key)
+        for branch in episode.branches.values():
             del branch.numbers[len(branch.turns) :]
             while branch.numbers and branch.numbers[-1] in ended.unused:
-                one.lost_tokens += branch.drop_last_turn()
+                episode.lost_tokens += branch.drop_last_turn()
         del self._live[key]
-        branches = [one.branches[number] for number in sorted(one.branches) if one.branches[number].turns]
+        branches = [episode.branches[number] for number in sorted(episode.branches) if episode.branches[number].turns]
         turns = {number: turn.tokens for x in branches for number, (_, turn) in zip(x.numbers, x.turns, strict=True)}
         branches = branches or [Branch(prompt.tolist(), has_row_prompt=True)]
-        group, index = one.group, one.index
+        group, index = episode.group, episode.index
         group.ends[index], group.turns[index] = ended, [turns[number] for number in sorted(turns)]
-        group.outcomes[index] = [_outcome(one, ended, branch, is_first=branch is branches[0]) for branch in branches]
+        group.outcomes[index] = [_outcome(episode, ended, branch, is_first=not i) for i, branch in enumerate(branches)]
         return [branch.to_completion(key, ended.status, len(prompt)) for branch in branches]
 
 
-def _outcome(one: _Episode, ended: EpisodeEnded, branch: Branch, *, is_first: bool) -> EpisodeOutcome:
+def _outcome(episode: _Episode, ended: EpisodeEnded, branch: Branch, *, is_first: bool) -> EpisodeOutcome:
     """Returns the outcome of a row; the first one has the values of the complete episode."""
-    rewards = ended.turn_rewards or [0.0] * one.num_turns
+    rewards = ended.turn_rewards or [0.0] * episode.num_turns
     return EpisodeOutcome(
         ended=ended.ended,
         turn_rewards=[rewards[number] for number in branch.numbers if number < len(rewards)],
         observation_tokens=branch.num_observation_tokens,
         environment_s=ended.environment_s if is_first else 0.0,
-        tries=one.tries + one.host_losses if is_first else 0,
-        lost_tokens=one.lost_tokens if is_first else 0,
-        reset_s=one.reset_s if is_first else 0.0,
-        wait_s=one.wait_s if is_first else 0.0,
-        slow_turns=one.slow_turns if is_first else 0,
+        tries=episode.tries + episode.host_losses if is_first else 0,
+        lost_tokens=episode.lost_tokens if is_first else 0,
+        reset_s=episode.reset_s if is_first else 0.0,
+        wait_s=episode.wait_s if is_first else 0.0,
+        slow_turns=episode.slow_turns if is_first else 0,
     )

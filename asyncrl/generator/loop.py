@@ -28,12 +28,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
 from typing import TYPE_CHECKING
 
 import numpy as np
 import structlog
-from numpy.typing import NDArray
 
 from asyncrl.colocate import NoLock
 from asyncrl.config.config import Config
@@ -117,7 +115,7 @@ class GeneratorLoop:
         self._pinned = False
         """True while the loaded version is being evaluated and evaluation prompts may be left to lease."""
         self._asked = NO_VERSION, 0, 0
-        """Of the last ask: the loaded version, and the numbers of groups and evaluation prompts."""
+        """The loaded version, and the numbers of groups and evaluation prompts, of the last ask."""
         self._denied = False
         """True when the last reply had fewer training groups than asked for."""
         self._next_ask_s = self._heartbeat_s = 0.0
@@ -575,23 +573,12 @@ class StepCosts:
         if len(steps) < _MIN_STEPS:
             return []
         seconds, running, changed = np.array(steps).T
-        base_s, sequence_s, change_s = non_negative(np.stack([np.ones_like(running), running, changed], 1), seconds)
+        matrix, columns, costs = np.stack([np.ones_like(running), running, changed], 1), [0, 1, 2], np.zeros(3)
+        while columns:
+            fit = np.linalg.lstsq(matrix[:, columns], seconds)[0]
+            if fit.min() >= 0.0:
+                costs[columns] = fit
+                break
+            columns = [column for column, cost in zip(columns, fit, strict=True) if cost > 0.0]
+        base_s, sequence_s, change_s = costs.tolist()
         return [base_s, sequence_s, 2 * change_s]
-
-
-def non_negative(columns: NDArray[np.float64], values: NDArray[np.float64]) -> list[float]:
-    """The non-negative coefficients [k] of columns [n, k] with the least squared distance from values [n].
-
-    Tries every subset of coefficients as the non-zero ones, so use it for few columns: the best solution is the
-    unconstrained one of its non-zero coefficients.
-    """
-    best, least = [0.0] * columns.shape[1], float(values @ values)
-    for size in range(1, columns.shape[1] + 1):
-        for chosen in combinations(range(columns.shape[1]), size):
-            found = np.linalg.lstsq(columns[:, chosen], values)[0]
-            distance = float(np.square(columns[:, chosen] @ found - values).sum())
-            if found.min() >= 0.0 and distance < least:
-                best, least = [0.0] * columns.shape[1], distance
-                for column, coefficient in zip(chosen, found, strict=True):
-                    best[column] = float(coefficient)
-    return best

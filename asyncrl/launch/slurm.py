@@ -20,7 +20,7 @@ import structlog
 from rich.console import Console
 
 from asyncrl.config.config import Config
-from asyncrl.config.sections import Options, Pool
+from asyncrl.config.sections import HostPool, Options
 from asyncrl.data.hub import fetch
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.launch.checks import check_inputs
@@ -309,7 +309,7 @@ def _check_option(name: str, value: object, *, pools: bool) -> None:
         raise ConfigError(f"{key}: must be a text on one line, a number, or true for an option without a value")
 
 
-def job_size(pools: dict[str, Pool]) -> Options:
+def job_size(pools: dict[str, HostPool]) -> Options:
     """Returns the options for the nodes and GPUs of the pools. Raises ConfigError if one job cannot have them."""
     if not pools:
         return {"nodes": 1}

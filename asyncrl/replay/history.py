@@ -165,7 +165,7 @@ def read_index(folder: Path) -> JournalIndex:
     return index
 
 
-class History:
+class PastSteps:
     """The batches and metrics of the steps from `first` to `last`, which lie in these segments of the journal.
 
     The journal is read up to the requested step. A step must be read before the other methods are called for it; they

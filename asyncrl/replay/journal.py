@@ -104,7 +104,7 @@ START: Position = 0, 0
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class JournalRecord:
     """One event of the run, as it is stored."""
 
     kind: str
@@ -119,7 +119,7 @@ class Record:
         return len(self.body) + sum(array.nbytes for array in self.arrays)
 
 
-def pack_batch(records: Sequence[Record]) -> pa.Buffer:
+def pack_batch(records: Sequence[JournalRecord]) -> pa.Buffer:
     """The records as the message of an Arrow record batch."""
     columns = [
         pa.array([record.kind for record in records], pa.string()),
@@ -143,7 +143,7 @@ def pack_batch(records: Sequence[Record]) -> pa.Buffer:
     return pa.RecordBatch.from_arrays(columns, schema=SCHEMA).serialize()
 
 
-def unpack_batch(message: memoryview) -> list[Record]:
+def unpack_batch(message: memoryview) -> list[JournalRecord]:
     """The inverse of `pack_batch`; arrays are read-only views. Raises ArrowException, ValueError or OSError for other
     bytes."""
     batch = pa.ipc.read_record_batch(pa.py_buffer(message), SCHEMA)
@@ -155,7 +155,7 @@ def unpack_batch(message: memoryview) -> list[Record]:
         valid = column.is_valid().to_pylist()
         frames.append([values[offsets[row] : offsets[row + 1]] if there else None for row, there in enumerate(valid)])
     rows = zip(batch.column("kind").to_pylist(), batch.column("body").to_pylist(), *frames, strict=True)
-    return [Record(kind, body, [frame for frame in arrays if frame is not None]) for kind, body, *arrays in rows]
+    return [JournalRecord(kind, body, [frame for frame in arrays if frame is not None]) for kind, body, *arrays in rows]
 
 
 # --- reading
@@ -185,7 +185,7 @@ class Segment:
         """Start and end of a batch, in bytes."""
         return self.ends[batch - 1] if batch else 0, self.ends[batch]
 
-    def read(self, batch: int) -> list[Record]:
+    def read(self, batch: int) -> list[JournalRecord]:
         """Returns the records of a batch. Raises JournalError unless it is there, intact and readable."""
         if not 0 <= batch < len(self.ends):
             raise JournalError(f"{self.path}: there is no record batch {batch}, it has {len(self.ends)}; {DAMAGED}")
@@ -224,7 +224,7 @@ def segments_of(folder: Path) -> list[int]:
 
 def read_journal(
     folder: Path, *, first_segment: int = 0, segments: Collection[int] | None = None
-) -> Iterator[tuple[Location, Record]]:
+) -> Iterator[tuple[Location, JournalRecord]]:
     """Yields all records in order, from `first_segment` on or only of `segments`, with read-only views as arrays.
     Changes nothing and ignores a torn tail. Raises JournalError."""
     for number, segment in scan_journal(folder, first_segment=first_segment, segments=segments):
@@ -268,9 +268,9 @@ class Loader:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._segments: dict[int, Segment] = {}
-        self._last: tuple[int, int, list[Record]] | None = None
+        self._last: tuple[int, int, list[JournalRecord]] | None = None
 
-    def load(self, location: Location, *, segment: Segment | None = None) -> Record:
+    def load(self, location: Location, *, segment: Segment | None = None) -> JournalRecord:
         """Returns the record, with its own copy of the arrays. The writer passes the `segment` that it still appends
         to. Raises JournalError unless the record is there and intact."""
         number, batch, row = location
@@ -283,7 +283,7 @@ class Loader:
                 f"{segment.path}: record batch {batch} has {len(records)} rows, not row {row}; {DAMAGED}"
             )
         record = records[row]
-        return Record(record.kind, record.body, [array.copy() for array in record.arrays])
+        return JournalRecord(record.kind, record.body, [array.copy() for array in record.arrays])
 
     def forget(self, number: int) -> None:
         """The segment was deleted."""
@@ -508,7 +508,7 @@ class Journal:
         self.segment_bytes = segment_bytes
         self.promised: Position = START
         """The end of the last written record that must be on the disk before it is acknowledged (`synced`)."""
-        self._rows: list[Record] = []
+        self._rows: list[JournalRecord] = []
         self._rows_bytes = 0
         self._batches: list[pa.Buffer] = []
         """Complete batches, to be written before the rows."""
@@ -562,7 +562,7 @@ class Journal:
         former = self._former
         return self._writer.unsynced_bytes + (former.unsynced_bytes if former is not None else 0)
 
-    def append(self, record: Record) -> Location:
+    def append(self, record: JournalRecord) -> Location:
         """Buffers the record, whose arrays must not change from then on. Returns its future location."""
         self._check()
         if self._rows_bytes > BATCH_BYTES:
@@ -632,7 +632,7 @@ class Journal:
             self._request_sync()  # the state that replaces them may not be on the disk yet
             self._submit(self._remove, numbers)
 
-    def load(self, location: Location) -> Record:
+    def load(self, location: Location) -> JournalRecord:
         """The record at the location, with its own copy of the arrays. Raises JournalError unless it is intact."""
         is_current = location[0] == self.current
         if is_current and location[1] >= self._writer.num_batches:

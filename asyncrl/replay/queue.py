@@ -21,9 +21,9 @@ The life of a ticket, and the requests that move it:
                                                the step before it is trained as well
     commit                           commit    trained; the step is counted
 
-A request is decided first, and nothing changes. Then `Store.record` appends the event to the journal and applies it to
-the state (`state.py`); a restarted process applies the same events. They reach the disk in `Store.write`; no request
-may be answered before it.
+A request is decided first, and nothing changes. Then `QueueStore.record` appends the event to the journal and applies
+it to the state (`state.py`); a restarted process applies the same events. They reach the disk in `QueueStore.write`; no
+request may be answered before it.
 
 A generator asks every second, and renews its leases. They go to others when it is
 
@@ -54,6 +54,7 @@ from asyncrl.replay.history import balance, split_between_ranks
 from asyncrl.replay.journal import HINT, Journal
 from asyncrl.replay.ledger import MAX_TAKEN, State
 from asyncrl.replay.live_group import FAILURES, check_refunds, has_signal, refund_reason
+from asyncrl.replay.queue_store import QueueStore
 from asyncrl.replay.report import run_status, run_summary
 from asyncrl.replay.state import (
     DropEvent,
@@ -65,7 +66,6 @@ from asyncrl.replay.state import (
     StopEvent,
     TakeEvent,
 )
-from asyncrl.replay.store import Store
 from asyncrl.types import NO_VERSION, Lease, Prompt
 from asyncrl.wire.frames import Array
 from asyncrl.wire.messages import (
@@ -96,7 +96,7 @@ STALL_S = 5.0
 class ReplayQueue:
     """Admits and leases groups, keeps finished ones, deals batches and counts everything.
 
-    Each method handles one kind of message, which may arrive twice; the server calls them one at a time. `Store`
+    Each method handles one kind of message, which may arrive twice; the server calls them one at a time. `QueueStore`
     describes how the state is recovered.
     """
 
@@ -115,7 +115,7 @@ class ReplayQueue:
     ) -> None:
         """`group_relative` as in `has_signal`; groups that exceed the limits are refused."""
         self.config, self._limits, self._group_relative = config, limits, group_relative
-        self.store = Store(config, prompts, trace, eval_prompts, journal, run_id, checkpoint)
+        self.store = QueueStore(config, prompts, trace, eval_prompts, journal, run_id, checkpoint)
         self.state, self.clock = self.store.state, self.store.clock
         self.ledger, self.evaluation, self.measure = self.state.ledger, self.state.evaluation, self.state.measure
         self.held = self.state.held

@@ -21,7 +21,7 @@ from asyncrl.observe.run_metrics import RunMetrics, RunSums
 from asyncrl.observe.stats import ReportedStats
 from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay.evaluation import EvalRecord, Evaluations
-from asyncrl.replay.journal import DAMAGED, FORMAT, OTHER_FORMAT, Journal, Loader, Location, Record
+from asyncrl.replay.journal import DAMAGED, FORMAT, OTHER_FORMAT, Journal, JournalRecord, Loader, Location
 from asyncrl.replay.ledger import ControllerState, Ledger, LedgerCounts, StalenessController, State
 from asyncrl.replay.live_group import FAILURES, Failures, LiveGroup, LiveLease, TakenStep
 from asyncrl.replay.results import RowRecord, RowResults
@@ -264,12 +264,12 @@ EVENTS: dict[str, type[Any]] = {
 KINDS = {event: kind for kind, event in EVENTS.items()}
 
 
-def record_of(event: Event, arrays: list[Array] | None = None) -> Record:
+def record_of(event: Event, arrays: list[Array] | None = None) -> JournalRecord:
     """The record of an event."""
-    return Record(KINDS[type(event)], msgspec.msgpack.encode(event), arrays or [])
+    return JournalRecord(KINDS[type(event)], msgspec.msgpack.encode(event), arrays or [])
 
 
-def event_of(record: Record, location: Location, folder: Path) -> Event:
+def event_of(record: JournalRecord, location: Location, folder: Path) -> Event:
     """The event in a record of the journal in this folder. Raises JournalError that names the place, if it cannot be
     read."""
     segment, batch, row = location

@@ -79,7 +79,7 @@ class Membership:
     def __init__(
         self,
         send: Callable[[bytes, Body], None],
-        manifest: messages.Manifest,
+        manifest: messages.Welcome,
         changed: threading.Condition,
         check: Callable[[], None],
     ) -> None:

@@ -28,7 +28,7 @@ from asyncrl.weights.transports import Link, Member, Transport, Wait, find_trans
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.rpc import located
 from asyncrl.wire.service_messages import MIN_BUCKET_BYTES
-from asyncrl.wire.store import RemoteStore, Store
+from asyncrl.wire.store import KeyValueStore, RemoteStore
 
 _TRANSPORT_KEY = "transport"
 _SILENT_DEADLINES = 2
@@ -66,7 +66,7 @@ def _key(number: int | str, part: int | str) -> str:
 class RankCoordinator(Generic[A]):
     """Ranks 1 to `count`, seen by rank 0."""
 
-    def __init__(self, store: Store, count: int, answer: type[A], *, timeout_s: float) -> None:
+    def __init__(self, store: KeyValueStore, count: int, answer: type[A], *, timeout_s: float) -> None:
         """A rank that is silent for `timeout_s` is an error."""
         self.count = count
         self._store, self._answer_type, self._timeout_s = store, answer, timeout_s
@@ -176,7 +176,7 @@ class RankSender(BackgroundSender):
         if order is None or order.version > version:  # or this rank has not reached that version yet
             return
         if order.version < version:
-            answer = Answer(f"has version {version} by now", is_ahead=True)
+            answer = Answer(f"already has version {version}", is_ahead=True)
         else:
             answer = self._carry_out(order, buffer)
         if answer.problem:
@@ -247,7 +247,7 @@ class Done(Answer, frozen=True):
 class ShareCoordinator(RankCoordinator[Done]):
     """The other ranks of a broadcast, seen by rank 0. Without any, nothing is done."""
 
-    def __init__(self, store: Store, count: int, *, timeout_s: float) -> None:
+    def __init__(self, store: KeyValueStore, count: int, *, timeout_s: float) -> None:
         super().__init__(store, count, Done, timeout_s=_SILENT_DEADLINES * timeout_s)
 
     def announce(self, transport: str) -> None:

@@ -196,7 +196,7 @@ class SenderSession:
         """The current round, or the last one."""
         self.phase = "let this generator join"
         """The sender's next action, for error texts."""
-        self.manifest: messages.Manifest | None = None
+        self.manifest: messages.Welcome | None = None
         """None until the sender has admitted this receiver."""
         self._timeout_s = timeout_s
         self._told: dict[type, Any] = {}
@@ -210,6 +210,10 @@ class SenderSession:
         self.store = RemoteStore(self.client)
         """The store through which the members of a group find one another."""
         self.say(messages.Join(rank, device, host_name()))
+
+    def silent_s(self) -> float:
+        """Time since the last message of the sender; 0 before it has admitted this receiver."""
+        return time.monotonic() - self.client.heard_s if self.manifest else 0.0
 
     def say(self, message: Body) -> None:
         """Sends a message."""
@@ -254,7 +258,7 @@ class SenderSession:
             self.listen(IDLE_S)
         return message
 
-    def await_manifest(self) -> messages.Manifest:
+    def await_manifest(self) -> messages.Welcome:
         """Returns when a sender listens and has admitted this receiver; there is no deadline."""
         while self.manifest is None:
             self.listen(math.inf)
@@ -287,7 +291,7 @@ class SenderSession:
     def _handle(self, message: Any) -> None:
         if isinstance(message, StoreReply):
             self.store.handle(message)
-        elif isinstance(message, messages.Manifest):
+        elif isinstance(message, messages.Welcome):
             self.manifest = message
         else:
             self._told[type(message)] = message
@@ -321,11 +325,11 @@ class WeightReceiver(BackgroundReceiver):
         keys: str = "",
         on_host: bool = False,
     ) -> None:
-        """The sender's address; empty if `locate` returns it. Weights of more than `max_bytes` are refused before
-        memory is allocated for them, and so are adapters of another `base` (`fingerprint_of`) and, if there is one,
-        complete weights. A version for which `keeps` is true is not overwritten by a newer one before it is loaded,
-        unless nothing has been loaded yet. `keys` are the run's CURVE keys, if the sender requires them. With `on_host`
-        versions are staged in host memory whatever the transport."""
+        """The sender's address; empty if `locate` returns it. Weights of more than `max_bytes` are
+        refused before memory is allocated for them, and so are adapters of another `base` (`fingerprint_of`) and, if there is
+        one, complete weights. A version for which `keeps` is true is not overwritten by a newer one before it is
+        loaded, unless nothing has been loaded yet. `keys` are the run's CURVE keys, if the sender requires them.
+        With `on_host` versions are staged in host memory whatever the transport."""
         if rank < 1:
             raise RunError(f"weight receiver: rank {rank} is not at least 1 (generator index + 1)")
         super().__init__(device=device, keeps=keeps)
@@ -334,6 +338,7 @@ class WeightReceiver(BackgroundReceiver):
         self._transport = transport
         self._timeout_s = timeout_s
         self._run_id, self._keys = run_id, keys
+        self._session: SenderSession | None = None
         self._incoming: Incoming | None = None
         self._transport_type: Transport | None = None
         """Known once the sender has named it."""
@@ -341,6 +346,7 @@ class WeightReceiver(BackgroundReceiver):
         """The links in which they send."""
         self._group_number = 0
         """The number of the links, from "go"."""
+        self._warned = False
         self._into: StagedReceive | StreamedReceive = StagedReceive(self._staging, on_host=on_host)
 
     def engine_is_up(self, loader: BucketLoader | None = None) -> None:
@@ -359,6 +365,15 @@ class WeightReceiver(BackgroundReceiver):
         was replaced."""
         if address and address != self._address:
             self._address = address
+
+    def _check(self) -> None:
+        super()._check()
+        session = self._session
+        silent_s = 0.0 if session is None else session.silent_s()
+        is_silent = silent_s > 1.25 * self._timeout_s and self._thread.is_alive()
+        warns, self._warned = is_silent and not self._warned, is_silent
+        if warns and session is not None:
+            log.warning("learner rank 0 is silent", silent_s=round(silent_s, 1), phase=session.phase)
 
     # --- the background thread
 
@@ -387,6 +402,7 @@ class WeightReceiver(BackgroundReceiver):
         try:
             try:
                 session.await_manifest()
+                self._session = session
                 self._serve(session)
             finally:
                 session.say(Left())
@@ -397,6 +413,7 @@ class WeightReceiver(BackgroundReceiver):
         except ServerLostError as error:
             log.warning("learner rank 0 is gone", phase=session.phase, reason=str(error))
         finally:
+            self._session = None
             session.client.close()
             self._drop_links()
         self._stop.wait(_REJOIN_S)

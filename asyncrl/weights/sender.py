@@ -60,15 +60,15 @@ from asyncrl.wire.service_messages import (
     MIN_BUCKET_BYTES,
     Abort,
     Go,
-    Manifest,
     Patience,
     Ready,
     Received,
     ReceiverMessage,
     Sent,
     StoreRequest,
+    Welcome,
 )
-from asyncrl.wire.store import GROUP_KEYS, Store
+from asyncrl.wire.store import GROUP_KEYS, KeyValueStore
 
 log = structlog.get_logger()
 
@@ -120,8 +120,8 @@ class WeightSender(BackgroundSender):
         self._channel = ChannelServer(address, "weights", [ReceiverMessage, StoreRequest], run_id=run_id, keys=keys)
         self.address = self._channel.address
         """The ZeroMQ address that it listens on."""
-        self._store = Store(self._channel.send)
-        description = Manifest(manifest.to_json(), ranks, not copies)
+        self._store = KeyValueStore(self._channel.send)
+        description = Welcome(manifest.to_json(), ranks, not copies)
         self._membership = Membership(self._channel.send, description, self._changed, self._raise_if_stopping)
         self._others = ShareCoordinator(self._store, ranks - 1, timeout_s=timeout_s)
         self._link: Link | None = None

@@ -21,7 +21,7 @@ from torch import Tensor
 from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.util.user_code import resolve
-from asyncrl.wire.store import RemoteStore, Store, group_store
+from asyncrl.wire.store import KeyValueStore, RemoteStore, group_store
 
 if TYPE_CHECKING:
     from asyncrl.wire.store import TorchStore
@@ -280,7 +280,7 @@ class Wait:
         return min(POLL_S + self._waited_s / 10, 0.01)
 
 
-def link_of(store: Store | RemoteStore, way: Transport, group: int, member: Member) -> Link:
+def link_of(store: KeyValueStore | RemoteStore, way: Transport, group: int, member: Member) -> Link:
     """Connects the member to the others of a link."""
     assert way.connect is not None
     part = group_store(store, group, member.timeout_s).part(f"{member.sender}") if way.needs_group else None

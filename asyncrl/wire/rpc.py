@@ -106,8 +106,8 @@ class ClockOffset:
             del self._sent_s[next(iter(self._sent_s))]
 
     def answered(self, seq: int, at_s: float | None) -> None:
-        """An answer arrived, sent at this time of the server's clock. One to several requests has the number 0, and
-        says nothing here."""
+        """An answer arrived, sent at this time of the server's clock. An answer to several requests has the number 0
+        and is not used here."""
         if (sent_s := self._sent_s.pop(seq, None)) is not None and at_s is not None:
             answer = Answered(sent_s, self._clock(), at_s)
             self._answers.append(answer)

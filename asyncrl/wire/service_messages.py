@@ -154,7 +154,7 @@ Parts = Annotated[dict[Name, float], Meta(max_length=MAX_PARTS)]
 
 
 class EpisodeStart(Body):
-    """Part of `Turns`: an episode that starts. Its prompt's tokens are a list of the message."""
+    """Part of `HostRequest`: an episode that starts. Its prompt's tokens are a list of the message."""
 
     episode: Name
     row: Number
@@ -167,16 +167,16 @@ class EpisodeStart(Body):
     evaluation: bool
 
 
-class Said(Body):
-    """Part of `Turns`: the policy's turn in a branch, whose tokens are a list of the message."""
+class SampledTurn(Body):
+    """Part of `HostRequest`: the policy's turn in a branch, whose tokens are a list of the message."""
 
     episode: Name
     branch: Index
     status: TurnStatus
 
 
-class SayNext(Body):
-    """Part of `Wishes`: the policy's next turn is to be sampled, after the observation, which is a list of
+class NextTurn(Body):
+    """Part of `HostReply`: the policy's next turn is to be sampled, after the observation, which is a list of
     the message.
 
     A branch is one sequence of tokens; an episode has several if its conversation was rewritten, and those are numbered
@@ -196,7 +196,7 @@ class SayNext(Body):
 
 
 class EpisodeEnded(Body):
-    """Part of `Wishes`: an episode is over."""
+    """Part of `HostReply`: an episode is over."""
 
     episode: Name
     status: EpisodeStatus
@@ -217,26 +217,26 @@ class EpisodeEnded(Body):
     and empty if there are none."""
 
 
-class Wishes(AnswerBody):
+class HostReply(AnswerBody):
     """Sent by a host to its generator, also as a sign of life."""
 
     has_arrays = True
 
-    says: Items[SayNext]
+    turns: Items[NextTurn]
     ended: Items[EpisodeEnded]
     stuck: Index
     """Calls of the user's methods that did not return in time, and occupy a thread each."""
 
 
-class Turns(RequestBody):
-    """Sent by a generator to a host. Its lists are the tokens of `started`, then of `said`."""
+class HostRequest(RequestBody):
+    """Sent by a generator to a host. Its lists are the tokens of `started`, then of `turns`."""
 
-    answer = Wishes
+    answer = HostReply
     has_arrays = True
     max_header_bytes = MAX_TEXT_HEADER_BYTES
 
     started: Items[EpisodeStart]
-    said: Items[Said]
+    turns: Items[SampledTurn]
     dropped: Items[Name]
 
 
@@ -252,7 +252,7 @@ class ReceiverMessage(RequestBody):
 
 
 class Join(ReceiverMessage):
-    """Begins a session. The sender answers with "manifest"; a later session of the rank replaces this one."""
+    """Begins a session. The sender answers with `Welcome`; a later session of the rank replaces this one."""
 
     rank: _Rank
     device: _Name
@@ -295,7 +295,7 @@ class SenderMessage(AnswerBody):
     """A message of the sender of weights to a receiver."""
 
 
-class Manifest(SenderMessage):
+class Welcome(SenderMessage):
     """Names, shapes and dtypes of the weights, as JSON (`WeightManifest.to_json`)."""
 
     text: Document

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import json
 import os
 import resource
 import secrets
@@ -16,12 +15,13 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import structlog
 import zmq
+from msgspec import Meta
 from zmq.utils.monitor import recv_monitor_message
 from zmq.utils.z85 import encode
 
@@ -33,14 +33,16 @@ KEY_CHARACTERS = 40
 """Length of a CURVE key as Z85 text."""
 
 
-@dataclass(frozen=True, slots=True)
-class Keys:
+Key = Annotated[str, Meta(min_length=KEY_CHARACTERS, max_length=KEY_CHARACTERS)]
+
+
+class Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Two CURVE key pairs as Z85 text."""
 
-    server_public: str
-    server_secret: str
-    client_public: str
-    client_secret: str
+    server_public: Key
+    server_secret: Key
+    client_public: Key
+    client_secret: Key
 
 
 def is_loopback(host: str) -> bool:
@@ -50,23 +52,19 @@ def is_loopback(host: str) -> bool:
 
 def new_keys() -> str:
     """Returns new keys as JSON text, the form that endpoints hold."""
-    return json.dumps(asdict(Keys(*(key.decode() for _ in ("server", "client") for key in zmq.curve_keypair()))))
+    pairs = [key.decode() for _ in ("server", "client") for key in zmq.curve_keypair()]
+    return msgspec.json.encode(Keys(*pairs)).decode()
 
 
 def read_keys(text: str) -> Keys:
     """Returns the keys of a text by `new_keys`; logs redact them from now on. Raises ConfigError if it is malformed."""
     try:
-        values: Any = json.loads(text)
-    except ValueError:
-        values = None
-    names = list(Keys.__slots__)
-    if (
-        not isinstance(values, dict)
-        or sorted(values) != sorted(names)
-        or not all(isinstance(key, str) and len(key) == KEY_CHARACTERS for key in values.values())
-    ):
-        raise ConfigError(f"the run's keys are not the JSON of {', '.join(names)}; start the run again to get new ones")
-    keys = Keys(**values)
+        keys = msgspec.json.decode(text, type=Keys)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(
+            f"the run's keys are not the JSON of {', '.join(Keys.__struct_fields__)} ({error}); start the run again to "
+            "get new ones"
+        ) from None
     for secret in (keys.server_secret, keys.client_secret):
         keep_secret(secret)
     return keys
@@ -124,43 +122,13 @@ def check_socket(path: Path, what: str) -> None:
 
 def socket_base() -> Path:
     """Returns the first folder for temporary files that is suitable for sockets. Raises ConfigError if none is."""
-    problems: list[str] = []
-    for folder in dict.fromkeys(os.path.abspath(name) for name in (tempfile.gettempdir(), *TEMPORARY)):
-        if problem := _unsuitable(folder):
-            problems.append(f"{folder} {problem}")
-        else:
-            return Path(folder)
-    raise ConfigError(f"no folder for the run's sockets: {'; '.join(problems)}; set TMPDIR to another one")
-
-
-def _unsuitable(folder: str) -> str:
-    """Why sockets cannot be below the folder; empty when they can."""
-    if len(os.fsencode(folder)) > MAX_BASE_BYTES:
-        return f"has a path of more than {MAX_BASE_BYTES} bytes, too long for unix sockets in it"
-    try:
-        status = os.stat(folder)
-    except OSError as error:
-        return f"cannot be used ({error.strerror})"
-    if not os.access(folder, os.W_OK | os.X_OK):
-        return "is not writable"
-    is_sticky = bool(status.st_mode & stat.S_ISVTX)
-    if status.st_uid not in (0, os.geteuid()) and not (is_sticky and status.st_uid == _unmapped_user()):
-        return f"belongs to user {status.st_uid}, who can rename what is in it"
-    if status.st_mode & 0o022 and not is_sticky:
-        return "lets other users rename what is in it"
-    return ""
-
-
-def _unmapped_user() -> int | None:
-    """The user id that this user namespace, as of a rootless container, shows for the machine's root and others whom it
-    does not map; None outside of one."""
-    try:
-        first, _, count = Path("/proc/self/uid_map").read_text().split()[:3]
-        if (first, count) == ("0", str((1 << 32) - 1)):
-            return None
-        return int(Path("/proc/sys/kernel/overflowuid").read_text())
-    except (OSError, ValueError):
-        return None
+    for folder in (Path(tempfile.gettempdir()), *map(Path, TEMPORARY)):
+        if len(os.fsencode(folder.resolve())) <= MAX_BASE_BYTES and os.access(folder, os.W_OK | os.X_OK):
+            return folder.resolve()
+    raise ConfigError(
+        f"no folder for the run's sockets: {tempfile.gettempdir()} and {', '.join(TEMPORARY)} are not writable, or "
+        f"their paths have more than {MAX_BASE_BYTES} bytes, too many for unix sockets; set TMPDIR to another folder"
+    )
 
 
 log = structlog.get_logger()

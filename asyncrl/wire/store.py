@@ -33,7 +33,7 @@ class StoreError(AsyncrlError, ValueError):
     """The store refused a request."""
 
 
-class Store:
+class KeyValueStore:
     """The values. Threads of this process call `ask`; requests of clients go to `handle`, their answers to `send`."""
 
     def __init__(self, send: Callable[[bytes, StoreReply], None]) -> None:
@@ -133,7 +133,7 @@ class Store:
         return int(value is not None)
 
 
-class StoreServer(Store):
+class StoreServer(KeyValueStore):
     """A store with a separate channel."""
 
     def __init__(self, address: str, what: str, *, run_id: str = "", keys: str = "") -> None:
@@ -193,7 +193,7 @@ class RemoteStore:
         amount: int = 0,
         within_s: float | None = None,
     ) -> StoreReply:
-        """As `Store.ask`. Raises ServerLostError if the process that serves the store has ended or does not answer."""
+        """As `KeyValueStore.ask`. Raises ServerLostError if the serving process is dead or silent."""
         limit_s = self.answer_s if within_s is None else within_s
         with self._lock:
             self._number += 1
@@ -225,7 +225,7 @@ class TorchStore(c10d.Store):
     """A torch store backed by one of ours. Keep a reference for the lifetime of each process group created with it:
     torch holds only the C++ part of the object."""
 
-    def __init__(self, store: Store | RemoteStore, prefix: str, timeout_s: float) -> None:
+    def __init__(self, store: KeyValueStore | RemoteStore, prefix: str, timeout_s: float) -> None:
         """All keys start with `prefix`; `timeout_s` is the default deadline of waits."""
         super().__init__()
         self._store = store
@@ -267,6 +267,6 @@ class TorchStore(c10d.Store):
         return self
 
 
-def group_store(store: Store | RemoteStore, number: int, timeout_s: float) -> TorchStore:
+def group_store(store: KeyValueStore | RemoteStore, number: int, timeout_s: float) -> TorchStore:
     """Returns the torch store of the process group of this number; `timeout_s` is the default deadline of waits."""
     return TorchStore(store, f"{GROUP_KEYS}{number}/", timeout_s)

@@ -263,7 +263,7 @@ def test_tools_of_verl_are_called_as_by_its_loop(
     assert ledger.log == ["create", "release"] * 2 and not ledger.instances
     assert played.ended.error == "" and played.ended.turn_rewards == [0.75, 0.0, 0.0, 0.0]
     assert played.ended.reward == 1.75
-    assert "booked 4" in played.read[1] and "\n6\n" in played.read[1] and "Error: no such amount" in played.read[2]
+    assert "booked 4" in played.read[1] and "\n6\n" in played.read[1] and "Error: unknown amount" in played.read[2]
     assert '{"value": 1}' in played.read[3] and '"description": "The amount."' in played.read[0]
     one = play(
         dialogue, f"verl:{file}", call("double", value=3), "8", options=options, extra={"tool_selection": ["book"]}

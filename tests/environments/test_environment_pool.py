@@ -17,7 +17,7 @@ from asyncrl.environments.pool import EnvironmentPool
 from asyncrl.errors import RunError
 from asyncrl.types import Prompt
 from asyncrl.wire.endpoints import Endpoints
-from asyncrl.wire.service_messages import EpisodeEnded, SayNext
+from asyncrl.wire.service_messages import EpisodeEnded, NextTurn
 from tests.helpers.reward_pool import save_tokenizer, tokens
 
 EXTRA = "?<>.[]*"
@@ -56,7 +56,7 @@ def prompt(truth: str) -> Prompt:
 
 
 def run(
-    pool: EnvironmentPool, answer: Callable[[SayNext, list[int]], list[int]], count: int
+    pool: EnvironmentPool, answer: Callable[[NextTurn, list[int]], list[int]], count: int
 ) -> dict[str, EpisodeEnded]:
     """Plays until `count` episodes have ended."""
     ended: dict[str, EpisodeEnded] = {}
@@ -64,7 +64,7 @@ def run(
     while len(ended) < count:
         assert time.monotonic() < deadline_s, f"{len(ended)} of {count} episodes have ended"
         for message, observation in pool.poll():
-            if isinstance(message, SayNext):
+            if isinstance(message, NextTurn):
                 pool.said(message.episode, answer(message, observation.tolist()), "completed")
             else:
                 ended[message.episode] = message
@@ -79,7 +79,7 @@ def test_many_episodes_at_once_each_with_its_own_environment(make: Make) -> None
     assert pool.num_live == 200
     heard: dict[str, list[list[int]]] = {}
 
-    def hit(wish: SayNext, observation: list[int]) -> list[int]:
+    def hit(wish: NextTurn, observation: list[int]) -> list[int]:
         heard.setdefault(wish.episode, []).append(observation)
         return tokens(f"{int(wish.episode) % 20:02d}")
 
@@ -155,9 +155,9 @@ def test_a_dropped_episode_has_no_end(make: Make) -> None:
     pool = make()
     pool.start("dropped", prompt("07"), seed=0, evaluation=False)
     pool.start("kept", prompt("07"), seed=0, evaluation=False)
-    waiting: list[SayNext] = []
+    waiting: list[NextTurn] = []
     while len(waiting) < 2:
-        waiting += [message for message, _ in pool.poll() if isinstance(message, SayNext)]
+        waiting += [message for message, _ in pool.poll() if isinstance(message, NextTurn)]
     pool.drop(["dropped"])
     pool.said("kept", tokens("07"), "completed")
     assert run(pool, lambda wish, _: [], 1).keys() == {"kept"}

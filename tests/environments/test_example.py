@@ -10,7 +10,7 @@ from asyncrl.environments.dialogue.dialogue import Dialogue
 from asyncrl.environments.episode import Limits, PolicyTurn
 from asyncrl.environments.player import Player, play_alone
 from asyncrl.environments.table import Named, load_environment
-from asyncrl.wire.service_messages import EpisodeStart, SayNext
+from asyncrl.wire.service_messages import EpisodeStart, NextTurn
 from tests.helpers.chat_models import save_chat_model
 
 PAGE = Path(__file__).parents[2] / "docs" / "environments.md"
@@ -24,7 +24,7 @@ def test_the_example_with_tools(tmp_path: Path) -> None:
     dialogue = Dialogue(str(tmp_path), trust_remote_code=False, max_observation_tokens=100)
     texts, read = [CALL.format(item="pear"), CALL.format(item="apple"), "1.5"], list[str]()
 
-    def say(player: Player, wish: SayNext, observation: list[int]) -> None:
+    def say(player: Player, wish: NextTurn, observation: list[int]) -> None:
         read.append(dialogue.chat.decode(observation))
         said = [*dialogue.chat.rendering.encode(texts.pop(0)), dialogue.chat.ends.last]
         player.receive(wish.branch, PolicyTurn(said, "completed"))

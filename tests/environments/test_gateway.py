@@ -16,7 +16,7 @@ from asyncrl.environments.episode import Limits, PolicyTurn
 from asyncrl.environments.gateway.api import Access, GatewayError, chat_request
 from asyncrl.environments.gateway.server import Gateway
 from asyncrl.environments.gateway.session import Session
-from asyncrl.wire.service_messages import SayNext
+from asyncrl.wire.service_messages import NextTurn
 from tests.helpers.dialogues import CharacterDialogue, turn
 
 WINDOW = 400
@@ -31,14 +31,14 @@ class Policy:
     texts: Iterable[str]
     branches: dict[int, list[int]] = field(default_factory=dict)
     prompts: list[list[int]] = field(default_factory=list)
-    wishes: list[SayNext] = field(default_factory=list)
+    wishes: list[NextTurn] = field(default_factory=list)
     delay_s: float = 0.0
     session: Session = field(init=False)
 
     def __post_init__(self) -> None:
         self.texts = iter(self.texts)
 
-    def say(self, wish: SayNext, tokens: list[int]) -> None:
+    def say(self, wish: NextTurn, tokens: list[int]) -> None:
         if wish.branch not in self.branches:
             self.branches[wish.branch] = self.branches.get(wish.source, [])[: wish.keep]
         branch = self.branches[wish.branch]
@@ -48,7 +48,7 @@ class Policy:
         self.wishes.append(wish)
         asyncio.get_running_loop().call_later(self.delay_s, self._hear, wish, next(iter(self.texts)))
 
-    def _hear(self, wish: SayNext, text: str) -> None:
+    def _hear(self, wish: NextTurn, text: str) -> None:
         cut = text.endswith("~")
         said = [*map(ord, text[:-1])] if cut else turn(text)
         self.branches[wish.branch] += said

@@ -17,7 +17,7 @@ from asyncrl.environments.dialogue.dialogue import MARK, Dialogue
 from asyncrl.environments.episode import Limits, PolicyTurn
 from asyncrl.environments.player import Player, play_alone
 from asyncrl.environments.table import Named
-from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, SayNext
+from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, NextTurn
 from tests.helpers.reward_pool import TOKENS, save_tokenizer, tokens
 
 EXTRA = "?<>.[]*"
@@ -40,7 +40,7 @@ class Policy:
     limits: list[int] = field(default_factory=list)
     truncated: bool = False
 
-    def say(self, player: Player, wish: SayNext, observation: list[int]) -> None:
+    def say(self, player: Player, wish: NextTurn, observation: list[int]) -> None:
         self.read.append(self.dialogue.text_of(observation))
         self.limits.append(wish.max_tokens)
         said = encoded(next(self.texts))[: wish.max_tokens]

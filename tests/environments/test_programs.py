@@ -24,7 +24,7 @@ from asyncrl.environments.programs.agent_client import load_agent
 from asyncrl.environments.programs.program import CommandProgram
 from asyncrl.environments.programs.program_player import ProgramPlayer
 from asyncrl.errors import ConfigError
-from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, SayNext
+from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, NextTurn
 from tests.helpers.dialogues import CharacterDialogue, turn
 
 START = EpisodeStart("0.0.0", 7, "42", "test", {}, None, {}, 5, False)
@@ -114,7 +114,7 @@ def play(name: str, *, python: str | None = None, times: int = 1, timeout_s: flo
         gateway = Gateway(dialogue)
         await gateway.start()
 
-        def say(player: ProgramPlayer, wish: SayNext, tokens: list[int]) -> None:
+        def say(player: ProgramPlayer, wish: NextTurn, tokens: list[int]) -> None:
             asyncio.get_running_loop().call_later(
                 0.01, player.receive, wish.branch, PolicyTurn(turn("42"), "completed")
             )

@@ -22,7 +22,7 @@ from asyncrl.environments.gateway.api import chat_request
 from asyncrl.environments.gateway.session import Session
 from asyncrl.environments.player import Player, play_alone
 from asyncrl.environments.table import Named
-from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, SayNext
+from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, NextTurn
 from tests.helpers.chat_models import FAMILIES, OPENING, QWEN, TEXT_ARGUMENTS, THINKING, save_chat_model
 
 ASK: list[Message] = [{"role": "system", "content": "You help."}, {"role": "user", "content": "What is 12*34?"}]
@@ -72,13 +72,13 @@ class Policy:
     texts: Sequence[str]
     prompt: list[int] = field(default_factory=list)
     branches: dict[int, list[int]] = field(default_factory=dict)
-    wishes: list[SayNext] = field(default_factory=list)
+    wishes: list[NextTurn] = field(default_factory=list)
     prompts: list[list[int]] = field(default_factory=list)
     said: list[list[int]] = field(default_factory=list)
     trained: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     """Begin and end of each turn in its branch."""
 
-    def turn(self, wish: SayNext, observation: Sequence[int]) -> PolicyTurn:
+    def turn(self, wish: NextTurn, observation: Sequence[int]) -> PolicyTurn:
         if wish.branch not in self.branches:
             source = self.branches.get(wish.source, self.prompt)
             self.branches[wish.branch] = source[: wish.keep]
@@ -257,7 +257,7 @@ def test_a_conversation_that_the_template_refuses_is_appended_to(
 async def talk(dialogue: ChatDialogue, policy: Policy, *, drops: bool, questions: int) -> Session:
     """A client that asks questions, and sends back what the policy said, with its reasoning unless it `drops` it."""
 
-    def say(wish: SayNext, tokens: list[int]) -> None:
+    def say(wish: NextTurn, tokens: list[int]) -> None:
         turn = policy.turn(wish, tokens)
         asyncio.get_running_loop().call_soon(session.receive, wish.branch, turn)
 

@@ -23,7 +23,7 @@ from asyncrl.environments.episode import Limits, PolicyTurn
 from asyncrl.environments.player import Player, play_alone
 from asyncrl.environments.table import Named, load_environment
 from asyncrl.errors import ConfigError
-from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, SayNext
+from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, NextTurn
 from tests.helpers.chat_models import FAMILIES, save_chat_model
 
 ASK: list[Message] = [{"role": "system", "content": "You help."}, {"role": "user", "content": "What is 12*34?"}]
@@ -47,7 +47,7 @@ class Policy:
     cut: Sequence[int] = ()
     read: list[str] = field(default_factory=list)
 
-    def say(self, player: Player, wish: SayNext, observation: list[int]) -> None:
+    def say(self, player: Player, wish: NextTurn, observation: list[int]) -> None:
         assert wish.keep in (0, len(self.tokens))
         chat = self.dialogue.chat
         self.read.append(chat.decode(observation))

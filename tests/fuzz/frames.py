@@ -9,83 +9,28 @@ from msgspec import structs
 
 from asyncrl.replay.codec import pack_group
 from asyncrl.types import Lease, Prompt
-from asyncrl.wire import service_messages as weights
+from asyncrl.wire import messages as m
+from asyncrl.wire import service_messages as s
 from asyncrl.wire.frames import Arrays, encode, pack_lists
-from asyncrl.wire.messages import (
-    Announce,
-    Announced,
-    Ask,
-    Begin,
-    Begun,
-    Body,
-    Commit,
-    Committed,
-    Error,
-    Evaluated,
-    EvaluationResult,
-    Finished,
-    Follower,
-    Followers,
-    Following,
-    GeneratorStats,
-    LeaseName,
-    Leases,
-    Located,
-    LookUp,
-    Lost,
-    Memory,
-    NextEvaluation,
-    Ok,
-    Publish,
-    ReadStatus,
-    ReadSummary,
-    Release,
-    ReleasedEvaluation,
-    ReleasedLease,
-    Scale,
-    ShardHeader,
-    Shutdown,
-    Stop,
-    Take,
-)
-from asyncrl.wire.service_messages import (
-    EpisodeEnded,
-    EpisodeStart,
-    Leave,
-    Restore,
-    Said,
-    Save,
-    SayNext,
-    Score,
-    Scores,
-    StoreReply,
-    StoreRequest,
-    Train,
-    Trained,
-    Turns,
-    Value,
-    Values,
-    Wishes,
-)
 from tests.helpers.replay import PROMPT_TOKENS, make_group
 
-TURNS = Turns(
-    started=[EpisodeStart("0.0.0", 7, "42", "test", {"level": 1}, None, {"answer": "42"}, 5, False)],
-    said=[Said("0.0.1", 0, "completed")],
+TURNS = s.HostRequest(
+    started=[s.EpisodeStart("0.0.0", 7, "42", "test", {"level": 1}, None, {"answer": "42"}, 5, False)],
+    turns=[s.SampledTurn("0.0.1", 0, "completed")],
     dropped=["0.0.2"],
 )
-WISHES = Wishes(
-    says=[SayNext("0.0.0", 1, 0, 12, 8, ["."])],
+WISHES = s.HostReply(
+    turns=[s.NextTurn("0.0.0", 1, 0, 12, 8, ["."])],
     ended=[
-        EpisodeEnded("0.0.1", "failed", "timeout", 0.0, {"calls": 1.0}, [0.5], [0], 0.25, "it took too long", b"[]")
+        s.EpisodeEnded("0.0.1", "failed", "timeout", 0.0, {"calls": 1.0}, [0.5], [0], 0.25, "it took too long", b"[]")
     ],
     stuck=1,
 )
 RUN_ID = "fuzz"
 GROUP_SIZE = 2
-ANNOUNCED = Announced(3, "v000003-0123abcd", "0123456789abcdef" * 4)
-FOLLOWING = Following(held=2, fetching=3, unread="v000003-0123abcd", problem="it broke")
-STATS = GeneratorStats(
+ANNOUNCED = m.Announced(3, "v000003-0123abcd", "0123456789abcdef" * 4)
+FOLLOWING = m.Following(held=2, fetching=3, unread="v000003-0123abcd", problem="it broke")
+STATS = m.GeneratorStats(
     tokens=12,
     samples=3,
     waiting_s=0.5,
@@ -110,21 +55,21 @@ STATS = GeneratorStats(
 METRICS = {"learner/loss": 0.25, "learner/wait_s": 0.1, "weights/broadcasts": 3.0}
 
 
-PUSHED: list[Body] = [
-    weights.Manifest('{"weights": [["a", "float32", [2, 3]]], "bytes": 1024}', 1, False),
-    weights.Offer(2, 3, "gloo", 1 << 20, False),
-    weights.Go(2, 1, rank=1, size=2),
-    weights.Patience(2),
-    weights.Sent(2, 1 << 60),
-    weights.Abort(2, "it broke"),
-    weights.Dropped("it was late"),
-    weights.Closed(),
-    weights.Pong(),
+PUSHED: list[m.Body] = [
+    s.Welcome('{"weights": [["a", "float32", [2, 3]]], "bytes": 1024}', 1, False),
+    s.Offer(2, 3, "gloo", 1 << 20, False),
+    s.Go(2, 1, rank=1, size=2),
+    s.Patience(2),
+    s.Sent(2, 1 << 60),
+    s.Abort(2, "it broke"),
+    s.Dropped("it was late"),
+    s.Closed(),
+    s.Pong(),
 ]
-"""The messages of the sender of weights."""
+"""The messages of the sender of s."""
 
 
-def frames_of(body: Body, arrays: Sequence[Arrays] = (), *, seq: int = 1) -> list[bytes]:
+def frames_of(body: m.Body, arrays: Sequence[Arrays] = (), *, seq: int = 1) -> list[bytes]:
     return [bytes(frame) for frame in encode(RUN_ID, body, seq=seq, arrays=arrays)]
 
 
@@ -148,8 +93,8 @@ def ask_body(
     session: str = "0f" * 16,
     number: int = 1,
     num_evaluations: int = 2,
-) -> Ask:
-    return Ask(
+) -> m.Ask:
+    return m.Ask(
         generator=generator,
         session=session,
         number=number,
@@ -157,67 +102,67 @@ def ask_body(
         num_groups=num_groups,
         num_evaluations=num_evaluations,
         stats=STATS,
-        working_on=[LeaseName(0, 0, evaluation=False), LeaseName(1, 0, evaluation=True)],
+        working_on=[m.LeaseName(0, 0, evaluation=False), m.LeaseName(1, 0, evaluation=True)],
     )
 
 
-def evaluated_body(ticket: int, attempt: int, version: int) -> Evaluated:
-    return Evaluated(ticket, attempt, version, "test", [1.0], ["completed"], tokens=3, recorded=None)
+def evaluated_body(ticket: int, attempt: int, version: int) -> m.Evaluated:
+    return m.Evaluated(ticket, attempt, version, "test", [1.0], ["completed"], tokens=3, recorded=None)
 
 
-def commit_body(step: int, *, epoch: int = 0) -> Commit:
-    return Commit(epoch, step, METRICS, saving=False, checkpoints=[])
+def commit_body(step: int, *, epoch: int = 0) -> m.Commit:
+    return m.Commit(epoch, step, METRICS, saving=False, checkpoints=[])
 
 
 def requests(step: int = 0) -> dict[str, list[bytes]]:
     """By kind, what roles ask; `step` steps are committed."""
     rows = [np.arange(6, dtype=np.int32), np.array([4, 2], dtype=np.int32), np.array([1, 2, 4], dtype=np.int32)]
     recorded, block = pack_group(make_group(Lease(0, 0, prompt(0)), step))
-    value = Value(0, 1, minibatches=[1], names=[[(0, 0), (0, 1)]])
-    bodies: list[Body] = [
+    value = s.Value(0, 1, minibatches=[1], names=[[(0, 0), (0, 1)]])
+    bodies: list[m.Body] = [
         ask_body(1, step, 2),
-        Release(0, [ReleasedLease(0, 0, tokens=3)], [ReleasedEvaluation(1, 0)]),
-        Take(0, 0, step + 1),
-        Begin(0, 0, step),
+        m.Release(0, [m.ReleasedLease(0, 0, tokens=3)], [m.ReleasedEvaluation(1, 0)]),
+        m.Take(0, 0, step + 1),
+        m.Begin(0, 0, step),
         commit_body(step + 1),
-        Publish(0, ANNOUNCED),
-        NextEvaluation(0, after=0),
-        Lost(1),
-        Scale(2),
-        Memory("reward_model", 1 << 30),
-        ReadStatus(),
-        ReadSummary(),
-        Shutdown(),
-        Stop("enough"),
-        Announce("weights", "tcp://10.0.0.1:5", 0),
-        LookUp("weights", 0),
-        Save(0, 1, "model"),
-        Restore(0, 1),
-        Leave(0),
-        Score([{"role": "user", "content": "1+1="}], ["2", "3"], timeout_s=1.5, template_options={}),
-        StoreRequest(1, "add", ["group/1/rank"], b"", 2),
-        weights.Join(1, "cpu", "host-1"),
-        weights.Up(),
-        weights.Ready(2),
-        weights.Holding(2),
-        weights.Received(2, 1 << 60, "it broke"),
-        weights.Left(),
-        weights.Ping(),
+        m.Publish(0, ANNOUNCED),
+        m.NextEvaluation(0, after=0),
+        m.Lost(1),
+        m.Scale(2),
+        m.Memory("reward_model", 1 << 30),
+        m.ReadStatus(),
+        m.ReadSummary(),
+        m.Shutdown(),
+        m.Stop("enough"),
+        m.Announce("weights", "tcp://10.0.0.1:5", 0),
+        m.LookUp("weights", 0),
+        s.Save(0, 1, "model"),
+        s.Restore(0, 1),
+        s.Leave(0),
+        s.Score([{"role": "user", "content": "1+1="}], ["2", "3"], timeout_s=1.5, template_options={}),
+        s.StoreRequest(1, "add", ["group/1/rank"], b"", 2),
+        s.Join(1, "cpu", "host-1"),
+        s.Up(),
+        s.Ready(2),
+        s.Holding(2),
+        s.Received(2, 1 << 60, "it broke"),
+        s.Left(),
+        s.Ping(),
     ]
     return {
         **{type(body).__name__: frames_of(body) for body in bodies},
         "GroupHeader": finish_frames(0, 0, 0, step),
         "Evaluated": frames_of(structs.replace(evaluated_body(0, 0, step), recorded=recorded), [block]),
         "Value": frames_of(value, rows),
-        "Train": frames_of(Train(0, 1), [np.ones(3, dtype=np.float32)]),
-        "Turns": frames_of(TURNS, pack_lists([np.ones(3, dtype=np.int32), np.ones(2, dtype=np.int32)])),
+        "Train": frames_of(s.Train(0, 1), [np.ones(3, dtype=np.float32)]),
+        "HostRequest": frames_of(TURNS, pack_lists([np.ones(3, dtype=np.int32), np.ones(2, dtype=np.int32)])),
     }
 
 
 def answers(seq: int = 1, *, ticket: int = 0, attempt: int = 0, step: int = 1) -> dict[str, list[bytes]]:
     """By kind, what roles are answered."""
     lease = Lease(ticket, attempt, prompt(ticket))
-    leases = Leases(
+    leases = m.Leases(
         leases=[lease],
         done=False,
         leave=False,
@@ -230,22 +175,22 @@ def answers(seq: int = 1, *, ticket: int = 0, attempt: int = 0, step: int = 1) -
         stored=ANNOUNCED,
     )
     header, arrays = pack_group(make_group(lease, 0))
-    bodies: list[tuple[Body, Sequence[Arrays]]] = [
+    bodies: list[tuple[m.Body, Sequence[Arrays]]] = [
         (leases, []),
-        (Finished([LeaseName(ticket, attempt, evaluation=False)]), []),
-        (ShardHeader(step, "shard", [header]), [arrays]),
-        (Begun(step), []),
-        (Committed(METRICS, b"state", checkpoint_wanted=False, stopping=False, batches=1, collapsed=False), []),
-        (Values(step), [np.ones(3, dtype=np.float32)]),
-        (Followers([Follower(1, FOLLOWING)]), []),
-        (Trained(METRICS), []),
-        (EvaluationResult("ended", step, METRICS), []),
-        (Located("tcp://10.0.0.1:5"), []),
-        (Ok({"step": step, "generators": {"0": {"version": 1}}}), []),
-        (Scores([0.5, None], ["", "it broke"]), []),
+        (m.Finished([m.LeaseName(ticket, attempt, evaluation=False)]), []),
+        (m.ShardHeader(step, "shard", [header]), [arrays]),
+        (m.Begun(step), []),
+        (m.Committed(METRICS, b"state", checkpoint_wanted=False, stopping=False, batches=1, collapsed=False), []),
+        (s.Values(step), [np.ones(3, dtype=np.float32)]),
+        (m.Followers([m.Follower(1, FOLLOWING)]), []),
+        (s.Trained(METRICS), []),
+        (m.EvaluationResult("ended", step, METRICS), []),
+        (m.Located("tcp://10.0.0.1:5"), []),
+        (m.Ok({"step": step, "generators": {"0": {"version": 1}}}), []),
+        (s.Scores([0.5, None], ["", "it broke"]), []),
         (WISHES, pack_lists([np.ones(2, dtype=np.int32)])),
-        (StoreReply(1, [b"2", None], 2, ""), []),
+        (s.StoreReply(1, [b"2", None], 2, ""), []),
         *((body, []) for body in PUSHED),
-        (Error("it broke"), []),
+        (m.Error("it broke"), []),
     ]
     return {type(body).__name__: frames_of(body, arrays, seq=seq) for body, arrays in bodies}

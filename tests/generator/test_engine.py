@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from generator_model import kept_cache_logprobs, reference_logprobs, run_all, small_config, swap_in_flight, weights_of
 from transformers import Qwen2ForCausalLM
 
 from asyncrl.errors import ConfigError, InvariantError
 from asyncrl.generator.engine import Completion, Sampling
 from asyncrl.generator.vllm_backend import engine as requests_module
-from asyncrl.generator.vllm_backend import plugin
 from asyncrl.generator.vllm_backend.engine import VllmEngine
 from asyncrl.util.model_files import load_decoder
 
@@ -55,31 +52,6 @@ def complete(engine: VllmEngine, requests: dict[str, list[int]]) -> dict[str, Co
 
 def max_difference(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.abs(a - b).max())
-
-
-@pytest.mark.parametrize("kept", [True, False])
-def test_layers_are_made_anew_only_where_the_engine_gave_up_their_weights(
-    make_engine: EngineMaker, policies: Policies, kept: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from vllm.model_executor.layers import utils
-
-    from asyncrl.generator.vllm_backend import worker_side as transfer
-
-    assert policies[0].config.tie_word_embeddings  # the head is not among the weights that are sent
-    reloads: list[torch.nn.Module] = []
-    reload = transfer.initialize_layerwise_reload
-    monkeypatch.setattr(transfer, "initialize_layerwise_reload", lambda model: (reloads.append(model), reload(model)))
-    if not kept:
-        monkeypatch.setattr(plugin, "_keep_weights_beside_packed", lambda: None)
-        monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", inspect.unwrap(utils.dispatch_cpu_unquantized_gemm))
-    engine = make_engine(generator__max_running_groups=2 if kept else 3)  # engines of no other test
-    for version, policy in enumerate(policies):
-        engine.swap(version, weights_of(policy))
-        (completion,) = complete(engine, {"a": [5, 6, 7]}).values()
-        assert max_difference(completion.logprobs, reference_logprobs(policy, [5, 6, 7], completion.tokens, 1.0)) < (
-            TOLERANCE
-        )
-    assert len(reloads) == (0 if kept else len(policies))
 
 
 def test_recompute_with_a_batch_in_flight_makes_every_token_exactly_one_version(
@@ -164,11 +136,6 @@ def test_requests_can_be_dropped_with_a_batch_in_flight(make_engine: EngineMaker
     assert set(run_all(engine)) == {running[-1]}
     core: Any = engine._engine.engine_core
     assert core.engine_core.scheduler.get_num_unfinished_requests() == 0
-
-
-def test_registering_the_plugin_twice_is_fine() -> None:
-    plugin.register()
-    plugin.register()
 
 
 def test_engine_options_reach_the_engine(make_engine: EngineMaker) -> None:

@@ -5,21 +5,17 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from generator_model import small_config
 from structlog.testing import capture_logs
 
 from asyncrl.errors import ConfigError
 from asyncrl.generator.vllm_backend import setup as vllm_setup
-from asyncrl.generator.vllm_backend import shared_weights
 from asyncrl.generator.vllm_backend.engine import VllmEngine
 from asyncrl.launch.memory import ENGINE_STEP_TOKENS
 
@@ -142,46 +138,3 @@ def test_variables_on_which_the_engine_depends_are_set_whatever_the_environment_
 
     assert get_mp_context().get_start_method() == "spawn"
     MessageQueue(2, 2)  # binds a socket below VLLM_RPC_BASE_PATH
-
-
-def test_a_bucket_is_filled_while_workers_read_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_weights, "BUCKET_BYTES", 64)
-    sizes = [16, 16, 40, 16]  # floats: alone in its bucket, and one above the size of a bucket
-    weights = [(str(number), torch.full((size,), float(number))) for number, size in enumerate(sizes)]
-    is_taken = [threading.Event() for _ in range(len(weights) + 1)]
-
-    def sent() -> Iterator[tuple[str, torch.Tensor]]:
-        for event, named in zip(is_taken, weights, strict=False):
-            event.set()
-            yield named
-        is_taken[-1].set()
-
-    shared = shared_weights.SharedWeights()
-    read: list[tuple[str, torch.Tensor]] = []
-    for number, bucket in enumerate(shared.buckets(sent())):
-        # The next bucket is full when a tensor that does not fit is taken.
-        assert is_taken[min(number + 2, len(weights))].wait(5.0), "no bucket is filled meanwhile"
-        memory = shared_weights.map_file(bucket.path, bucket.num_bytes)
-        read += [(entry[0], shared_weights.view_of(memory, entry).clone()) for entry in bucket.entries]
-    shared.close()
-    assert [name for name, _ in read] == [name for name, _ in weights]
-    for (_, value), (_, expected) in zip(read, weights, strict=True):
-        assert torch.equal(value, expected)
-
-
-def test_only_workers_wait_for_the_copies_of_new_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    from asyncrl.generator.vllm_backend import worker_side as weight_transfer
-
-    waits: list[str] = []
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: waits.append("synchronize"))
-    engine = object.__new__(weight_transfer.StagedTransferEngine)
-    engine.model = SimpleNamespace(load_weights=lambda weights: {name for name, _ in weights})  # type: ignore[assignment]
-    engine._in_place, engine._loaded = True, set()
-    monkeypatch.setitem(weight_transfer.STAGING, "weights", iter([("a", torch.ones(2))]))
-    engine.update_weights({"key": "weights"})
-    assert (waits, engine._loaded) == ([], {"a"})
-    shared = shared_weights.SharedWeights()
-    for bucket in shared.buckets([("b", torch.ones(2))]):
-        engine.update_weights(asdict(bucket))
-    shared.close()
-    assert (waits, engine._loaded) == (["synchronize"], {"a", "b"})

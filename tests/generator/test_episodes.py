@@ -24,7 +24,7 @@ from asyncrl.generator.loop import Evaluator, GeneratorLoop, GroupInProgress
 from asyncrl.replay.codec import pack_group
 from asyncrl.replay.live_group import refund_reason
 from asyncrl.types import Group, Prompt
-from asyncrl.wire.service_messages import EpisodeEnded, SayNext
+from asyncrl.wire.service_messages import EpisodeEnded, NextTurn
 
 MakeEngine = Callable[..., Engine]
 OBSERVATION = [9, 10, 11]
@@ -71,7 +71,7 @@ class FakePool:
         end = self.fails(episode, self.tries[episode], turns)
         if end is None and turns == TURNS:
             end = EpisodeEnded(episode, "completed", "done", 1.5, {"a": 1.0}, [0.5] * TURNS, [], 0.25, "", b"")
-        wish = end or SayNext(episode, 0, 0, self.lengths[episode], 6, [])
+        wish = end or NextTurn(episode, 0, 0, self.lengths[episode], 6, [])
         self.lengths[episode] += len(observation)
         self.wishes.append((self.delay, (wish, np.array(observation, dtype=np.int32))))
 
@@ -384,15 +384,6 @@ def test_the_turn_of_the_oldest_group_takes_the_first_free_place(
     assert began[0] == first and len(began) == 2
 
 
-def test_turns_have_the_priority_of_their_ticket(
-    model_path: str, make_engine: MakeEngine, policies: list[Qwen2ForCausalLM]
-) -> None:
-    engine, pool = Recording(make_engine(environment__name="guess")), FakePool()
-    loop, client, _ = episode_loop(model_path, engine, pool, policies, groups=3)
-    finish(loop, client, 3)
-    assert set(engine.priorities) == {(str(ticket), ticket) for ticket in range(3)}
-
-
 def test_released_leases_report_the_tokens_of_all_turns(
     model_path: str, make_engine: MakeEngine, policies: list[Qwen2ForCausalLM]
 ) -> None:
@@ -437,7 +428,7 @@ def test_a_rewritten_conversation_is_a_row_of_its_own_and_what_nobody_read_is_lo
             self._ask(episode, [], len(prompt.tokens), 0, 0)
 
         def _ask(self, episode: str, said: list[int], keep: int, branch: int, source: int) -> None:
-            self.wishes.append((0, (SayNext(episode, branch, source, keep, 6, []), np.array(said, dtype=np.int32))))
+            self.wishes.append((0, (NextTurn(episode, branch, source, keep, 6, []), np.array(said, dtype=np.int32))))
 
         def said(self, episode: str, tokens: Sequence[int], status: str, *, branch: int) -> None:
             self.turns[episode] += 1

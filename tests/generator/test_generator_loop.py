@@ -18,7 +18,7 @@ from asyncrl.config.config import Config
 from asyncrl.errors import PeerTimeoutError
 from asyncrl.generator import loop as loop_module
 from asyncrl.generator.engine import Engine
-from asyncrl.generator.loop import _DENIED_IDLE_S, _MIN_STEPS, GroupRunner, StepCosts, non_negative
+from asyncrl.generator.loop import _DENIED_IDLE_S, GroupRunner, StepCosts
 from asyncrl.types import NO_VERSION, Lease
 from asyncrl.wire.messages import Leases
 
@@ -380,29 +380,9 @@ def test_steps_of_few_sequences_are_not_forgotten() -> None:
     assert costs.solve() == pytest.approx([0.01, 2e-4, 0.0])
 
 
-def test_nothing_is_known_of_few_steps() -> None:
-    costs = StepCosts()
-    for _ in range(_MIN_STEPS - 1):
-        costs.step(0.1, running=1, changed=0)
-    assert costs.solve() == []
-    costs.step(0.1, running=1, changed=0)
-    assert sum(costs.solve()[:2]) == pytest.approx(0.1)
-
-
-def test_rewards_take_their_mean() -> None:
-    costs = StepCosts()
-    assert costs.reward_s == 0.0
-    costs.scored(1.0)
-    costs.scored(2.0)
-    assert costs.reward_s == 1.5
-
-
 def test_no_cost_is_negative() -> None:
-    dice = np.random.default_rng(0)
-    for _ in range(50):
-        columns, values = dice.standard_normal((40, 3)), dice.standard_normal(40)
-        found = np.array(non_negative(columns, values))
-        assert found.min() >= 0
-        gradient = columns.T @ (columns @ found - values)
-        assert (gradient > -1e-8).all(), "a larger coefficient would be nearer"
-        assert np.abs(gradient[found > 0]).max(initial=0.0) < 1e-8
+    costs = StepCosts()
+    for running in range(1, 65):
+        costs.step(0.1 - 1e-3 * running, running=running, changed=0)
+    base_s, *others = costs.solve()
+    assert others == [0.0, 0.0] and 0.03 < base_s < 0.1

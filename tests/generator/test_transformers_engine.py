@@ -18,7 +18,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.generator.transformers_backend import attention as varlen
 from asyncrl.generator.transformers_backend import decoder as sizes
 from asyncrl.generator.transformers_backend.attention import gathered_attention, padded_attention, table_attention
-from asyncrl.generator.transformers_backend.cache import HeadShape, PagedCache
+from asyncrl.generator.transformers_backend.cache import HeadShape
 from asyncrl.generator.transformers_backend.engine import StopTexts, TransformersEngine, sample
 from benchmarks.families import save_family
 
@@ -212,17 +212,6 @@ def test_a_text_is_complete_at_its_last_token_and_once(model_path: str) -> None:
     assert [n for n in range(1, 41) if stops.completed(tokens[:n], ["!"])] == [1]
     assert [n for n in range(1, 4) if stops.completed([4, 2, 4], ["<end>"]) and n == 2] == []
     assert stops.completed([4, 2], ["<end>"])
-
-
-def test_pages_are_given_once() -> None:
-    cache = PagedCache({0: HeadShape(1, 4, 4)}, num_pages=3, page_tokens=4, dtype=torch.float32, device=CPU)
-    one: list[int] = []
-    two: list[int] = []
-    assert cache.extend(one, 5) and cache.extend(two, 4) and cache.extend(one, 8)
-    assert sorted(one + two) == [0, 1, 2]
-    assert not cache.extend(two, 5) and len(two) == 1
-    cache.give_back(one)
-    assert cache.extend(two, 12) and cache.num_free == 0
 
 
 @pytest.mark.parametrize("level", [1, 2])

@@ -9,19 +9,19 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from asyncrl.replay.journal import Journal, Location, Record, read_journal
+from asyncrl.replay.journal import Journal, JournalRecord, Location, read_journal
 
 
-def record_with(kind: str, **body: object) -> Record:
+def record_with(kind: str, **body: object) -> JournalRecord:
     """A record with any body."""
-    return Record(kind, msgspec.msgpack.encode(body))
+    return JournalRecord(kind, msgspec.msgpack.encode(body))
 
 
-def body_of(record: Record) -> dict[str, Any]:
+def body_of(record: JournalRecord) -> dict[str, Any]:
     return msgspec.msgpack.decode(record.body)
 
 
-def group_record(ticket: int, num_tokens: int, attempt: int = 0) -> Record:
+def group_record(ticket: int, num_tokens: int, attempt: int = 0) -> JournalRecord:
     """A group whose arrays tell its ticket."""
     rng = np.random.default_rng(ticket)
     arrays = [
@@ -30,10 +30,10 @@ def group_record(ticket: int, num_tokens: int, attempt: int = 0) -> Record:
         rng.standard_normal(num_tokens).astype(np.float32),
         np.full(num_tokens, ticket, dtype=np.int32),
     ]
-    return Record("group", msgspec.msgpack.encode({"ticket": ticket, "attempt": attempt}), arrays)
+    return JournalRecord("group", msgspec.msgpack.encode({"ticket": ticket, "attempt": attempt}), arrays)
 
 
-def plain(record: Record) -> tuple[object, ...]:
+def plain(record: JournalRecord) -> tuple[object, ...]:
     """Returns a comparable form: the kind, the body, and dtype, shape and bytes of every array."""
     return record.kind, record.body, [(array.dtype.str, array.shape, array.tobytes()) for array in record.arrays]
 
@@ -43,7 +43,7 @@ def records_of(folder: Path) -> list[tuple[object, ...]]:
 
 
 def write_batches(
-    folder: Path, batches: list[list[Record]], *, rotate_after: int | None = None, killed: bool = False
+    folder: Path, batches: list[list[JournalRecord]], *, rotate_after: int | None = None, killed: bool = False
 ) -> list[Location]:
     """A journal of these batches, with a new segment after `rotate_after` of them. When its writer was `killed`, the
     last segment was never synced."""

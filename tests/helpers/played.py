@@ -12,7 +12,7 @@ from asyncrl.environments.dialogue.dialogue import Dialogue
 from asyncrl.environments.environment import Message
 from asyncrl.environments.player import Limits, Player, PolicyTurn, play_alone
 from asyncrl.environments.table import Named
-from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, SayNext
+from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, NextTurn
 from tests.helpers.chat_models import save_chat_model
 
 FIT_STEPS = 150
@@ -46,7 +46,7 @@ class Played:
         self.ended: EpisodeEnded = play_alone(player)
         threads.shutdown(wait=False, cancel_futures=True)
 
-    def _say(self, player: Player, wish: SayNext, observation: list[int]) -> None:
+    def _say(self, player: Player, wish: NextTurn, observation: list[int]) -> None:
         chat = self._dialogue.chat
         self.read.append(chat.decode(observation))
         turn = PolicyTurn([*chat.rendering.encode(next(self._turns)), chat.ends.last], "completed")

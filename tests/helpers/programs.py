@@ -13,7 +13,7 @@ from asyncrl.environments.episode import Limits, PolicyTurn
 from asyncrl.environments.gateway.server import Gateway
 from asyncrl.environments.programs.program_player import ProgramPlayer
 from asyncrl.environments.table import load_environment
-from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, SayNext
+from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, NextTurn
 from tests.helpers.dialogues import CharacterDialogue, turn
 
 
@@ -24,7 +24,7 @@ class Played:
     ended: EpisodeEnded
     branches: dict[int, list[int]] = field(default_factory=dict)
     prompts: list[list[int]] = field(default_factory=list)
-    wishes: list[SayNext] = field(default_factory=list)
+    wishes: list[NextTurn] = field(default_factory=list)
 
     @property
     def texts(self) -> list[str]:
@@ -59,7 +59,7 @@ async def _play(
     dialogue = CharacterDialogue()
     gateway, played = Gateway(dialogue), [Played(None) for _ in tasks]  # type: ignore[arg-type]
 
-    def say(player: ProgramPlayer, wish: SayNext, tokens: list[int]) -> None:
+    def say(player: ProgramPlayer, wish: NextTurn, tokens: list[int]) -> None:
         number = int(player.start.episode)
         one = played[number]
         if wish.branch not in one.branches:

@@ -12,7 +12,7 @@ from asyncrl.errors import JournalError
 from asyncrl.observe.stats import ReportedStats
 from asyncrl.replay.codec import pack_group
 from asyncrl.replay.history import JournalBatches, read_index
-from asyncrl.replay.journal import Journal, Record
+from asyncrl.replay.journal import Journal, JournalRecord
 from asyncrl.replay.state import CommitEvent, GroupEvent, TakeEvent, record_of
 from asyncrl.types import Group, Lease, Prompt
 from asyncrl.wire.messages import Committed
@@ -28,16 +28,16 @@ def group(ticket: int, attempt: int = 0, *, tokens: int = 2) -> Group:
     return make_group(Lease(ticket, attempt, prompt), 0, completion_tokens=(tokens, ticket + 2))
 
 
-def record(one: Group, **changes: object) -> Record:
+def record(one: Group, **changes: object) -> JournalRecord:
     header, arrays = pack_group(one)
     made = record_of(GroupEvent(header, refunded="", signal=True), arrays)
     plain = msgspec.msgpack.decode(made.body)
     for name, value in changes.items():
         (plain if name in plain else plain["header"])[name] = value
-    return Record("group", msgspec.msgpack.encode(plain), arrays)
+    return JournalRecord("group", msgspec.msgpack.encode(plain), arrays)
 
 
-def commit(step: int, learners: int = 2) -> Record:
+def commit(step: int, learners: int = 2) -> JournalRecord:
     metrics = METRICS | {"replay/held_bytes": float(step)}
     return record_of(
         CommitEvent(
@@ -53,28 +53,28 @@ def commit(step: int, learners: int = 2) -> Record:
     )
 
 
-def take(step: int, shards: list[list[int]]) -> Record:
+def take(step: int, shards: list[list[int]]) -> JournalRecord:
     return record_of(TakeEvent(step, shards, [], 1.0))
 
 
 SEGMENTS = [
     [
-        Record("state", b""),
+        JournalRecord("state", b""),
         record(group(0)),
         record(group(3)),
-        Record("lease", b""),
-        Record("lose", b""),
+        JournalRecord("lease", b""),
+        JournalRecord("lose", b""),
         record(group(1, 1)),
         record(group(2, 0, tokens=9), refunded="zero_variance"),
         take(1, [[3, 0], [1]]),
     ],
-    [Record("state", b""), commit(1), record(group(4)), record(group(6))],
-    [Record("state", b""), record(group(5)), take(2, [[4], [6, 5]]), commit(2)],
-    [Record("state", b""), record(group(7)), record(group(8)), take(3, [[7], [8]])],
+    [JournalRecord("state", b""), commit(1), record(group(4)), record(group(6))],
+    [JournalRecord("state", b""), record(group(5)), take(2, [[4], [6, 5]]), commit(2)],
+    [JournalRecord("state", b""), record(group(7)), record(group(8)), take(3, [[7], [8]])],
 ]
 
 
-def make(folder: Path, segments: list[list[Record]] = SEGMENTS) -> Path:
+def make(folder: Path, segments: list[list[JournalRecord]] = SEGMENTS) -> Path:
     """A journal of these records, a few to a batch."""
     journal = Journal(folder, flush="os")
     for number, records in enumerate(segments):
@@ -176,10 +176,10 @@ def test_the_number_of_ranks_that_trained_a_step_is_known(tmp_path: Path) -> Non
     [
         (record(group(0), status=None), "row 1: the 'group' there cannot be read: Expected `array`, got `None`"),
         (record_with("commit", step=1), "row 1: the 'commit' there cannot be read: .*required field `metrics`"),
-        (Record("commit", b"\xc1"), "row 1: the 'commit' there cannot be read: .*malformed"),
+        (JournalRecord("commit", b"\xc1"), "row 1: the 'commit' there cannot be read: .*malformed"),
     ],
 )
-def test_records_that_the_queue_would_not_write_are_errors(tmp_path: Path, record: Record, text: str) -> None:
+def test_records_that_the_queue_would_not_write_are_errors(tmp_path: Path, record: JournalRecord, text: str) -> None:
     make(tmp_path, [[take(1, [[0]]), record]])
     with pytest.raises(JournalError, match=text):
         JournalBatches(tmp_path, 0, ranks=2)

@@ -14,7 +14,7 @@ import pytest
 
 from asyncrl.errors import InvariantError, JournalError
 from asyncrl.replay import journal as journal_module
-from asyncrl.replay.journal import START, Journal, Record, read_journal, segments_of
+from asyncrl.replay.journal import START, Journal, JournalRecord, read_journal, segments_of
 from tests.helpers.journal import body_of, group_record, plain, record_with, records_of, write_batches
 
 RECORDS = [
@@ -58,10 +58,10 @@ def test_a_record_can_be_loaded_before_and_after_it_is_written(tmp_path: Path) -
 
 def test_views_and_arrays_that_are_not_contiguous_are_written_as_what_they_show(tmp_path: Path) -> None:
     record = group_record(7, 30)
-    views = Record("group", record.body, [array[::3] for array in record.arrays])
+    views = JournalRecord("group", record.body, [array[::3] for array in record.arrays])
     buffers = [memoryview(array.tobytes()) for array in record.arrays]
     frames = [np.frombuffer(b, dtype=a.dtype) for b, a in zip(buffers, record.arrays, strict=True)]
-    write_batches(tmp_path, [[views, Record("group", record.body, frames)]])
+    write_batches(tmp_path, [[views, JournalRecord("group", record.body, frames)]])
     assert records_of(tmp_path) == [plain(views), plain(record)]
 
 
@@ -247,6 +247,6 @@ def test_frames_of_another_type_are_refused(tmp_path: Path) -> None:
     journal = Journal(tmp_path, flush="os")
     record = group_record(1, 5)
     with pytest.raises(InvariantError, match="journal: a group with frames"):
-        journal.append(Record("group", record.body, record.arrays[::-1]))
+        journal.append(JournalRecord("group", record.body, record.arrays[::-1]))
     journal.close()
     assert records_of(tmp_path) == []

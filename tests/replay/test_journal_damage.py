@@ -29,7 +29,7 @@ from asyncrl.replay.journal import (
     SCHEMA,
     Flush,
     Journal,
-    Record,
+    JournalRecord,
     head,
     read_journal,
     scan_segment,
@@ -223,7 +223,7 @@ FILL = """
     import sys, resource, signal
     from pathlib import Path
     from asyncrl.errors import JournalError
-    from asyncrl.replay.journal import Journal, Record
+    from asyncrl.replay.journal import Journal, JournalRecord
     from tests.helpers.journal import group_record
     folder, limit = Path(sys.argv[1]), int(sys.argv[2])
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -354,7 +354,7 @@ def flip(data: bytearray, begin: int, end: int) -> None:
     data[(begin + end) // 2] ^= 16
 
 
-def large(ticket: int) -> Record:
+def large(ticket: int) -> JournalRecord:
     """A record of some pages that no policy syncs."""
     return record_with("lease", ticket=ticket, blob=bytes([ticket]) * 3 * PAGE_BYTES)
 

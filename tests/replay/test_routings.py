@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.errors import InvariantError, ProtocolError
 from asyncrl.replay.codec import check_group, pack_group, unpack_group
-from asyncrl.replay.journal import Record, pack_batch, unpack_batch
+from asyncrl.replay.journal import JournalRecord, pack_batch, unpack_batch
 from asyncrl.types import NO_VERSION, Group, Trajectory
 from asyncrl.wire.frames import decode, encode
 
@@ -50,7 +50,7 @@ def test_a_message_has_the_routing_of_its_group(shape: tuple[int, ...]) -> None:
 
 def test_the_journal_returns_each_groups_own_arrays() -> None:
     groups = [group_of(1, 3, 2), group_of(2), group_of(3, 1, 4)]
-    records = [[Record("note", b""), Record("group", b"", pack_group(group)[1])] for group in groups]
+    records = [[JournalRecord("note", b""), JournalRecord("group", b"", pack_group(group)[1])] for group in groups]
     read = unpack_batch(memoryview(pack_batch([one for pair in records for one in pair])))
     assert not read[0].arrays
     for number, group in enumerate(groups):

@@ -18,7 +18,7 @@ from asyncrl.errors import JournalError
 from asyncrl.launch.machine import find_port
 from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay import journal as journal_module
-from asyncrl.replay import store as store_module
+from asyncrl.replay import queue_store as store_module
 from asyncrl.replay.client import GeneratorClient, LearnerClient
 from asyncrl.replay.codec import pack_group
 from asyncrl.replay.journal import Journal

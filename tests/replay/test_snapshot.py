@@ -15,7 +15,7 @@ import pytest
 from asyncrl.errors import JournalError, RunError
 from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay.codec import pack_group
-from asyncrl.replay.journal import FORMAT, Location, Record
+from asyncrl.replay.journal import FORMAT, JournalRecord, Location
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.results import RowResults
 from asyncrl.replay.state import GroupEvent, QueueSnapshot, QueueState, Snapshot, event_of, record_of
@@ -74,7 +74,7 @@ class OneGroup:
 
     folder = Path("journal")
 
-    def load(self, location: Location) -> Record:
+    def load(self, location: Location) -> JournalRecord:
         header, arrays = pack_group(make_group(Lease(0, 0, EndlessPrompts().prompt(0)), 0))
         return record_of(GroupEvent(header, "", signal=True), arrays)
 
@@ -127,7 +127,7 @@ def structs_of(value: Any, plain: Any) -> Iterator[dict[str, Any]]:
 
 
 def read(plain: Any) -> Any:
-    return event_of(Record("state", msgspec.msgpack.encode(plain)), HERE, Path("journal"))
+    return event_of(JournalRecord("state", msgspec.msgpack.encode(plain)), HERE, Path("journal"))
 
 
 def test_a_field_that_is_missing_or_unknown_is_refused_by_name() -> None:

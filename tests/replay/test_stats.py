@@ -26,9 +26,9 @@ from asyncrl.observe.stats import (
     tokens_by_version,
 )
 from asyncrl.observe.trace import TraceWriter
-from asyncrl.replay import store as clock_module
+from asyncrl.replay import queue_store as clock_module
 from asyncrl.replay.codec import pack_group
-from asyncrl.replay.store import RunClock
+from asyncrl.replay.queue_store import RunClock
 from asyncrl.types import Lease
 from asyncrl.util.durable import of_bytes, to_bytes
 from tests.helpers.replay import EndlessPrompts, make_group

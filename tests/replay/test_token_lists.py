@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from asyncrl.errors import ProtocolError
 from asyncrl.wire.frames import Array, Arrays, Message, decode, encode, pack_lists, unpack_lists
-from asyncrl.wire.service_messages import Turns
+from asyncrl.wire.service_messages import HostRequest
 
-EMPTY = Turns([], [], [])
+EMPTY = HostRequest([], [], [])
 
 
 def sent(arrays: list[Arrays]) -> Message:

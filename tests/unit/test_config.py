@@ -359,7 +359,7 @@ def test_every_key_is_documented_where_it_is_defined() -> None:
             if not isinstance(node, ast.AnnAssign) or ast.unparse(node.annotation).endswith("Config"):
                 continue  # a section has a docstring
             fields += 1
-            entries += any(ast.unparse(base) == "Entry" for base in section.bases)
+            entries += any(ast.unparse(base) == "MappingEntry" for base in section.bases)
             if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
                 documented += 1
             else:

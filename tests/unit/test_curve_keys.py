@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, replace
 
 import pytest
 import zmq
+from msgspec.structs import asdict, replace
 
 from asyncrl.errors import ConfigError
 from asyncrl.launch.machine import find_port

@@ -12,18 +12,15 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
-import msgspec
 import pytest
 import zmq
 from structlog.testing import capture_logs
 
 from asyncrl.wire import store as module
-from asyncrl.wire.frames import SCHEMA
-from asyncrl.wire.rpc import MAX_BAD_MESSAGES, ServerLostError
+from asyncrl.wire.rpc import ServerLostError
 from asyncrl.wire.service_messages import StoreRequest
 from asyncrl.wire.sockets import FOREIGN_KEY, NO_KEYS, new_keys
-from asyncrl.wire.store import RemoteStore, Store, StoreError, StoreServer, TorchStore
-from tests.helpers.messages import raw_frames
+from asyncrl.wire.store import KeyValueStore, RemoteStore, StoreError, StoreServer, TorchStore
 
 
 def await_true(condition: Callable[[], object], what: str) -> None:
@@ -167,10 +164,10 @@ def test_it_holds_so_much_and_no_more(client: RemoteStore, monkeypatch: pytest.M
     with pytest.raises(StoreError, match="2 keys where one is needed"):
         client.ask("add", ["a", "b"], amount=1)
     with pytest.raises(StoreError, match="a key of 600 characters"):
-        Store(print).ask("set", ["x" * 600])
+        KeyValueStore(print).ask("set", ["x" * 600])
     monkeypatch.setattr(module, "MAX_VALUE_BYTES", 100)
     with pytest.raises(StoreError, match="a key of 1 characters with 101 bytes is too large"):
-        Store(print).ask("set", ["x"], bytes(101))
+        KeyValueStore(print).ask("set", ["x"], bytes(101))
 
 
 def test_of_too_many_callers_that_wait_the_one_that_waits_longest_is_forgotten(
@@ -192,56 +189,6 @@ def test_of_too_many_callers_that_wait_the_one_that_waits_longest_is_forgotten(
     assert not client.client.listen(0.1), "it is not answered"
     assert client.ask("add", ["n"], amount=1).count == 1, "it is served when it asks"
     other.close()
-
-
-def packed(fields: object, *, kind: str = "StoreRequest", run_id: str = "", v: int = SCHEMA) -> bytes:
-    (frame,) = raw_frames(run_id, kind, fields)
-    return msgspec.msgpack.encode(msgspec.msgpack.decode(frame) | {"v": v})
-
-
-HELLO = {"number": 1, "action": "get", "keys": [], "value": b"", "amount": 0}
-RUBBISH = [
-    [b""],
-    [b"\xc1"],
-    [b"\x93" * 5000],
-    [packed({"number": 1})],
-    [packed({**HELLO, "action": "hello"})],
-    [packed({**HELLO, "action": "set", "keys": ["a"], "value": 1})],
-    [packed({**HELLO, "action": "set", "keys": ["a" * 513]})],
-    [packed({**HELLO, "number": -1})],
-    [packed({**HELLO, "keys": ["a"] * 1025})],
-    [packed(HELLO), b""],
-    [packed({**HELLO, "amount": 1 << 63})],
-    [packed({**HELLO, "other": 1})],
-    [packed(HELLO, kind="StoreReply")],
-    [packed(HELLO, run_id="of another run")],
-    [packed(HELLO, v=SCHEMA + 1)],
-]
-
-
-def test_rubbish_is_counted_and_not_answered_and_who_sends_much_of_it_is_cut_off(
-    address: str, server: StoreServer, client: RemoteStore
-) -> None:
-    stranger = zmq.Context.instance().socket(zmq.DEALER)
-    stranger.connect(address)
-    with capture_logs() as logs:
-        for frames in RUBBISH * 2:
-            stranger.send_multipart(frames)
-        stranger.send(packed(HELLO))
-        deadline = time.monotonic() + 10.0
-        while server.channel.misbehaving_peers.bad_messages <= MAX_BAD_MESSAGES:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        assert not stranger.poll(200)
-    assert client.ask("add", ["n"], amount=1).count == 1
-    assert server.channel.misbehaving_peers.bad_messages == MAX_BAD_MESSAGES + 1
-    assert {entry["event"] for entry in logs} == {
-        "bad message to the weights",
-        "a peer of the weights was cut off for its bad messages",
-    }
-    assert [entry["total"] for entry in logs if "total" in entry] == [1, 2, 4, 8, 16], "one line for each doubling"
-    assert len(server) == 1
-    stranger.close(linger=0)
 
 
 def call_as(user: int, path: str) -> int:

@@ -181,13 +181,16 @@ def test_a_manifest_that_was_changed_is_refused_whatever_is_announced(tmp_path: 
     file = tmp_path / honest.folder / "manifest.json"
     signed = msgspec.json.decode(file.read_bytes(), type=Signed)
     changes = [
-        Signed(signed.hmac, msgspec.Raw(bytes(signed.manifest).replace(b'"version":0', b'"version":7'))),
-        Signed("0" * 64, signed.manifest),
+        Signed(1, signed.hmac, msgspec.Raw(bytes(signed.manifest).replace(b'"version":0', b'"version":7'))),
+        Signed(1, "0" * 64, signed.manifest),
     ]
     for changed in changes:
         file.write_bytes(msgspec.json.encode(changed))
         with pytest.raises(BadFileError, match=rf"{honest.folder}/manifest\.json: was not written by this run"):
             reader.fetch(announce(tmp_path, honest.folder), no_wait)
+    file.write_bytes(msgspec.json.encode(Signed(2, signed.hmac, signed.manifest)))
+    with pytest.raises(BadFileError, match=r"manifest\.json: has format 2, this process reads 1; .* same version"):
+        reader.fetch(announce(tmp_path, honest.folder), no_wait)
     file.write_bytes(bytes(signed.manifest))  # without a signature
     with pytest.raises(BadFileError, match=r"manifest\.json: cannot be read"):
         reader.fetch(announce(tmp_path, honest.folder), no_wait)
@@ -206,7 +209,7 @@ def test_a_file_of_a_rank_that_there_is_not_is_refused(tmp_path: Path) -> None:
     file.write_bytes(structs.replace(manifest, ranks=2, paths=[wrong]).signed(KEY))
     text = file.read_bytes().replace(b'"ranks":2', b'"ranks":1')
     raw = msgspec.json.decode(text, type=Signed).manifest
-    file.write_bytes(msgspec.json.encode(Signed(hmac.new(KEY, bytes(raw), "sha256").hexdigest(), raw)))
+    file.write_bytes(msgspec.json.encode(Signed(1, hmac.new(KEY, bytes(raw), "sha256").hexdigest(), raw)))
     with pytest.raises(BadFileError, match=r"manifest\.json: cannot be read: a file of a rank that is not one of 1"):
         make_reader(tmp_path).fetch(announce(tmp_path, honest.folder), no_wait)
 

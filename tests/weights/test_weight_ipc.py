@@ -24,14 +24,14 @@ from asyncrl.weights import ipc
 from asyncrl.weights.ipc import IpcLink
 from asyncrl.weights.sender import WeightSender
 from asyncrl.weights.transports import Interrupted
-from asyncrl.wire.store import Store, TorchStore
+from asyncrl.wire.store import KeyValueStore, TorchStore
 
 CUDA = torch.device("cuda", 0)
 SIZES = (5000, 1, 4096, 100, 9000)
 
 
 def links(size: int = 2, **options: Any) -> list[IpcLink]:
-    store = TorchStore(Store(print), "", 20.0)
+    store = TorchStore(KeyValueStore(print), "", 20.0)
     return on_each(lambda rank: IpcLink(member(rank, store, size=size, **options)), tuple(range(size)))
 
 
@@ -92,11 +92,11 @@ def test_a_wait_has_a_deadline_and_says_for_whom(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(TimeoutError, match="learner rank 0 did not pass on a piece of the weights within"):
         next(second.receive(0, [torch.empty(5000, dtype=torch.uint8)]))
     close([first, second])
-    store = TorchStore(Store(print), "", 20.0)
+    store = TorchStore(KeyValueStore(print), "", 20.0)
     with pytest.raises(TimeoutError, match="0 of 1 receivers opened the memory"):
         IpcLink(member(0, store, timeout_s=0.1))
     with pytest.raises(TimeoutError):
-        IpcLink(member(1, TorchStore(Store(print), "", 20.0), timeout_s=0.1))
+        IpcLink(member(1, TorchStore(KeyValueStore(print), "", 20.0), timeout_s=0.1))
 
 
 def test_a_wait_can_be_given_up() -> None:
@@ -111,7 +111,7 @@ def test_a_wait_can_be_given_up() -> None:
     with pytest.raises(Interrupted):
         linked[0].send(0, bytes_of(0))
     with pytest.raises(Interrupted):
-        IpcLink(member(0, TorchStore(Store(print), "", 20.0), check=interrupt))
+        IpcLink(member(0, TorchStore(KeyValueStore(print), "", 20.0), check=interrupt))
     close(linked)
 
 
@@ -130,7 +130,7 @@ def test_the_end_of_the_other_is_seen_at_once() -> None:
 
 def test_only_processes_of_the_same_user_are_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getuid", lambda: -7)
-    store = TorchStore(Store(print), "", 20.0)
+    store = TorchStore(KeyValueStore(print), "", 20.0)
     errors: list[BaseException] = []
 
     def link(rank: int) -> None:

@@ -41,7 +41,7 @@ from asyncrl.wire import rpc as channel
 from asyncrl.wire.frames import Buffer, decode
 from asyncrl.wire.messages import Body
 from asyncrl.wire.rpc import MAX_BAD_MESSAGES
-from asyncrl.wire.service_messages import Holding, Join, Manifest, Offer, Ping, Ready
+from asyncrl.wire.service_messages import Holding, Join, Offer, Ping, Ready, Welcome
 from tests.helpers.messages import raw_frames
 
 SLACK_S = 8.0
@@ -172,7 +172,7 @@ def test_an_answer_to_an_abort_is_awaited_no_longer_than_a_receiver_may_connect(
 def test_only_a_silent_one_that_was_ready_fails_before_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that was not may still allocate its memory."""
     monkeypatch.setattr(membership_module, "SILENT_S", 0.3)
-    membership = Membership(lambda *_: None, Manifest("", 1, False), threading.Condition(), lambda: None)
+    membership = Membership(lambda *_: None, Welcome("", 1, False), threading.Condition(), lambda: None)
     for rank in (1, 2, 3):
         membership.handle(bytes([rank]), Join(rank, "cpu", "host"))
     lively, silent, new = membership.present()
@@ -383,7 +383,7 @@ def test_messages_outside_a_session_change_nothing_and_a_ping_is_told_that_it_ha
 @pytest.mark.parametrize("message", RUBBISH)
 def test_a_rubbish_answer_is_told_apart_from_none(message: object) -> None:
     membership = Membership(
-        lambda peer, message: None, Manifest("", 1, False), threading.Condition(), check=lambda: None
+        lambda peer, message: None, Welcome("", 1, False), threading.Condition(), check=lambda: None
     )
     for rank in (1, 2, 3):
         membership.handle(bytes([rank]), Join(rank, "cpu", "host-1"))
@@ -405,7 +405,7 @@ def test_an_answer_of_another_round_is_none_and_holding_extends_the_deadline_onc
     sent: list = []
     membership = Membership(
         lambda peer, message: sent.append((peer, message)),
-        Manifest("", 1, False),
+        Welcome("", 1, False),
         threading.Condition(),
         check=lambda: None,
     )

@@ -23,7 +23,7 @@ from asyncrl.weights.groups import GlooLink, NcclLink
 from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.sender import WeightSender
 from asyncrl.weights.transports import device_name, transport_of, with_index
-from asyncrl.wire.store import Store, TorchStore
+from asyncrl.wire.store import KeyValueStore, TorchStore
 
 CPU = torch.device("cpu")
 
@@ -65,7 +65,7 @@ def test_the_name_of_a_gpu_does_not_need_cuda(
 
 def test_a_group_is_connected_on_its_own_device_when_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     devices = use_nccl_like(monkeypatch)
-    store = TorchStore(Store(print), "", 20.0)
+    store = TorchStore(KeyValueStore(print), "", 20.0)
     groups = on_each(lambda rank: connect(rank, store))
     assert devices == [CPU, CPU]
     assert [one.environment for one in NcclLike.made] == [dict(zip(VARIABLES, ("0", "0", "20"), strict=True))] * 2
@@ -76,7 +76,7 @@ def test_a_group_is_connected_on_its_own_device_when_it_is_made(monkeypatch: pyt
 def test_the_variables_of_nccl_are_set_only_while_a_group_connects(monkeypatch: pytest.MonkeyPatch) -> None:
     use_nccl_like(monkeypatch)
     monkeypatch.setenv(VARIABLES[0], "3")
-    connect(0, TorchStore(Store(print), "", 20.0), size=1)
+    connect(0, TorchStore(KeyValueStore(print), "", 20.0), size=1)
     assert NcclLike.made[0].environment == dict(zip(VARIABLES, ("0", "0", "20"), strict=True))
     assert [os.environ.get(name) for name in VARIABLES] == ["3", None, None]
 
@@ -85,7 +85,7 @@ def test_who_waits_for_a_member_that_died_before_it_connected_has_a_deadline(mon
     use_nccl_like(monkeypatch)
     started = time.monotonic()
     with capture_logs() as logs, pytest.raises(DistBackendError, match="NCCL timeout"):
-        connect(0, TorchStore(Store(print), "", 20.0), timeout_s=0.3)
+        connect(0, TorchStore(KeyValueStore(print), "", 20.0), timeout_s=0.3)
     assert 0.3 <= time.monotonic() - started < 10.0
     assert NcclLike.made[0].aborted
     assert [entry["event"] for entry in logs] == ["a group of processes could not be aborted"]

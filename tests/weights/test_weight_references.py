@@ -12,7 +12,7 @@ from rank_parts import make_rank, slices
 from weight_parts import assert_holds, joined, load_next, make_receiver, next_staged, weights
 
 from asyncrl.errors import ConfigError, InvariantError
-from asyncrl.weights import sender as references
+from asyncrl.weights import buffers as references
 from asyncrl.weights.background import BackgroundSender
 from asyncrl.weights.buffers import WeightReferences, buffer_of
 from asyncrl.weights.groups import GLOO

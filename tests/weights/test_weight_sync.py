@@ -247,12 +247,12 @@ def test_closing_is_quick_in_every_state(address: str, cleanup: list) -> None:
 def test_a_stuck_broadcast_does_not_hold_up_the_exit_of_the_process() -> None:
     code = """
 import threading, time, torch
-from asyncrl.wire.store import Store
+from asyncrl.wire.store import KeyValueStore
 from asyncrl.wire.store import TorchStore
 from asyncrl.weights.groups import GlooLink
 from asyncrl.weights.transports import Interrupted
 from asyncrl.weights.transports import Member
-store = TorchStore(Store(print), "", 60.0)
+store = TorchStore(KeyValueStore(print), "", 60.0)
 links = {}
 started = time.monotonic() + 60.0
 def check():

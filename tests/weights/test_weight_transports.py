@@ -26,11 +26,11 @@ from asyncrl.weights.receiver import SenderSession
 from asyncrl.weights.transports import Interrupted, RoundAborted, host_name
 from asyncrl.wire.rpc import ChannelServer
 from asyncrl.wire.service_messages import Join, Offer, ReceiverMessage
-from asyncrl.wire.store import Store, TorchStore
+from asyncrl.wire.store import KeyValueStore, TorchStore
 
 
 def two(**options: Any) -> list[GlooLink]:
-    store = TorchStore(Store(print), "", 20.0)
+    store = TorchStore(KeyValueStore(print), "", 20.0)
     return on_each(lambda rank: GlooLink(member(rank, store, **options)))
 
 
@@ -45,7 +45,7 @@ def test_a_wait_for_the_others_can_be_given_up_and_has_a_deadline() -> None:
     interrupts = True
     with pytest.raises(Interrupted):
         for_interrupt[0].meet()
-    for_deadline[0]._member = member(0, TorchStore(Store(print), "", 20.0), timeout_s=0.1)
+    for_deadline[0]._member = member(0, TorchStore(KeyValueStore(print), "", 20.0), timeout_s=0.1)
     with pytest.raises(TimeoutError):
         for_deadline[0].meet()
     for link in (*for_interrupt, *for_deadline):

@@ -188,7 +188,7 @@ class RawReceiver:
 
     def join(self, rank: int, device: str = "cpu", host: str = "host-1") -> RawReceiver:
         self.say("Join", {"rank": rank, "device": device, "host": host})
-        assert self.next()[0] == "Manifest"
+        assert self.next()[0] == "Welcome"
         return self
 
     def next(self, timeout_s: float = 10.0) -> tuple[str, dict[str, Any]]:

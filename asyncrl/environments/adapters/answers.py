@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from asyncrl.environments.environment import Task
-from asyncrl.environments.programs.program import accepted
+from asyncrl.environments.programs.subprocess_agent import accepted
 from asyncrl.errors import ConfigError
 from asyncrl.util.text import describe
 from asyncrl.util.user_code import resolve_function

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from asyncrl.config.sections import Options
 from asyncrl.environments.adapters.answers import own_function
 from asyncrl.environments.environment import Action, Message, Step, Task, ToolEnvironment, make_tools
-from asyncrl.environments.programs.program import accepted
+from asyncrl.environments.programs.subprocess_agent import accepted
 from asyncrl.environments.table import Named, checked
 from asyncrl.errors import ConfigError
 from asyncrl.util.user_code import resolve_function

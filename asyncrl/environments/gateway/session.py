@@ -15,7 +15,7 @@ from asyncrl.environments.dialogue.rendering import DialogueError
 from asyncrl.environments.environment import Message, ToolCall
 from asyncrl.environments.episode import Limits, PolicyTurn
 from asyncrl.environments.gateway.api import GatewayError, TurnAnswer, TurnRequest, is_echo, normalized
-from asyncrl.wire.service_messages import SayNext
+from asyncrl.wire.service_messages import NextTurn
 
 
 @dataclass(slots=True)
@@ -77,7 +77,7 @@ class Session:
     """
 
     def __init__(
-        self, episode: str, dialogue: Dialogue, limits: Limits, say: Callable[[SayNext, list[int]], None]
+        self, episode: str, dialogue: Dialogue, limits: Limits, say: Callable[[NextTurn, list[int]], None]
     ) -> None:
         self.episode = episode
         self._dialogue, self._limits, self._say = dialogue, limits, say
@@ -195,7 +195,7 @@ class Session:
             self._since_s = time.monotonic()
         self._pending[conversation.number] = _Pending(request, conversation, number, answer)
         max_tokens = min(room, limits.max_new_tokens, request.max_tokens or room)
-        wish = SayNext(self.episode, conversation.number, source, keep, max_tokens, list(request.stop))
+        wish = NextTurn(self.episode, conversation.number, source, keep, max_tokens, list(request.stop))
         self._say(wish, tokens)
         return answer
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import json
 import os
 import signal
@@ -14,6 +13,7 @@ from typing import Any, Protocol
 
 from asyncrl.config.sections import Options
 from asyncrl.environments.gateway.api import MODEL, Access
+from asyncrl.environments.programs.subprocess_agent import accepted
 
 MAX_OUTPUT_BYTES = 1 << 20
 """Maximum size of the end of a command's standard output, and of its errors, that is kept."""
@@ -168,14 +168,6 @@ def _returned(stuck: list[asyncio.Future[Any]], future: asyncio.Future[Any]) -> 
     stuck.remove(future)
     if not future.cancelled():
         future.exception()  # it comes too late
-
-
-def accepted(function: Callable[..., Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that the function has parameters for."""
-    parameters = inspect.signature(function).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return dict(known)
-    return {name: value for name, value in known.items() if name in parameters}
 
 
 def _last_json(output: str) -> Any:

@@ -16,7 +16,7 @@ from asyncrl.environments.gateway.session import Session
 from asyncrl.environments.programs.program import Program, ProgramError, ProgramLostError
 from asyncrl.types import EpisodeEnd
 from asyncrl.util.text import describe
-from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, EpisodeStatus, SayNext
+from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, EpisodeStatus, NextTurn
 
 
 async def play_program(
@@ -25,7 +25,7 @@ async def play_program(
     program: Program,
     dialogue: Dialogue,
     limits: Limits,
-    say: Callable[[ProgramPlayer, SayNext, list[int]], None],
+    say: Callable[[ProgramPlayer, NextTurn, list[int]], None],
 ) -> EpisodeEnded:
     """Plays one episode, with a separate gateway."""
     gateway = Gateway(dialogue)
@@ -47,7 +47,7 @@ class ProgramPlayer:
     dialogue: Dialogue
     limits: Limits
     gateway: Gateway
-    say: Callable[[ProgramPlayer, SayNext, list[int]], None]
+    say: Callable[[ProgramPlayer, NextTurn, list[int]], None]
     keeps_messages: bool = True
     """True if the messages are sent with the end of the episode."""
     stuck_calls: list[asyncio.Future[Any]] = field(default_factory=list[asyncio.Future[Any]])

@@ -68,13 +68,19 @@ class Agent:
         if isinstance(function, type):
             function, arguments = function(**arguments).run, {}
         known = {"base_url": base_url, "api_key": api_key, "model": "policy", **arguments}
-        parameters = inspect.signature(function).parameters
-        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-            known = {key: value for key, value in known.items() if key in parameters}
+        known = accepted(function, known)
         if asyncio.iscoroutinefunction(function):
             return await function(task, **known)
         result = await asyncio.get_running_loop().run_in_executor(None, lambda: function(task, **known))
         return await result if inspect.isawaitable(result) else result
+
+
+def accepted(function, known):
+    """Returns the arguments that the function has parameters for."""
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return dict(known)
+    return {name: value for name, value in known.items() if name in parameters}
 
 
 def module_of(path, name):

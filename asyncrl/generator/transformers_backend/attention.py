@@ -229,11 +229,11 @@ def _fault(
         k, v = (tensor.index_select(0, batch.places) for tensor in cache.layers[0])
         for window in (None, 4):
             try:
-                found = kernel(batch, 0, q, k, v, scale=None, window=window)
+                output = kernel(batch, 0, q, k, v, scale=None, window=window)
             except (ImportError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
                 return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             expected = padded_attention(batch, 0, q, k, v, scale=None, window=window)
-            distance = (found.float() - expected.float()).flatten(1).norm(dim=1)
+            distance = (output.float() - expected.float()).flatten(1).norm(dim=1)
             difference = float((distance / expected.float().flatten(1).norm(dim=1)).max())
             if not difference <= TOLERANCE:
                 return f"its output differs by {difference:.2g} of its norm with window = {window}"

@@ -33,7 +33,7 @@ class HeadShape(NamedTuple):
 
 def token_bytes(shapes: Mapping[int, HeadShape], dtype: torch.dtype) -> int:
     """Returns the bytes of the keys and values of one token in all layers."""
-    return sum(one.heads * (one.key_size + one.value_size) for one in shapes.values()) * dtype.itemsize
+    return sum(shape.heads * (shape.key_size + shape.value_size) for shape in shapes.values()) * dtype.itemsize
 
 
 class PagedCache:
@@ -53,10 +53,10 @@ class PagedCache:
         # Zeros, since padding is read with weight 0, and 0 times unwritten memory could be NaN.
         self.layers: dict[int, tuple[Tensor, Tensor]] = {
             layer: (
-                torch.zeros(places, one.heads, one.key_size, dtype=dtype, device=device),
-                torch.zeros(places, one.heads, one.value_size, dtype=dtype, device=device),
+                torch.zeros(places, shape.heads, shape.key_size, dtype=dtype, device=device),
+                torch.zeros(places, shape.heads, shape.value_size, dtype=dtype, device=device),
             )
-            for layer, one in shapes.items()
+            for layer, shape in shapes.items()
         }
         self._free = list(range(num_pages - 1, -1, -1))
 
@@ -311,9 +311,9 @@ class Scheduler:
         for request in self._running:
             if id(request) in gone:
                 self._release(request)
-        self._running = [one for one in self._running if id(one) not in gone]
-        if any(id(one) in gone for one in self._waiting):
-            self._waiting = [one for one in self._waiting if id(one) not in gone]
+        self._running = [request for request in self._running if id(request) not in gone]
+        if any(id(request) in gone for request in self._waiting):
+            self._waiting = [request for request in self._waiting if id(request) not in gone]
             heapq.heapify(self._waiting)
 
     def recompute(self, *, all_requests: bool) -> None:
@@ -332,7 +332,7 @@ class Scheduler:
         """Returns the requests of the next step and their rows, in the order of a batch; none if nothing runs."""
         chosen: list[Request] = []
         rows: list[Row] = []
-        budget = self._step_tokens - sum(len(one.tokens) - one.num_computed == 1 for one in self._running)
+        budget = self._step_tokens - sum(len(request.tokens) - request.num_computed == 1 for request in self._running)
         index = 0
         while index < len(self._running):
             request = self._running[index]

@@ -58,19 +58,15 @@ class Decoder:
         text, dtype = self._model.config.get_text_config(), self._model.dtype
         self.window_tokens: int = config.generator.max_model_tokens or text.max_position_embeddings
         """The longest sequence, of prompt and completion."""
-        self.step_tokens = _step_tokens(config, self.device, self.window_tokens)
+        self.step_tokens = int(
+            config.generator.engine_settings.get("max_num_batched_tokens") or STEP_TOKENS[self.device.type]
+        )
+        if config.deterministic:
+            self.step_tokens = max(self.step_tokens, self.window_tokens)  # prompts are not split
         self._kernel = padded_attention
         shapes = self._shapes(self.step_tokens if self.device.type == "cuda" else 2)
         self._kernel, page_tokens = choose_kernel(shapes, text.num_attention_heads, dtype=dtype, device=self.device)
-        pages = _cache_pages(
-            config,
-            shapes,
-            page_tokens=page_tokens,
-            window=self.window_tokens,
-            vocabulary=text.vocab_size,
-            dtype=dtype,
-            device=self.device,
-        )
+        pages = self._num_pages(config, token_bytes(shapes, dtype), page_tokens, text.vocab_size)
         self.cache = PagedCache(shapes, num_pages=pages, page_tokens=page_tokens, dtype=dtype, device=self.device)
         self._check(text.vocab_size)
 
@@ -80,18 +76,18 @@ class Decoder:
         if keep_weights:
             self._host.offload(self._model.parameters())
         else:
-            memory = [parameter.untyped_storage() for parameter in self._model.parameters()]
-            self._freed = [(one, one.nbytes()) for one in memory if one.resizable() and one.nbytes()]
-            for one, _ in self._freed:
-                one.resize_(0)
+            for storage in [parameter.untyped_storage() for parameter in self._model.parameters()]:
+                if storage.resizable() and storage.nbytes():
+                    self._freed.append((storage, storage.nbytes()))
+                    storage.resize_(0)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def restore_weights(self) -> None:
         """Takes the memory of the parameters back; if they were dropped, a version must fill it."""
         self._host.reload()
-        for one, num_bytes in self._freed:
-            one.resize_(num_bytes)
+        for storage, num_bytes in self._freed:
+            storage.resize_(num_bytes)
         self._freed = []
 
     @torch.inference_mode()
@@ -128,14 +124,35 @@ class Decoder:
             raise misfit(self._model, "its attention cannot be replaced")
         return batch.shapes
 
+    def _num_pages(self, config: Config, token_bytes: int, page_tokens: int, vocabulary: int) -> int:
+        """Returns the number of pages of the cache, by `generator.kv_cache_bytes` or the rest of the GPU, but no more
+        than all sequences can fill. Raises ConfigError if one sequence of the window does not fit."""
+        sequences = config.generator.max_running_groups * config.generator.group_size
+        cache_bytes, page_bytes = config.generator.kv_cache_bytes, page_tokens * token_bytes
+        if cache_bytes is None:
+            on_gpu = self.device.type == "cuda"
+            cache_bytes = _left_bytes(config, sequences * vocabulary) if on_gpu else CPU_KV_CACHE_BYTES
+        least = -(-self.window_tokens // page_tokens)
+        pages = min(cache_bytes // page_bytes, sequences * least)
+        if pages < least:
+            raise ConfigError(
+                f"generator.kv_cache_bytes: a sequence of {self.window_tokens:,} tokens needs {least * page_bytes:,} "
+                f"bytes of keys and values, but there are {max(cache_bytes, 0):,}; raise it, or lower "
+                "generator.engine_options.max_model_len"
+            )
+        log.info("key-value cache", tokens=pages * page_tokens, bytes=pages * page_bytes, page_tokens=page_tokens)
+        return pages
+
     def _check(self, vocabulary: int) -> None:
         """Raises ConfigError unless the model decodes as its own forward pass computes: split prompts, single tokens,
         and both in one step."""
-        prompts = [tokens[: self.window_tokens] for tokens in sequences(vocabulary)]
-        own = [fits(self._model, lambda one=one: own_logits(self._model, one, self.device)) for one in prompts]
+        # Tokens that are spread over the vocabulary.
+        prompts = [[(7919 * i * i + 104729 * i + 11 + 31 * n) % vocabulary for i in range(n)] for n in LENGTHS]
+        prompts = [tokens[: self.window_tokens] for tokens in prompts]
+        own_logits = [fits(self._model, lambda tokens=tokens: self._own_logits(tokens)) for tokens in prompts]
         pages: list[list[int]] = [[] for _ in prompts]
         ends = [0] * len(prompts)
-        found: list[Tensor] = []
+        decoded: list[Tensor] = []
         expected: list[Tensor] = []
         for counts in CHECKED:
             members: list[int] = []
@@ -147,11 +164,28 @@ class Decoder:
                     members.append(index)
                     rows.append(Row(tokens, start, pages[index]))
             order = sort_rows(rows)
-            found += fits(self._model, lambda rows=[rows[i] for i in order]: self.logits(rows))
-            expected += [own[members[i]][rows[i].end - 1] for i in order]
-        for owned in pages:
-            self.cache.give_back(owned)
-        check_logits(self._model, torch.stack(found), torch.stack(expected))
+            decoded += fits(self._model, lambda rows=[rows[i] for i in order]: self.logits(rows))
+            expected += [own_logits[members[i]][rows[i].end - 1] for i in order]
+        for of_prompt in pages:
+            self.cache.give_back(of_prompt)
+        wanted = torch.stack(expected)
+        difference = float((torch.stack(decoded) - wanted).norm() / wanted.norm())
+        tolerance = TOLERANCES[self._model.dtype]
+        if not difference <= tolerance:
+            raise misfit(
+                self._model,
+                f"its logits differ by {difference:.2g} of their norm from those of its own forward pass, but rounding "
+                f"explains at most {tolerance:g}: it has a state beside keys and values, or changes its logits",
+            )
+
+    def _own_logits(self, tokens: list[int]) -> Tensor:
+        """Returns the logits [tokens, vocabulary] of the model's own attention."""
+        self._model.set_attn_implementation("eager")
+        try:
+            call: Any = self._model
+            return call(torch.tensor([tokens], device=self.device), use_cache=False).logits[0].float()
+        finally:
+            self._model.set_attn_implementation(PAGED)
 
 
 CONTEXT_BYTES = 1 << 30
@@ -160,41 +194,6 @@ CONTEXT_BYTES = 1 << 30
 
 SAMPLER_COPIES = 5
 """Arrays in float32 of the size of the logits that sampling holds at the same time."""
-
-
-def _step_tokens(config: Config, device: torch.device, window: int) -> int:
-    """Returns the most tokens that a step computes."""
-    given = config.generator.engine_settings.get("max_num_batched_tokens")
-    tokens = int(given or STEP_TOKENS[device.type])
-    return max(tokens, window) if config.deterministic else tokens  # prompts are not split
-
-
-def _cache_pages(
-    config: Config,
-    shapes: Mapping[int, HeadShape],
-    *,
-    page_tokens: int,
-    window: int,
-    vocabulary: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> int:
-    """Returns the number of pages of the cache, by `generator.kv_cache_bytes` or the rest of the GPU, but no more
-    than all sequences can fill. Raises ConfigError if one sequence of the window does not fit."""
-    sequences = config.generator.max_running_groups * config.generator.group_size
-    page_bytes = page_tokens * token_bytes(shapes, dtype)
-    given = config.generator.kv_cache_bytes
-    if given is None:
-        given = _left_bytes(config, sequences * vocabulary) if device.type == "cuda" else CPU_KV_CACHE_BYTES
-    least = -(-window // page_tokens)
-    pages = min(given // page_bytes, sequences * least)
-    if pages < least:
-        raise ConfigError(
-            f"generator.kv_cache_bytes: a sequence of {window:,} tokens needs {least * page_bytes:,} bytes of keys and "
-            f"values, but there are {max(given, 0):,}; raise it, or lower generator.engine_options.max_model_len"
-        )
-    log.info("key-value cache", tokens=pages * page_tokens, bytes=pages * page_bytes, page_tokens=page_tokens)
-    return pages
 
 
 def _left_bytes(config: Config, logits: int) -> int:
@@ -272,33 +271,6 @@ def misfit(model: PreTrainedModel, why: str) -> ConfigError:
         f"model.path = {model.name_or_path!r}: a model of type {model.config.model_type} cannot be decoded ({why}); "
         f"{HOW_TO_FIX}"
     )
-
-
-def sequences(vocabulary: int) -> list[list[int]]:
-    """Returns sequences whose tokens are spread over the vocabulary."""
-    return [[(7919 * i * i + 104729 * i + 11 + 31 * n) % vocabulary for i in range(n)] for n in LENGTHS]
-
-
-def own_logits(model: PreTrainedModel, tokens: list[int], device: torch.device) -> Tensor:
-    """Returns the logits [tokens, vocabulary] of the model's own attention."""
-    model.set_attn_implementation("eager")
-    try:
-        call: Any = model
-        return call(torch.tensor([tokens], device=device), use_cache=False).logits[0].float()
-    finally:
-        model.set_attn_implementation(PAGED)
-
-
-def check_logits(model: PreTrainedModel, found: Tensor, expected: Tensor) -> None:
-    """Raises ConfigError unless the logits of paged decoding equal the logits of the model's attention."""
-    difference = float((found - expected).norm() / expected.norm())
-    tolerance = TOLERANCES[model.dtype]
-    if not difference <= tolerance:
-        raise misfit(
-            model,
-            f"its logits differ by {difference:.2g} of their norm from those of its own forward pass, but rounding "
-            f"explains at most {tolerance:g}: it has a state beside keys and values, or changes its logits",
-        )
 
 
 class ParameterLoader:

@@ -13,23 +13,14 @@ from torch import Tensor
 
 from asyncrl.config.config import Config
 from asyncrl.config.sections import Sampling as How
-from asyncrl.errors import InvariantError
-from asyncrl.generator.engine import (
-    Completion,
-    Sampling,
-    Waking,
-    check_not_updating,
-    check_request,
-    load_version,
-)
+from asyncrl.generator.engine import Completion, PartLoadingEngine, Sampling, Waking
 from asyncrl.generator.transformers_backend.cache import Request, Scheduler
 from asyncrl.generator.transformers_backend.decoder import Decoder
-from asyncrl.types import NO_VERSION
 from asyncrl.util.model_files import end_tokens, load_decoder
 from asyncrl.util.processes import peak_memory_bytes
 
 
-class TransformersEngine:
+class TransformersEngine(PartLoadingEngine):
     """The transformers library with asyncrl's continuous batching: for models that vLLM lacks, and where it cannot be
     installed.
 
@@ -38,8 +29,7 @@ class TransformersEngine:
     """
 
     def __init__(self, config: Config, *, seed: int) -> None:
-        self.version = NO_VERSION
-        self._config = config
+        super().__init__(config)
         self._decoder = Decoder(config)
         self._device = self._decoder.device
         self.loader = self._decoder.loader
@@ -66,10 +56,6 @@ class TransformersEngine:
         gc.collect()
         gc.freeze()  # keeps the engine's many objects out of later collections
 
-    @property
-    def num_running(self) -> int:
-        return len(self._requests)
-
     def add(
         self,
         key: str,
@@ -83,8 +69,7 @@ class TransformersEngine:
         priority: int = 0,
     ) -> None:
         config, generator = self._config, self._config.generator
-        deterministic, keys = self._config.deterministic, self._requests
-        check_request(self, key, len(prompt), seed=seed, deterministic=deterministic, keys=keys)
+        self._check_request(key, len(prompt), seed)
         limit = min(max_tokens or generator.max_new_tokens, self.window_tokens - len(prompt))
         self._arrivals += 1
         # When many environments answer at once, more turns wait than fit: the oldest groups' go first.
@@ -110,7 +95,7 @@ class TransformersEngine:
     def step(self) -> list[Completion]:
         """Runs one decoding step of all requests and returns the completions that ended in it. Raises InvariantError
         while an update is not committed."""
-        check_not_updating(self.loader)
+        self._check_step()
         requests, rows = self._scheduler.schedule()
         if not rows:
             return []
@@ -119,7 +104,7 @@ class TransformersEngine:
             chosen = self._decoder.routers.taken([len(row.tokens) for row in rows])
             for request, row, experts in zip(requests, rows, chosen, strict=True):
                 request.record_routing(row.start, experts)
-        sampling = [i for i, (one, row) in enumerate(zip(requests, rows, strict=True)) if row.end == len(one.tokens)]
+        sampling = [i for i, row in enumerate(rows) if row.end == len(requests[i].tokens)]
         ended: list[Request] = []
         for _, members in groupby(sorted(sampling, key=lambda i: requests[i].kind), key=lambda i: requests[i].kind):
             indices = list(members)
@@ -135,7 +120,7 @@ class TransformersEngine:
     @torch.inference_mode()
     def _sample(self, requests: list[Request], logits: Tensor) -> list[Request]:
         """Samples a token for each of the requests, which are of one kind. Returns those that ended."""
-        early = [i for i, one in enumerate(requests) if one.num_generated < one.min_tokens]
+        early = [i for i, request in enumerate(requests) if request.num_generated < request.min_tokens]
         if early and len(self._early):
             logits[torch.tensor(early, device=self._device)[:, None], self._early] = -torch.inf
         first = requests[0]  # with `deterministic` the only one
@@ -145,7 +130,7 @@ class TransformersEngine:
             request.tokens.append(token)
             request.logprobs.append(logprob)
             request.versions.append(self.version)
-        return [one for one in requests if self._is_complete(one) or one.num_generated >= one.max_tokens]
+        return [x for x in requests if self._is_complete(x) or x.num_generated >= x.max_tokens]
 
     def _is_complete(self, request: Request) -> bool:
         if request.tokens[-1] in self._ends:
@@ -172,13 +157,8 @@ class TransformersEngine:
     def abort(self, keys: Iterable[str]) -> None:
         self._scheduler.remove([self._requests.pop(key) for key in list(keys)])
 
-    def swap(self, version: int, tensors: Sequence[tuple[str, Tensor]]) -> float:
-        """Copies weights into the model between two steps, as in `Engine.swap`. On a GPU the copies may end after the
-        return, in the order of the calling thread's stream."""
-        return load_version(self.loader, version, tensors)
-
     def _set_loaded(self, version: int) -> None:
-        self.version = version
+        self._set_version(version)
         # A prompt is of one version, also if it is computed in several steps.
         self._scheduler.recompute(all_requests=self._config.weights.kv_cache == "recompute")
 
@@ -190,17 +170,12 @@ class TransformersEngine:
         """Returns the most memory that this process has used."""
         return peak_memory_bytes()
 
-    def use_own_weights(self, version: int) -> None:
-        if self.version != NO_VERSION:
-            raise InvariantError(f"engine: version {self.version} is loaded already, over the model's own weights")
-        self.version = version
-
     def sleep(self, level: int) -> None:
         self._scheduler.preempt()
         self._decoder.free(keep_weights=level == 1)
 
-    def wake(self, what: Waking) -> None:
-        if what == "weights":
+    def wake(self, part: Waking) -> None:
+        if part == "weights":
             self._decoder.restore_weights()
         else:
             self._decoder.cache.restore()

@@ -14,19 +14,11 @@ from numpy.typing import NDArray
 
 from asyncrl.config.config import Config
 from asyncrl.errors import InvariantError
-from asyncrl.generator.engine import (
-    Completion,
-    Sampling,
-    Waking,
-    check_not_updating,
-    check_request,
-    load_version,
-)
+from asyncrl.generator.engine import Completion, PartLoadingEngine, Sampling, Waking
 from asyncrl.generator.vllm_backend.scheduling import BatchWatch, check_first_versions
 from asyncrl.generator.vllm_backend.setup import build_engine, uses_adapter
 from asyncrl.generator.vllm_backend.weights import (
     SentWeights,
-    Weights,
     adapter_arguments,
     adapter_request,
     make_loader,
@@ -65,7 +57,7 @@ def _peak_of(worker: object) -> int:  # called in the process of a worker
     return peak_memory_bytes()
 
 
-class VllmEngine:
+class VllmEngine(PartLoadingEngine):
     """Continuous batching with in-flight weight updates.
 
     Not thread-safe. Nothing can be added before the first `swap`. With `deterministic` a completion is a function of
@@ -74,8 +66,7 @@ class VllmEngine:
 
     def __init__(self, config: Config, *, seed: int, sent: SentWeights | None = None) -> None:
         """`sent` describes the weights that `swap` receives; read from the model when it is None."""
-        self.version = NO_VERSION
-        self._config = config
+        super().__init__(config)
         self._requests: dict[str, _Request] = {}
         self._workers_peak_bytes = 0
         self._sent = sent or SentWeights(config)  # first: vLLM changes classes of transformers that it runs itself
@@ -85,7 +76,8 @@ class VllmEngine:
         self._watch = BatchWatch(routers)
         self._engine = build_engine(config, seed, self._watch, adapter_arguments(config, self._sent))
         self._workers = Workers(self._engine, timeout_s=config.launch.start_timeout_s)
-        self.loader = make_loader(config, self._sent, self._workers, self._set_loaded)
+        self.loader = self._loader = make_loader(config, self._sent, self._workers, self._set_loaded)
+        self.window_tokens = self._engine.model_config.max_model_len
         self.prefix_caching = bool(self._engine.vllm_config.cache_config.enable_prefix_caching)
         """True if the engine shares the keys and values of equal prompts."""
         self._adapter: LoRARequest | None = None
@@ -100,11 +92,6 @@ class VllmEngine:
         self._check_end_tokens()
         gc.collect()
         gc.freeze()  # keeps the engine's many objects out of later collections
-
-    @property
-    def window_tokens(self) -> int:
-        """The longest sequence, of prompt and completion."""
-        return self._engine.model_config.max_model_len
 
     @property
     def num_running(self) -> int:
@@ -125,8 +112,7 @@ class VllmEngine:
         priority: int = 0,
     ) -> None:
         """Starts a completion, as in `Engine.add`."""
-        deterministic, keys = self._config.deterministic, self._requests
-        check_request(self, key, len(prompt), seed=seed, deterministic=deterministic, keys=keys)
+        self._check_request(key, len(prompt), seed)
         if max_tokens == self._config.generator.max_new_tokens:
             max_tokens = None
         tokens = np.asarray(prompt).tolist()
@@ -207,7 +193,7 @@ class VllmEngine:
     def step(self) -> list[Completion]:
         """Runs one decoding step of all requests and returns the completions that ended in it. Raises InvariantError
         while an update is not committed."""
-        check_not_updating(self.loader)
+        self._check_step()
         completions: list[Completion] = []
         for output in self._workers.call(self._engine.step):
             request = self._requests.pop(output.request_id)
@@ -229,17 +215,6 @@ class VllmEngine:
         for key in keys:
             del self._requests[key]
 
-    def swap(self, version: int, tensors: Weights) -> float:
-        """Loads weights, named as in `TrainedModel.sent_shapes`, between two steps; returns the time it took in ms.
-
-        Tokens of batches that are scheduled afterwards carry `version`, tokens of a batch in flight the one before.
-        Requests in progress continue, with their KV cache kept or recomputed (`weights.kv_cache`), which drops tokens
-        in flight; cached prompts are never used across versions. On a GPU the copies may end after the return, in the
-        order of the calling thread's stream. Raises RunError when the weights do not match the model, and ConfigError
-        when the first weights cannot be loaded.
-        """
-        return load_version(self.loader, version, tensors)
-
     def _set_loaded(self, version: int) -> None:
         if self._adapter is None and uses_adapter(self._config):
             self._adapter = adapter_request()
@@ -258,12 +233,6 @@ class VllmEngine:
     def peak_memory_bytes(self) -> int:
         """Returns the most memory that this process has used, and up to the last swap each worker process, in all."""
         return peak_memory_bytes() + self._workers_peak_bytes
-
-    def use_own_weights(self, version: int) -> None:
-        """Uses the weights in `model.path` as `version`, instead of a first `swap`."""
-        if self.version != NO_VERSION:
-            raise InvariantError(f"engine: version {self.version} is loaded already, over the model's own weights")
-        self._set_version(version)
 
     def _set_version(self, version: int) -> None:
         self.version = self._watch.version = version
@@ -285,11 +254,11 @@ class VllmEngine:
         if not self._frees:
             self._engine.reset_prefix_cache(reset_running_requests=True)
 
-    def wake(self, what: Waking) -> None:
+    def wake(self, part: Waking) -> None:
         """Takes a part of the device back; with the cache the engine continues."""
         if self._frees:
-            self._workers.call(partial(self._engine.wake_up, [_TAGS[what]]))
-        elif what == "cache":
+            self._workers.call(partial(self._engine.wake_up, [_TAGS[part]]))
+        elif part == "cache":
             self._workers.call(partial(self._engine.wake_up, ["scheduling"]))
 
     @property
@@ -303,7 +272,7 @@ class VllmEngine:
             self.abort(list(self._requests))
         self._workers.close()
         self._engine.engine_core.shutdown()
-        self.loader.close()
+        self._loader.close()
 
 
 def _completion_of(key: str, output: CompletionOutput, routing: NDArray[np.uint8] | None) -> Completion:

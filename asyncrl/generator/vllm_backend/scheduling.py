@@ -138,31 +138,31 @@ class RoutingRecords:
         """Records the experts of the oldest batch in flight, before its tokens are added to their requests."""
         if experts is None and batch.total_num_scheduled_tokens:
             raise InvariantError(f"{KEY}: the engine returned a batch without its experts")
-        found = [(self._records[name], one) for name, one in (experts or {}).items() if name in self._records]
-        for record, one in found:
-            self._keep(record, one, of.block_size)
-        for record, one in found:
+        recorded = [(self._records[name], output) for name, output in (experts or {}).items() if name in self._records]
+        for record, output in recorded:
+            self._keep(record, output, of.block_size)
+        for record, output in recorded:
             # Only now: the blocks may have been computed in the same batch.
-            if one.token_start != record.end:
-                self._fill(record, one.token_start, of.block_size)
-            record.end = one.token_start + len(one.rows)
+            if output.token_start != record.end:
+                self._fill(record, output.token_start, of.block_size)
+            record.end = output.token_start + len(output.rows)
         self._forget(of)
 
-    def _keep(self, record: _Record, one: AuxRequestOutput, block_tokens: int) -> None:
-        request, start, end = record.request, one.token_start, one.token_start + len(one.rows)
+    def _keep(self, record: _Record, output: AuxRequestOutput, block_tokens: int) -> None:
+        request, start, end = record.request, output.token_start, output.token_start + len(output.rows)
         expected = (self._routers.layers, self._routers.chosen)
-        if one.rows.shape[1:] != expected:
+        if output.rows.shape[1:] != expected:
             raise ConfigError(
-                f"{KEY}: vLLM has {one.rows.shape[1]} layers with {one.rows.shape[2]} experts of a token, but "
+                f"{KEY}: vLLM has {output.rows.shape[1]} layers with {output.rows.shape[2]} experts of a token, but "
                 f"config.json in model.path has {expected[0]} with {expected[1]}; use algorithm.routing_replay=off"
             )
         keep_routing(
-            record.experts, start, one.rows, num_prompt=request.num_prompt_tokens, num_tokens=request.num_tokens
+            record.experts, start, output.rows, num_prompt=request.num_prompt_tokens, num_tokens=request.num_tokens
         )
         for number in range(start // block_tokens, min(end // block_tokens, len(request.block_hashes))):
             first = number * block_tokens
             block = record.experts[first : first + block_tokens].copy()
-            block[max(start - first, 0) :] = one.rows[max(first - start, 0) : first + block_tokens - start]
+            block[max(start - first, 0) :] = output.rows[max(first - start, 0) : first + block_tokens - start]
             self._cached[request.block_hashes[number]] = block
 
     def _fill(self, record: _Record, start: int, block_tokens: int) -> None:
@@ -181,10 +181,10 @@ class RoutingRecords:
     def _forget(self, scheduler: Scheduler) -> None:
         """Forgets requests that have ended and blocks that the cache has no more. What a request computed in a batch
         that was in flight when it was aborted is in the cache, and recorded by now."""
-        self._records = {name: one for name, one in self._records.items() if name in scheduler.requests}
+        self._records = {name: output for name, output in self._records.items() if name in scheduler.requests}
         pool = scheduler.kv_cache_manager.block_pool
         if len(self._cached) > 2 * pool.num_gpu_blocks:
-            self._cached = {key: one for key, one in self._cached.items() if pool.get_cached_block(key, [0])}
+            self._cached = {key: output for key, output in self._cached.items() if pool.get_cached_block(key, [0])}
 
 
 class OwnScheduler(ABCMeta):

@@ -87,13 +87,13 @@ def build_engine(config: Config, seed: int, watch: BatchWatch, more: Mapping[str
 
 def set_environment(config: Config) -> None:
     """Sets the variables that vLLM reads. Call it before vLLM is imported."""
-    own = CONDITIONS | {
+    needed = CONDITIONS | {
         # For steps of worker processes: the first ones of an engine compile kernels.
         "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(math.ceil(config.launch.start_timeout_s)),
         # The sockets between the engine and its workers; a path in a long TMPDIR is too long for one.
         "VLLM_RPC_BASE_PATH": str(socket_base()),
     }
-    for name, value in own.items():
+    for name, value in needed.items():
         if (former := os.environ.get(name)) not in (None, value):
             log.warning("an environment variable is replaced: the engine needs another value", name=name, was=former,
                         value=value)  # fmt: skip

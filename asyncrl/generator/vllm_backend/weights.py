@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -67,25 +66,28 @@ class SentWeights:
                 yield from revert_weight_conversion(self.model, dict(layer)).items()
             return
         parameters = dict(tensors)
-        for one in self._tensors:
-            if one.parameter in parameters:
-                yield one.name, one.of(parameters[one.parameter])
+        for tensor in self._tensors:
+            if tensor.parameter in parameters:
+                yield tensor.name, tensor.of(parameters[tensor.parameter])
 
 
 def _layer(name: str) -> str:
-    found = re.match(r".*?\.\d+\.", name)
-    return found.group() if found else ""
+    match = re.match(r".*?\.\d+\.", name)
+    return match.group() if match else ""
 
 
 class WeightLoader:
     """Passes all weights to vLLM's weight transfer engines, one in each process that computes a part of the model."""
 
-    def __init__(
-        self, config: Config, sent: SentWeights, workers: Workers, committed: Callable[[int], None] = lambda _: None
-    ) -> None:
+    refusal = "the engine cannot load new weights"
+    hint = "use a family of the table in docs/models.md"
+
+    def __init__(self, config: Config, sent: SentWeights, workers: Workers, committed: Callable[[int], None]) -> None:
         """`committed` is called with each version once it is loaded. Raises ConfigError if the model cannot be loaded
         bucket by bucket, but `weights.staging` demands it."""
         self._config, self._sent, self._workers, self._committed = config, sent, workers, committed
+        settings = config.learner.lora
+        self._expected = adapter_shapes(sent.model, settings) if settings.rank else sent.shapes
         self._shared = SharedWeights()
         self.updating = False
         """True if some weights may be of another version than others."""
@@ -93,19 +95,19 @@ class WeightLoader:
         self._has_begun = False
         """True while vLLM expects parts of an update."""
         self._by_rows: frozenset[str] = frozenset()
-        if config.weights.staging == "buckets":
+        if config.weights.staging == "buckets" and not uses_adapter(config):
             self._by_rows = self._vocabulary()
 
     def _vocabulary(self) -> frozenset[str]:
         from asyncrl.generator.vllm_backend.worker_side import loading_of
 
-        found = self._workers.rpc(loading_of)
-        if self._sent.is_computed or not all(in_place for in_place, _ in found):
+        loadings = self._workers.rpc(loading_of)
+        if self._sent.is_computed or not all(in_place for in_place, _ in loadings):
             raise ConfigError(
                 f"weights.staging = 'buckets': vLLM reloads a model of type {self._sent.model_type} layer by layer, "
                 "not in place; use weights.staging=whole, and another weights.transport than ipc"
             )
-        return frozenset(self._sent.shapes).intersection(*(names for _, names in found))
+        return frozenset(self._sent.shapes).intersection(*(names for _, names in loadings))
 
     def takes_rows(self, name: str) -> bool:
         return name in self._by_rows
@@ -114,7 +116,7 @@ class WeightLoader:
         return self._shared.memory(num_bytes) if self._workers else None
 
     def begin(self, version: int, shapes: Shapes) -> None:
-        check_fit(version, shapes, self._sent.shapes, self._config.model.path)
+        check_fit(version, shapes, self._expected, self._config.model.path)
         if not self._has_begun:
             self._workers.rpc("start_weight_update")
             self._has_begun = True
@@ -155,7 +157,7 @@ class WeightLoader:
 
     @contextmanager
     def _explaining(self) -> Iterator[None]:
-        """Turns errors of the first weights into a ConfigError: the model is of a family that vLLM cannot update."""
+        """Turns errors of the first weights into a ConfigError: vLLM cannot update models of this family."""
         try:
             yield
         except _FAULTS as error:
@@ -164,9 +166,8 @@ class WeightLoader:
             if isinstance(error, AsyncrlError) or not self._is_first or is_other:
                 raise
             raise ConfigError(
-                f"model.path = {self._config.model.path!r}: the engine cannot load new weights of a model of type "
-                f"{self._sent.model_type} ({type(error).__name__}: {error}); use a family of the table in "
-                "docs/models.md"
+                f"model.path = {self._config.model.path!r}: {self.refusal} of a model of type {self._sent.model_type} "
+                f"({type(error).__name__}: {error}); {self.hint}"
             ) from error
 
     def close(self) -> None:
@@ -176,14 +177,6 @@ class WeightLoader:
 
 class MergedLoader(WeightLoader):
     """Loads complete weights: the base, which it keeps in host memory, with the adapter added."""
-
-    @cached_property
-    def _adapter_shapes(self) -> Shapes:
-        return adapter_shapes(self._sent.model, self._config.learner.lora)
-
-    def begin(self, version: int, shapes: Shapes) -> None:
-        check_fit(version, shapes, self._adapter_shapes, self._config.model.path)
-        super().begin(version, self._sent.shapes)
 
     def load(self, parts: Sequence[WeightPart]) -> None:
         """Loads the base with the adapter, which comes at once: a weight at a time, or all if transformers computes
@@ -200,66 +193,38 @@ class MergedLoader(WeightLoader):
             super().load([weight])
 
 
-class AdapterLoader:
+class AdapterLoader(WeightLoader):
     """Replaces the adapter in all processes that compute a part of the model, once it is complete."""
 
-    updating = False
-
-    def __init__(
-        self, config: Config, sent: SentWeights, workers: Workers, committed: Callable[[int], None] = lambda _: None
-    ) -> None:
-        self._config, self._workers, self._committed = config, workers, committed
-        settings = config.learner.lora
-        self._shapes = adapter_shapes(sent.model, settings)
-        self._settings = {"r": settings.rank, "lora_alpha": settings.alpha, "target_modules": []}
-        self._shared = SharedWeights()
-        self._is_first = True
-        self._parts: list[tuple[str, Tensor]] = []
-
-    def takes_rows(self, name: str) -> bool:
-        return False
+    refusal = "vLLM cannot load the adapter"
+    hint = WITHOUT_ADAPTERS
 
     def bucket_memory(self, num_bytes: int) -> Tensor | None:
         return None
 
     def begin(self, version: int, shapes: Shapes) -> None:
-        check_fit(version, shapes, self._shapes, self._config.model.path)
-        self._parts = []
+        check_fit(version, shapes, self._expected, self._config.model.path)
+        self._parts: list[tuple[str, Tensor]] = []
 
     def load(self, parts: Sequence[WeightPart]) -> None:
         self._parts += [(part.name, part.tensor) for part in parts]
 
     def commit(self, version: int) -> None:
         """Replaces the adapter. Raises ConfigError when vLLM cannot load the first one."""
-        try:
-            if self._workers:
-                for bucket in self._shared.buckets(self._parts):
-                    self._workers.rpc("share_adapter", asdict(bucket))
-                self._workers.rpc("replace_adapter", self._settings, None)
-            else:
-                self._workers.rpc("replace_adapter", self._settings, self._parts)
-        except _FAULTS as error:
-            if isinstance(error, AsyncrlError) or not self._is_first:
-                raise
-            raise ConfigError(
-                f"model.path = {self._config.model.path!r}: vLLM cannot load the adapter ({type(error).__name__}: "
-                f"{error}); {WITHOUT_ADAPTERS}"
-            ) from error
+        lora, shared = self._config.learner.lora, bool(self._workers)
+        settings = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": []}
+        with self._explaining():
+            for bucket in self._shared.buckets(self._parts) if shared else ():
+                self._workers.rpc("share_adapter", asdict(bucket))
+            self._workers.rpc("replace_adapter", settings, None if shared else self._parts)
         self._parts, self._is_first = [], False
         self._committed(version)
 
-    def close(self) -> None:
-        """Frees the memory that is shared with worker processes."""
-        self._shared.close()
 
-
-def make_loader(
-    config: Config, sent: SentWeights, workers: Workers, committed: Callable[[int], None]
-) -> WeightLoader | AdapterLoader:
+def make_loader(config: Config, sent: SentWeights, workers: Workers, committed: Callable[[int], None]) -> WeightLoader:
     """Returns the loader for `learner.lora`."""
-    if uses_adapter(config):
-        return AdapterLoader(config, sent, workers, committed)
-    return (MergedLoader if config.learner.lora.rank else WeightLoader)(config, sent, workers, committed)
+    loader = AdapterLoader if uses_adapter(config) else MergedLoader if config.learner.lora.rank else WeightLoader
+    return loader(config, sent, workers, committed)
 
 
 def adapter_arguments(config: Config, sent: SentWeights) -> dict[str, Any]:

@@ -313,8 +313,8 @@ class StepExperts:
         """Returns the experts by request, once the copy is complete."""
         rows = np.split(self._on_host.numpy()[:, self.layers], np.cumsum(self.lengths)[:-1])
         return {
-            request: AuxRequestOutput(start, own)
-            for request, start, own in zip(self.requests, self.starts, rows, strict=True)
+            request: AuxRequestOutput(start, rows_of_request)
+            for request, start, rows_of_request in zip(self.requests, self.starts, rows, strict=True)
         }
 
 

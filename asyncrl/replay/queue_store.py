@@ -12,7 +12,7 @@ import structlog
 from asyncrl.config.config import Config
 from asyncrl.errors import JournalError, ProtocolError
 from asyncrl.observe.trace import TraceWriter
-from asyncrl.replay.history import History
+from asyncrl.replay.history import PastSteps
 from asyncrl.replay.journal import (
     DAMAGED,
     FORMAT,
@@ -122,7 +122,7 @@ def _newest_snapshot(journal: Journal | Loader, until_step: int | None) -> tuple
     return None
 
 
-class Store:
+class QueueStore:
     """A QueueState with a journal of its changes. Without a journal the state is in memory only.
 
     A journal with records is recovered: within the launch that wrote them as if nothing had happened, in a later
@@ -145,7 +145,7 @@ class Store:
         self.run_id = run_id
         self.clock = RunClock()
         self.state = QueueState(config, prompts, trace, eval_prompts)
-        self._history: History | None = None
+        self._history: PastSteps | None = None
         self._covered_step: int | None = None
         """Segments needed only by earlier steps may be dropped, according to a commit that is not written yet."""
         self._disk_was_slow = False
@@ -256,13 +256,13 @@ class Store:
         self._disk_was_slow = slow
         return slow
 
-    def history(self, step: int) -> History:
+    def history(self, step: int) -> PastSteps:
         """The batches and metrics of this committed step and of those after it."""
         if self.journal is None:
             raise ProtocolError(f"step {step} is committed, and there is no journal to read it from")
         if self._history is None or not self._history.first <= step <= self._history.last:
             segments = self.state.coverage.of_steps_from(step)
-            self._history = History(self.journal, segments, first=step, last=self.state.ledger.steps)
+            self._history = PastSteps(self.journal, segments, first=step, last=self.state.ledger.steps)
         return self._history
 
     def snapshot(self, step: int) -> bytes:
