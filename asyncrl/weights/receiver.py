@@ -325,11 +325,11 @@ class WeightReceiver(BackgroundReceiver):
         keys: str = "",
         on_host: bool = False,
     ) -> None:
-        """The sender's address; empty if `locate` returns it. Weights of more than `max_bytes` are
-        refused before memory is allocated for them, and so are adapters of another `base` (`fingerprint_of`) and, if there is
-        one, complete weights. A version for which `keeps` is true is not overwritten by a newer one before it is
-        loaded, unless nothing has been loaded yet. `keys` are the run's CURVE keys, if the sender requires them.
-        With `on_host` versions are staged in host memory whatever the transport."""
+        """The sender's address; empty if `locate` returns it. Weights of more than `max_bytes` are refused before
+        memory is allocated for them, and so are adapters of another `base` (`fingerprint_of`) and, if there is one,
+        complete weights. A version for which `keeps` is true is not overwritten by a newer one before it is loaded,
+        unless nothing has been loaded yet. `keys` are the run's CURVE keys, if the sender requires them. With `on_host`
+        versions are staged in host memory whatever the transport."""
         if rank < 1:
             raise RunError(f"weight receiver: rank {rank} is not at least 1 (generator index + 1)")
         super().__init__(device=device, keeps=keeps)

@@ -135,15 +135,16 @@ def test_versions_go_from_one_process_to_another_on_the_card(
     cleanup.append(sender.close)
     used: list[int] = []
 
-    def has_joined(after: int) -> bool:
-        return any(one.up and one.number > after for one in members.present())
+    def has_joined(former: set[bytes]) -> bool:
+        return any(peer.up and peer.id not in former for peer in members.present())
 
     members = sender._membership
     for start in range(2):  # the second receiver follows one that was killed
+        former = {peer.id for peer in members.present()}
         command = [sys.executable, str(Path(__file__).with_name("receive.py")), str(port), "ipc", str(ROUNDS + 1)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         cleanup += [process.wait, process.kill]
-        assert members._await(partial(has_joined, start), 60.0)
+        assert members._await(partial(has_joined, former), 60.0)
         for version in range(start * ROUNDS, (start + 1) * ROUNDS):
             tensors = [(name, tensor.to(gpu)) for name, tensor in weights(version)]
             began_s = time.monotonic()

@@ -224,7 +224,7 @@ def test_a_version_that_cannot_be_read_is_written_again_by_all_ranks(
 
 
 def test_a_rank_that_is_ahead_does_not_hold_up_the_rest(address: str, cleanup: list, tmp_path: Path) -> None:
-    """Rank 0 wishes to write version 0 again, of which rank 1 has version 1 by now."""
+    """Rank 0 wishes to write version 0 again, of which rank 1 already has version 1."""
     learner = Learner(str(tmp_path), 2, address, cleanup)
     announced = learner.publish(0)
     learner.send(1, 1)
@@ -233,7 +233,7 @@ def test_a_rank_that_is_ahead_does_not_hold_up_the_rest(address: str, cleanup: l
         learner.followers = [Follower(0, unread)]
         await_true(lambda: any("cannot be written" in entry["event"] for entry in logs), "it cannot be written")
     problems = [entry["reason"] for entry in logs if "cannot be written" in entry["event"]]
-    assert "learner rank 1: has version 1 by now" in problems[0]
+    assert "learner rank 1: already has version 1" in problems[0]
     learner.followers = []
     learner.send(0, 1)
     learner.main.wait()
