@@ -117,7 +117,7 @@ def frame_with(arrays: object, num_bytes: int) -> list[bytes]:
         ([], "does not have the id of this run"),
         ([b"\xc1"], "header is not msgpack"),
         ([b"\x01"], "does not have the id of this run"),
-        (changed_header(v=9), "schema version 9, this process speaks 11"),
+        (changed_header(v=9), f"schema version 9, this process speaks {SCHEMA}"),
         (changed_header(run="other"), "the message does not have the id of this run"),
         (changed_header(run="ru"), "the message does not have the id of this run"),
         (changed_header(run=["run"]), "the message does not have the id of this run"),
