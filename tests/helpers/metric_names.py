@@ -13,10 +13,17 @@ ROW = re.compile(r"^\| `([^`]+)` \|([^|]*)\|([^|]*)\|([^|]*)\|$", re.MULTILINE)
 
 
 def documented() -> dict[str, str]:
-    """The names of the page's table, each with verl's names in its row."""
+    """The names of the page's table, each with verl's names in its row; `a/{b,c}` stands for `a/b` and `a/c`."""
     rows = ROW.findall(PAGE.read_text(encoding="utf-8"))
-    assert len({name for name, *_ in rows}) == len(rows), "a name has two rows"
-    return {name: verl for name, _, _, verl in rows}
+    names = [(name, verl) for cell, _, _, verl in rows for name in _expanded(cell)]
+    assert len(dict(names)) == len(names), "a name has two rows"
+    return dict(names)
+
+
+def _expanded(cell: str) -> list[str]:
+    before, brace, rest = cell.partition("{")
+    choices, _, after = rest.partition("}")
+    return [f"{before}{choice}{after}" for choice in choices.split(",")] if brace else [cell]
 
 
 def undocumented(written: Iterable[str], *, sources: Iterable[str], parts: Iterable[str]) -> list[str]:
