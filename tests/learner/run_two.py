@@ -19,6 +19,7 @@ from torch import Tensor
 from worlds import endpoints, make_config, make_groups
 
 import asyncrl.replay.client
+import asyncrl.weights.ranks
 import asyncrl.weights.sender
 from asyncrl.learner.role import run_learner
 from asyncrl.types import Shard
@@ -85,7 +86,7 @@ class Sender:
 STEPS = 4
 asyncrl.replay.client.LearnerClient = Client  # pyright: ignore[reportAttributeAccessIssue]
 asyncrl.weights.sender.WeightSender = Sender  # pyright: ignore[reportAttributeAccessIssue]
-asyncrl.weights.sender.RankShareSender = Sender  # pyright: ignore[reportAttributeAccessIssue]
+asyncrl.weights.ranks.RankShareSender = Sender  # pyright: ignore[reportAttributeAccessIssue]
 torch.set_num_threads(1)
 config = make_config(
     model,

@@ -49,7 +49,8 @@ def test_weights_through_a_folder_with_a_generator_and_a_learner_killed(launch: 
     assert code == 0, output
     check_run(again, steps)
     left = versions(tmp_path / run.run)
-    assert left[-1].startswith(f"v{steps - 1:06d}-") and 3 <= len(left) <= 4, "float32 weights are always full"
+    # The launch that resumes publishes two versions, and those of steps that it trains again.
+    assert left[-1].startswith(f"v{steps - 1:06d}-") and 2 <= len(left) <= 4, "float32 weights are always full"
 
 
 @pytest.mark.slow

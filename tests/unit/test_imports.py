@@ -114,3 +114,9 @@ for name in {LIGHT}:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_test_files_have_different_names() -> None:
+    """pytest cannot collect two files of one name in folders that are not packages."""
+    names = [file.name for file in (PACKAGE.parent / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
