@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import textwrap
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from asyncrl.config.config import Config
 from asyncrl.data.tiny_model import make_tokenizer
@@ -111,7 +111,7 @@ def test_functions_are_called_by_a_worker_with_the_time_limit_of_the_run(
             return [0.25, 0.25]
     """)
     config = make_config({"sums": {NAME: 1.0, "exact": 1.0}, "slow": NAME, "gone": NAME, "other": "exact"}, 0.5)
-    prompts = [replace(PROMPT, data_source=source) for source in ("other", "slow", "sums")]
+    prompts = [structs.replace(PROMPT, data_source=source) for source in ("other", "slow", "sums")]
     given, warnings = dry_call(config, prompts, make_tokenizer())
     assert given == [f"{NAME} gives 0.25 for {TEXT!r}"]
     assert len(warnings) == 1 and "'slow': took longer than generator.reward_timeout_s = 0.5 s" in warnings[0]
@@ -119,7 +119,7 @@ def test_functions_are_called_by_a_worker_with_the_time_limit_of_the_run(
     with pytest.raises(
         ConfigError, match=r"^rewards: a made-up completion, .* ended its worker process \(exit code 3\)$"
     ):
-        dry_call(config, [replace(PROMPT, data_source="gone")], make_tokenizer())
+        dry_call(config, [structs.replace(PROMPT, data_source="gone")], make_tokenizer())
 
 
 def test_of_an_episode_there_are_only_warnings_and_built_in_rewards_are_not_called(

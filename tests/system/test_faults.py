@@ -88,14 +88,14 @@ class Finder(importlib.abc.MetaPathFinder):
         run = spec.loader.exec_module
         def exec_module(module):
             run(module)
-            say_ready = module.WeightReceiver._say_ready
+            run_round = module.WeightReceiver._run_round
             def fail_once(self, *arguments):
                 try:
                     os.close(os.open({marker!r}, os.O_CREAT | os.O_EXCL))
                 except FileExistsError:
-                    return say_ready(self, *arguments)
+                    return run_round(self, *arguments)
                 raise MemoryError("no room for the weights")
-            module.WeightReceiver._say_ready = fail_once
+            module.WeightReceiver._run_round = fail_once
         spec.loader.exec_module = exec_module
         return spec
 
