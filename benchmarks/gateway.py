@@ -76,8 +76,8 @@ async def _serve(folder: str, episodes: int, pipe: Connection) -> None:
     await gateway.start()
 
     def opened(name: str) -> Access:
-        def say(wish: NextTurn, tokens: list[int]) -> None:
-            loop.call_soon(session.hear, wish.branch, PolicyTurn(said, "completed"))
+        def say(turn: NextTurn, tokens: list[int]) -> None:
+            loop.call_soon(session.receive, turn.branch, PolicyTurn(said, "completed"))
 
         session = Session(name, dialogue, Limits(100_000, 500, TURNS, 600.0, 600.0), say)
         return gateway.open(session)
