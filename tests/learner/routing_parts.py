@@ -65,12 +65,12 @@ def groups_of(config: Config, engine: TransformersEngine) -> list[Group]:
         for ticket, tokens in enumerate(PROMPTS)
     ]
     for running in leases:
-        for key in running.engine_keys():
-            engine.add(key, running.lease.prompt.tokens)
+        for index in range(size):
+            engine.add(f"{running.name}.{index}", running.lease.prompt.tokens)
     done = run_all(engine)
     groups: list[Group] = []
     for running in leases:
-        running.completions = {index: [done[key]] for index, key in enumerate(running.engine_keys())}
+        running.completions = {index: [done[f"{running.name}.{index}"]] for index in range(size)}
         rewards = [float(index % 2) for index in range(size)]
         scored = Scored(running.key, rewards, [{} for _ in rewards], ["" for _ in rewards])
         groups.append(make_group(running, scored, generator=0))
