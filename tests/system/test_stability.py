@@ -24,7 +24,7 @@ def guess(demo_folder: Path, request: pytest.FixtureRequest) -> None:
 @pytest.mark.usefixtures("guess")
 def test_the_defaults_learn_from_tokens_that_are_two_versions_old(launch: Callable[..., Launched]) -> None:
     run = launch(*STALE, "--steps", "40")
-    code, output = run.end(timeout_s=400)
+    code, output = run.end(timeout_s=540)
     summary = run.summary()
     assert code == 0 and "collapse" not in summary, output
     rewards = [row["reward/mean"] for row in run.rows()]
@@ -38,7 +38,7 @@ def test_a_collapse_is_an_alarm_within_three_steps(launch: Callable[..., Launche
     run = launch(
         *STALE, "--steps", "30", "algorithm.loss=decoupled_ppo", "learner.lr=3e-3", f"learner.on_collapse={on_collapse}"
     )  # fmt: skip
-    code, output = run.end(timeout_s=400)
+    code, output = run.end(timeout_s=540)
     summary, rows = run.summary(), run.rows()
     far = [row["correction/behavior_kl"] > 0.1 for row in rows]
     raised = next(step for step in range(3, len(far) + 1) if all(far[step - 3 : step]))
