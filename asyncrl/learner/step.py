@@ -56,6 +56,7 @@ from asyncrl.learner.update import (
     Minibatch,
     TokenLosses,
     may_be_empty,
+    name_broken,
     plan_updates,
     skip_if_not_finite,
     sync_microbatches,
@@ -106,6 +107,7 @@ class Trainer:
         if not any(minibatch.num_tokens for minibatch in minibatches):
             return {"learner/tokens": 0.0, "learner/skipped_updates": 0.0}
         scores = self._score(batch, minibatches, step)
+        find_culprits = partial(self._find_culprits, batch, scores)
         with phase("advantage"):
             estimates = estimate(self.algorithm, batch, scores, self.data_ranks)
         if self.critic is not None:
@@ -137,7 +139,9 @@ class Trainer:
             if not warmup:
                 with phase("optimizer"):
                     norm = self.policy.gradient_norm()
-                if skip_if_not_finite(self.policy, minibatch, finite, norm, step, "learner.lr"):
+                if skip_if_not_finite(
+                    self.policy, minibatch, finite, norm, step, "learner.lr", find_culprits=find_culprits
+                ):
                     skipped += 1
                     continue
                 norms.append(norm)
@@ -233,6 +237,14 @@ class Trainer:
         passes = (1 if warmup else 3 if self.policy.adapters is None else 2) * self.config.learner.epochs
         passes += sum(column is not None for column in (scores.proximal_logprobs, scores.ref_logprobs))
         return float(self.data_ranks.sum(torch.tensor([self._flops.step(batch, passes=passes)], dtype=torch.float64)))
+
+    def _find_culprits(self, batch: Batch, scores: ModelScores) -> str:
+        """Returns a text with the trajectories of all ranks whose log-probs or values are not finite: through the
+        advantages they also make the losses of other trajectories non-finite."""
+        columns = (batch.behavior_logprobs, scores.proximal_logprobs, scores.ref_logprobs, scores.values)
+        finite = torch.stack([column.isfinite() for column in columns if column is not None]).all(dim=0)
+        micro_batches = batch.micro_batches
+        return name_broken(micro_batches, [finite[micro.span] for micro in micro_batches], self.data_ranks)
 
 
 @dataclass(frozen=True, slots=True)

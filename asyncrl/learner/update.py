@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -102,23 +102,26 @@ def sync_microbatches(
 
 
 def skip_if_not_finite(
-    model: TrainedModel, minibatch: Minibatch, finite: Sequence[Tensor], grad_norm: float, step: int, lr_key: str
+    model: TrainedModel,
+    minibatch: Minibatch,
+    finite: Sequence[Tensor],
+    grad_norm: float,
+    step: int,
+    lr_key: str,
+    *,
+    find_culprits: Callable[[], str] = str,
 ) -> bool:
     """Drops the update of `model` if its loss or gradient is not finite on any rank. Returns True, on all ranks, if it
     was dropped. All ranks call it, after the last backward.
 
     `finite` contains, for each micro-batch, a mask of the action tokens [N] with finite outputs and gradients. `lr_key`
-    is the config key of the learning rate, for the error. Raises RunError on all ranks if more than MAX_SKIPPED_UPDATES
-    updates in a row were skipped.
+    is the config key of the learning rate, for the error. `find_culprits` is called on all ranks if a loss is not
+    finite, and names the trajectories whose scores made it so, if there are any. Raises RunError on all ranks if more
+    than MAX_SKIPPED_UPDATES updates in a row were skipped.
     """
     ranks = model.ranks.of_data
-    names = [
-        name
-        for micro, mask in zip(minibatch.micro_batches, finite, strict=True)
-        for name in (micro.names[number] for number in micro.seq[~mask.to(micro.seq.device)].unique().tolist())
-    ]
-    if broken := _join_names(names, ranks):
-        reason = f"the loss of {broken} is not finite"
+    if broken := name_broken(minibatch.micro_batches, finite, ranks):
+        reason = f"the loss of {find_culprits() or broken} is not finite"
     elif ranks.any(not math.isfinite(grad_norm)):
         names = [name for micro in minibatch.micro_batches for name in micro.names]
         reason = f"the gradient is not finite (norm {grad_norm}), of one of {_join_names(names, ranks)}"
@@ -135,6 +138,19 @@ def skip_if_not_finite(
             "newest checkpoint again"
         )
     return True
+
+
+def name_broken(micro_batches: Sequence[MicroBatch], finite: Sequence[Tensor], ranks: Ranks) -> str:
+    """Returns a text with the trajectories of all ranks that have an action token whose mask in `finite` is false.
+
+    `finite` contains a mask [N] for each micro-batch. Empty if there is no such trajectory. All ranks call it.
+    """
+    names = [
+        micro.names[number]
+        for micro, mask in zip(micro_batches, finite, strict=True)
+        for number in micro.seq[~mask.to(micro.seq.device)].unique().tolist()
+    ]
+    return _join_names(names, ranks)
 
 
 def _join_names(names: Sequence[Name], ranks: Ranks) -> str:

@@ -225,7 +225,9 @@ class MLflow:
         self._metric = Metric
         self._client = MlflowClient(tracking_uri=uri)
         id_file = run_dir / "mlflow_run_id"
-        if id_file.exists():
+        self._in_doubt = id_file.exists()
+        """True if the answer to an earlier try was lost, so that the server may have the row."""
+        if self._in_doubt:
             self._run_id = id_file.read_text()
             self._client.update_run(self._run_id, status="RUNNING")
             return
@@ -238,7 +240,13 @@ class MLflow:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         points = [self._metric(name, value, 0, step) for name, value in metrics.items()]
-        self._client.log_batch(self._run_id, metrics=points)
+        if not (self._in_doubt and points and self._has(points[0])):
+            self._in_doubt = True
+            self._client.log_batch(self._run_id, metrics=points)
+        self._in_doubt = False
+
+    def _has(self, point: Any) -> bool:
+        return any(known.step == point.step for known in self._client.get_metric_history(self._run_id, point.key))
 
     def log_samples(self, step: int, kind: str, samples: Samples) -> None:
         self._client.log_text(self._run_id, markdown_of(samples), f"samples/{kind}-{step:06d}.md")
@@ -404,13 +412,14 @@ class Feed(threading.Thread):
         self._first_start = Future()
         self.start()
         try:
-            self._first_start.result(START_S)
-            return
-        except ConfigError:
-            raise
+            error = self._first_start.exception(START_S)
         except TimeoutError:
             problem = f"does not start within {START_S:g} s"
-        except BaseException as error:  # a custom tracker may raise anything, SystemExit included
+        else:
+            if error is None:
+                return
+            if isinstance(error, ConfigError):
+                raise error
             problem = f"does not start: {describe(error)}"
         raise ConfigError(f"{KEY} = {self.tracker!r}: {problem}; repair it or its server, or leave the tracker out")
 

@@ -285,7 +285,7 @@ MANY = 0.01
 THREAD_BOUND = 0.9
 """Fraction of the decoding time, computed by the engine's own thread, from which that thread is the limit."""
 MOSTLY = 0.7
-"""Fraction of the groups without signal above which they count as solved, or as hopeless."""
+"""Fraction of the groups without signal above which they count as solved, or as never solved."""
 
 
 def goodput_sentence(

@@ -245,16 +245,16 @@ class BackgroundSender(ABC):
 
 def send_share(
     link: Link, version: int, share: RankShare, buffer: Buffer, *, timeout_s: float, check: Callable[[], None],
-    told: Callable[[], None] = lambda: None,
+    on_bucket: Callable[[], None] = lambda: None,
 ) -> int:  # fmt: skip
-    """Sends a share. Returns the checksum of its bytes. `told` is called after each bucket."""
+    """Sends a share. Returns the checksum of its bytes. `on_bucket` is called after each bucket."""
     total = RunningChecksum()
 
     def taken() -> Iterator[Tensor]:
         starts = (cut.start for cut in share.cuts)
         for bucket in total.over(buffer.buckets(timeout_s=timeout_s, check=check), starts):
             yield bucket
-            told()
+            on_bucket()
 
     link.send(version, taken())
     return total.of(share.num_bytes)

@@ -150,14 +150,14 @@ class RankSender(BackgroundSender):
         self._beaten_s = 0.0
         self._finished: int | None = None
         """The last version that rank 0 has finished."""
-        self._rank_0_is_gone = False
+        self._rank_0_is_silent = False
 
     @abstractmethod
     def _carry_out(self, order: Any, buffer: Any) -> Answer:
         """Carries out an order about the version in the buffer. Returns the answer."""
 
     def _wants(self, version: int) -> bool:
-        return not self._rank_0_is_gone  # a generator may need the version again
+        return not self._rank_0_is_silent  # a generator may need the version again
 
     def _deliver(self, version: int, buffer: Any) -> None:
         if version != self._finished:
@@ -167,10 +167,10 @@ class RankSender(BackgroundSender):
         try:
             self._obey(version, buffer, within_s=_IDLE_S)
         except PeerTimeoutError:
-            self._rank_0_is_gone = True  # the run may be over; if not, the next version will reveal it
+            self._rank_0_is_silent = True  # the run may be over; if not, the next version will reveal it
 
     def _obey(self, version: int, buffer: Any, within_s: float = _BEAT_S) -> None:
-        """Carries out the next order, if it comes in time. Raises PeerTimeoutError if rank 0 is gone."""
+        """Carries out the next order, if it comes in time. Raises PeerTimeoutError if rank 0 is silent."""
         self._raise_if_stopping()
         order: Order | None = self._next_order(within_s)
         if order is None or order.version > version:  # or this rank has not reached that version yet

@@ -320,7 +320,9 @@ class WeightSender(BackgroundSender):
 
         def own() -> int:
             link, check = self._linked(len(peers) + 1), self._check_sending
-            return send_share(link, version, self._share, buffer, timeout_s=self._timeout_s, check=check, told=tell)
+            return send_share(
+                link, version, self._share, buffer, timeout_s=self._timeout_s, check=check, on_bucket=tell
+            )
 
         def check() -> None:
             self._check()

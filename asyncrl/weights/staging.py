@@ -1,4 +1,4 @@
-"""Where the versions that a generator receives go: into staging, or in buckets into an engine that stands still."""
+"""Reception of versions in a generator: into staging, or in buckets into an engine that stands still."""
 
 from __future__ import annotations
 
@@ -338,22 +338,22 @@ class StagedReceive:
         """True if the version of the round may come. Drops one that the engine has not taken."""
         return self._staging.reclaim()
 
-    def fill(self, links: Sequence[Link], version: int, check: Callable[[], None], told: Callable[[], None]) -> int:
+    def fill(self, links: Sequence[Link], version: int, check: Callable[[], None], on_piece: Callable[[], None]) -> int:
         """Receives a version. Returns the checksum of its bytes. `check` is called in waits for the engine or a copy,
-        `told` after each piece."""
+        `on_piece` after each piece."""
         if self._memory is not None:
-            return self._fill_through(self._memory, PieceStreams(links, version), check, told)
+            return self._fill_through(self._memory, PieceStreams(links, version), check, on_piece)
         total = RunningChecksum()
         streams: list[Iterator[Tensor]] = []
         for link, share in zip(links, self._incoming.shares, strict=True):
             targets = [self._buffer[cut.start : cut.start + cut.num_bytes] for cut in share.cuts]
             streams.append(total.over(link.receive(version, targets), [cut.start for cut in share.cuts]))
         for _ in in_turn(streams):
-            told()
+            on_piece()
         return total.of(self._incoming.num_bytes)
 
     def _fill_through(
-        self, memory: BucketMemory, streams: PieceStreams, check: Callable[[], None], told: Callable[[], None]
+        self, memory: BucketMemory, streams: PieceStreams, check: Callable[[], None], on_piece: Callable[[], None]
     ) -> int:
         for number, (start, sender, num_bytes) in enumerate(in_byte_order(self._incoming.shares)):
             memory.await_copied(number % 2, check)
@@ -361,7 +361,7 @@ class StagedReceive:
             streams.take(sender, piece, start)
             self._buffer[start : start + num_bytes].copy_(piece, non_blocking=True)
             memory.readers[number % 2] = transports.queued(piece.device)
-            told()
+            on_piece()
         for slot in (0, 1):
             memory.await_copied(slot, check)
         return streams.finish(self._incoming.num_bytes)
@@ -414,16 +414,16 @@ class StreamedReceive:
         """True if the engine stands still for the round."""
         return self.round is not None and self.round.accepted
 
-    def fill(self, links: Sequence[Link], version: int, check: Callable[[], None], told: Callable[[], None]) -> int:
+    def fill(self, links: Sequence[Link], version: int, check: Callable[[], None], on_piece: Callable[[], None]) -> int:
         """Receives all buckets, and passes each on to the engine. Returns the checksum of all bytes. `check` is called
-        in waits for the engine, `told` after each piece."""
+        in waits for the engine, `on_piece` after each piece."""
         assert self.round is not None
         streams = PieceStreams(links, version)
         for bucket in self._plan:
             memory = self.round.memory(check)
             for piece in bucket.pieces:
                 streams.take(piece.sender, memory[piece.at : piece.at + piece.num_bytes], piece.start)
-                told()
+                on_piece()
             self.round.put(bucket)
         return streams.finish(sum(piece.num_bytes for bucket in self._plan for piece in bucket.pieces))
 

@@ -13,7 +13,7 @@ import structlog
 import torch
 from torch import Tensor
 from transformers import AutoModelForTokenClassification
-from worlds import copy_weights, make_config, make_groups, make_trainer, pack_groups
+from worlds import CRITIC, copy_weights, make_config, make_groups, make_trainer, pack_groups
 
 from asyncrl.algorithms.kl import kl_estimate
 from asyncrl.errors import InvariantError, RunError
@@ -475,6 +475,26 @@ def test_only_the_update_with_the_trajectory_is_skipped(one_rank: Ranks, tiny_mo
     assert metrics["learner/tokens"] == batch.num_tokens and 0 < metrics["learner/lr"] <= 1e-3
     assert trainer.policy.skipped == 0
     assert all(weight.isfinite().all() for weight in copy_weights(trainer.policy).values())
+
+
+def test_a_non_finite_value_is_attributed_to_its_trajectory(one_rank: Ranks, tiny_model: Path) -> None:
+    config = make_config(tiny_model, **CRITIC, learner={"minibatches": 2})
+    trainer = make_trainer(config, one_rank)
+    batch = batch_of(trainer, 1)
+    ticket, number = batch.micro_batches[1].names[0]
+    reference = trainer._join
+
+    def spoil_scores(score: Any, micro_batches: Any) -> Tensor:
+        scores = reference(score, micro_batches)
+        scores[batch.micro_batches[1].start] = float("nan")
+        return scores
+
+    trainer._join = spoil_scores  # type: ignore[method-assign]
+    found: dict[str, float] = {}
+    told = reasons(lambda: found.update(trainer.train(batch, step=1)))
+    assert found["critic/skipped_updates"] >= 1 and found["learner/skipped_updates"] == 2.0
+    assert set(told[-2:]) == {f"the loss of ticket {ticket}, trajectory {number} is not finite"}
+    assert "kl/reference" not in found
 
 
 @pytest.mark.parametrize("limit", [0, 2])

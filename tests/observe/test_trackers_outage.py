@@ -134,6 +134,12 @@ def test_a_first_start_has_a_deadline(tracker: Faulty, tmp_path: Path, monkeypat
     release.set()
 
 
+def test_a_tracker_that_raises_a_timeout_has_not_missed_the_deadline(tracker: Faulty, tmp_path: Path) -> None:
+    tracker.fault = Failing("start", 1, lambda: TimeoutError("server: no answer"))
+    with pytest.raises(ConfigError, match=r"'faulty': does not start: TimeoutError: server: no answer"):
+        make_trackers(CONFIG, tmp_path)
+
+
 def test_rows_that_are_cut_off_with_the_journal_are_sent_again(tracker: Faulty, tmp_path: Path) -> None:
     log_steps(tmp_path, range(1, 5))
     file = tmp_path / "metrics.jsonl"

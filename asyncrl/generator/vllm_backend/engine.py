@@ -139,10 +139,11 @@ class VllmEngine(PartLoadingEngine):
             return copy(self._last[1])
         if asked.stop:
             self._load_tokenizer()
+        make_params = self._params if asked.seed is None else partial(sampling_params, self._config)
         request = self._engine.input_processor.process_inputs(
             "",
             tokens_input(asked.prompt, cache_salt=str(salt) if self.prefix_caching else None),
-            self._params(asked.kind, asked.seed, asked.max_tokens, asked.stop),
+            make_params(asked.kind, asked.seed, asked.max_tokens, asked.stop),
             lora_request=self._adapter,
             supported_tasks=self._engine.get_supported_tasks(),
         )
