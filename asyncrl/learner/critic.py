@@ -27,14 +27,22 @@ from asyncrl.algorithms.losses import value_loss
 from asyncrl.config.config import Config
 from asyncrl.errors import AsyncrlError, InvariantError, ProtocolError
 from asyncrl.learner.batch import Batch, MicroBatch, Name
-from asyncrl.learner.checkpoint import CHECKPOINTS, Files, PartWriter, folder_name, partial_folder, step_of
+from asyncrl.learner.checkpoint import (
+    CHECKPOINTS,
+    Files,
+    PartWriter,
+    folder_name,
+    partial_folder,
+    step_of,
+    tensors_file,
+)
 from asyncrl.learner.distributed import Ranks, enable_determinism, process_group
 from asyncrl.learner.learning_rate import learning_rate
 from asyncrl.learner.model.attention import SequenceParallel, checked, find_firsts, make_layout
 from asyncrl.learner.model.checks import check_packing
 from asyncrl.learner.model.engine import TrainedModel
 from asyncrl.learner.model.loading import hidden_states, load_value_model
-from asyncrl.learner.model.saving import model_files, restore_state, save_model
+from asyncrl.learner.model.saving import collect_state, exported_files, restore_state, save_model
 from asyncrl.learner.update import Minibatch, may_be_empty, plan_updates, skip_if_not_finite, sync_microbatches
 from asyncrl.util.processes import peak_memory_bytes
 from asyncrl.wire.endpoints import Endpoints
@@ -138,7 +146,8 @@ class Critic:
 
     def snapshot(self, folder: Path) -> Files:
         """Returns this rank's files of the critic in a checkpoint. All ranks call it."""
-        return model_files(self.model, "critic")
+        files = exported_files(self.model, "critic_model")
+        return files | {f"critic/rank-{self.ranks.rank}.safetensors": tensors_file(collect_state(self.model))}
 
     def restore(self, folder: Path) -> None:
         """Loads the critic from the checkpoint in `folder`. All ranks call it."""

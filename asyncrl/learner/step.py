@@ -46,7 +46,8 @@ from asyncrl.learner.metrics import ModelFlops, PhaseTimer, StepMetrics, batch_m
 from asyncrl.learner.model.checks import MismatchCheck
 from asyncrl.learner.model.policy import Policy, Reference
 from asyncrl.learner.model.saving import (
-    model_files,
+    collect_state,
+    exported_files,
     random_state,
     restore_random_state,
     restore_state,
@@ -180,7 +181,8 @@ class Trainer:
     def snapshot(self, folder: Path) -> Files:
         """Returns this rank's files of the checkpoint in `folder`, copied to the CPU. All ranks call it."""
         rank = self.ranks.rank
-        files = model_files(self.policy, "policy")
+        files = exported_files(self.policy, "model")
+        files[f"policy/rank-{rank}.safetensors"] = tensors_file(collect_state(self.policy))
         files[f"random/rank-{rank}.safetensors"] = tensors_file(random_state())
         if rank == 0:
             state = {"divergence_bound": self.divergence_bound.state()}

@@ -1,34 +1,33 @@
-"""Loads models as one of two ranks of ZeRO stage 3: compares them with the library's, or with a folder `large` measures
-the memory, with a complete model on each rank if the file `way` says so."""
+"""Loads and saves models as one of two ranks of ZeRO stage 3, and compares them with the library's."""
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import re
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
-from worlds import endpoints, make_config
+from worlds import endpoints, make_config, partitioning
 
 from asyncrl.config.config import Config
 from asyncrl.learner.distributed import Ranks, deepspeed, process_group
-from asyncrl.learner.model import loading, policy
+from asyncrl.learner.model import policy
 from asyncrl.learner.model.loading import load_policy_model, load_value_model
-from asyncrl.learner.model.policy import Policy, Reference
+from asyncrl.learner.model.policy import Policy
+from asyncrl.learner.model.saving import save_model
 
 DTYPES = ("float32", "bfloat16")
 
 
 def config_of(folder: Path, dtype: str, offload: str = "none") -> Config:
-    return make_config(folder, model={"dtype": dtype}, learner={"zero_stage": 3, "offload": offload})
+    learner = {"zero_stage": 3, "offload": offload}
+    return make_config(folder, **partitioning({"model": {"dtype": dtype}, "learner": learner}, 8))
 
 
 def difference(model: nn.Module, expected: nn.Module) -> str:
@@ -51,11 +50,6 @@ def difference(model: nn.Module, expected: nn.Module) -> str:
     return ""
 
 
-def device_of(parameter: Any) -> str:
-    """Returns the device of this rank's part."""
-    return parameter.ds_tensor.device.type
-
-
 def compare(folder: Path, dtype: str) -> dict[str, str]:
     config, path = config_of(folder, dtype), str(folder)
     options: dict[str, Any] = {"dtype": getattr(torch, dtype)}
@@ -70,55 +64,28 @@ def compare(folder: Path, dtype: str) -> dict[str, str]:
     return found
 
 
-def peak_bytes(load: Any) -> int:
-    """Returns by how much anonymous memory was larger at its peak while the function ran than before."""
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-    before, ended, highest = anonymous_bytes(), threading.Event(), [0]
-
-    def watch() -> None:
-        while not ended.wait(0.001):
-            highest[0] = max(highest[0], anonymous_bytes())
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    kept = load()
-    ended.set()
-    thread.join()
-    del kept
-    return highest[0] - before
-
-
-def anonymous_bytes() -> int:
-    match = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert match is not None
-    return int(match[1]) * 1024
-
-
-def measure(config: Config, ranks: Ranks, warm: Path) -> dict[str, int]:
-    """Returns the peaks of making the reference and the policy with its optimizer, without their first forward pass."""
+def save(folder: Path, out: Path, ranks: Ranks) -> str:
+    """Saves the model as it is loaded. Returns the names of the tensors that are not the folder's, bit for bit."""
     with patch.object(policy, "check_packing", lambda *args: None):
-        Policy(config_of(warm, "float32"), ranks)
-        peaks = {"reference": peak_bytes(lambda: Reference(config, ranks))}
-        return peaks | {"policy": peak_bytes(lambda: Policy(config, ranks))}
+        save_model(Policy(config_of(folder, "float32"), ranks), out / folder.name)
+    saved, source = (load_file(path / "model.safetensors") for path in (out / folder.name, folder))
+    names = sorted(saved.keys() | source.keys())
+    return " ".join(
+        name for name in names if not torch.equal(*(each.get(name, torch.empty(0)) for each in (saved, source)))
+    )
 
 
 def main(rank: int, port: int, models: Path, out: Path) -> None:
     torch.set_num_threads(1)
     result: dict[str, Any] = {}
     with process_group(endpoints(port), rank, 2, start_timeout_s=120, timeout_s=60) as ranks:
-        large = models / "large"
-        if large.exists():
-            way = (models / "way").read_text()
-            skipped = patch.object(loading, "load_partitioned", lambda *args, **options: None)
-            with skipped if way == "complete" else patch.dict(os.environ):
-                result = measure(config_of(large, "float32"), ranks, models / "warm")
-        else:
-            for folder in sorted(models.iterdir()):
-                for dtype in DTYPES:
-                    result[f"{folder.name}-{dtype}"] = compare(folder, dtype)
-            of_host = Policy(config_of(models / "qwen2", "float32", "all"), ranks)
-            devices = set(map(device_of, of_host.model.parameters()))
-            result["devices"] = sorted(devices)
+        for folder in sorted(models.iterdir()):
+            for dtype in DTYPES:
+                result[f"{folder.name}-{dtype}"] = compare(folder, dtype)
+            result[f"{folder.name}-saved"] = save(folder, out, ranks)
+        of_host = Policy(config_of(models / "qwen2", "float32", "all"), ranks)
+        parameters: list[Any] = list(of_host.model.parameters())
+        result["devices"] = sorted({parameter.ds_tensor.device.type for parameter in parameters})
     (out / f"{rank}.json").write_text(json.dumps(result))
     os._exit(0)
 

@@ -112,7 +112,7 @@ def test_its_state_is_that_of_a_critic_in_the_learner(
         critic.snapshot(tmp_path / "checkpoints" / "step-000002.partial")
         assert process.wait(20) == 1
     log = (tmp_path / "run_critic.log").read_text()
-    assert "step-000002.partial cannot be written: [Errno 20] Not a directory" in log
+    assert "step-000002.partial cannot be written: [Errno 17] File exists" in log
 
 
 def rows(batch, *columns):  # type: ignore[no-untyped-def]

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from export_ranks import CASES
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-from worlds import CRITIC, STATE_RUNS, copy_weights, make_config, make_model, make_trainer, spawn, train_steps
+from transformers import AutoModelForCausalLM
+from worlds import CRITIC, STATE_RUNS, copy_weights, make_config, make_trainer, spawn, train_steps
 
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.learner.critic import Critic
@@ -23,70 +24,9 @@ from asyncrl.learner.model import saving
 from asyncrl.learner.model.engine import STEP
 from asyncrl.learner.model.loading import load_policy_model, read_other_files
 from asyncrl.learner.model.policy import Policy
-from asyncrl.learner.model.saving import (
-    BASE,
-    FILE_BYTES,
-    SKIPPED,
-    collect_state,
-    restore_state,
-    save_model,
-    weight_files,
-)
-from asyncrl.util.files import SINGLE, tensor_files
-from asyncrl.weights.model_tensors import CheckpointTensor
-from benchmarks.families import save_family
+from asyncrl.learner.model.saving import BASE, SKIPPED, collect_state, restore_state, save_model
+from asyncrl.util.files import tensor_files
 from tests.helpers.selection import selected_names, slow_except
-
-Results = tuple[Path, list[dict[str, str]]]
-
-
-def spawn_ranks(models: Path, out: Path, port: int) -> list[dict[str, Any]]:
-    spawn("export_ranks.py", models, out, port, ranks=2, timeout_s=200)
-    return [json.loads((out / f"{rank}.json").read_text()) for rank in range(2)]
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory, free_port: Callable[[], int]) -> Results:
-    models, out = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("out")
-    make_model(models / "qwen2")
-    for name in {name for name, _ in CASES} - {"qwen2"}:
-        save_family(name, models / name)
-        for path in (models / "qwen2").glob("tokenizer*"):
-            shutil.copy(path, models / name)
-    return out, spawn_ranks(models, out, free_port())
-
-
-def weights_in(folder: Path) -> dict[str, Tensor]:
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-
-
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("index", range(len(CASES)), ids=[f"{name}-{options}" for name, options in CASES])
-def test_two_ranks_write_the_bits_of_the_library(index: int, results: Results) -> None:
-    folder = results[0] / str(index) / "model"
-    found, expected = weights_in(folder), weights_in(folder.with_name("expected"))
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():
-        assert tensor.dtype == expected[name].dtype and torch.equal(tensor, expected[name]), name
-    files = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
-    assert sorted(path.name for path in folder.glob("*.safetensors")) == files
-    assert {name: path.name for name, path in tensor_files(folder).items()} == {
-        name: file for file in files for name in load_file(folder / file)
-    }
-    sizes = [(folder / file).stat().st_size for file in files]
-    assert max(sizes) < 2 * min(sizes), "both ranks have about the same"
-    assert (folder / "config.json").read_text() == (folder.with_name("expected") / "config.json").read_text()
-    assert not (folder / SINGLE).exists() and not list(folder.glob(".*")) and (folder / "tokenizer.json").exists()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-    again = AutoModelForCausalLM.from_pretrained(folder.with_name("expected"), dtype="auto").state_dict()
-    assert all(torch.equal(tensor, again[name]) for name, tensor in model.state_dict().items())
-
-
-def test_all_ranks_hear_of_one_that_cannot_write(results: Results) -> None:
-    for found in results[1]:
-        assert "the model cannot be written to" in found["full"] and "No space left on device" in found["full"]
-        assert found["left"] == "full.partial", "a model that is not complete is not there"
-
 
 GENERATION: list[dict[str, Any]] = [
     {"do_sample": False, "temperature": 0.6, "top_p": 0.9, "eos_token_id": 1, "pad_token_id": 0},
@@ -166,51 +106,30 @@ def test_a_model_that_cannot_be_saved_is_refused_before_it_is_trained(
         Policy(make_config(tiny_model), one_rank)
 
 
-def tensor_of(name: str, elements: int, dtype: torch.dtype = torch.float32) -> CheckpointTensor:
-    return CheckpointTensor(name, dtype, (elements,), name, 0)
+def test_a_large_model_is_several_files(
+    one_rank: Ranks, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split = partial(saving.split_torch_state_dict_into_shards, max_shard_size=20_000)
+    monkeypatch.setattr(saving, "split_torch_state_dict_into_shards", split)
+    save_model(Policy(make_config(tiny_model), one_rank), tmp_path / "model")
+    saved, source = (
+        AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (tmp_path / "model", tiny_model)
+    )
+    assert len(set(tensor_files(tmp_path / "model").values())) > 2 and saved.keys() == source.keys()
+    assert all(torch.equal(tensor, source[name]) for name, tensor in saved.items())
 
 
-def test_files_have_equal_parts_of_the_tensors_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors = [tensor_of(str(index), 10 + index % 3) for index in range(40)]
-    assert [file.name for file in weight_files(tensors, 4)] == [SINGLE], "so small a model is not shared"
-    monkeypatch.setattr(saving, "MIN_SHARE_BYTES", 100)
-    for writers in (1, 2, 3, 8):
-        files = weight_files(tensors, writers)
-        assert [tensor for file in files for tensor in file.tensors] == tensors
-        assert [file.rank for file in files] == list(range(writers))
-        sizes = [file.num_bytes for file in files]
-        assert max(sizes) - min(sizes) <= 2 * 4 * 12
-    monkeypatch.setattr(saving, "FILE_BYTES", 200)
-    files = weight_files([*tensors, tensor_of("large", 100)], 2)
-    assert {file.rank for file in files} == {0, 1} and len({file.name for file in files}) == len(files)
-    assert all(file.num_bytes <= 200 for file in files[:-1]) and files[-1].num_bytes == 400 < FILE_BYTES
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(240)
-def test_no_rank_holds_the_complete_model(tmp_path: Path, free_port: Callable[[], int]) -> None:
-    """100 million parameters in float32, ZeRO stage 3; what both ranks hold without that is a half of it."""
-    large = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=8192, hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12,
-            num_key_value_heads=12, tie_word_embeddings=False,
-        )
-    )  # fmt: skip
-    num_bytes = 4 * sum(parameter.numel() for parameter in large.parameters())
-    large.save_pretrained(tmp_path / "models" / "large")
-    del large
-    make_model(tmp_path / "models" / "warm")
-    out = tmp_path / "out"
-    out.mkdir()
-    found = spawn_ranks(tmp_path / "models", out, free_port())
-    table = {way: [f"{one[way] / (1 << 20):.0f} MiB" for one in found] for way in found[0]}
-    print(f"model {num_bytes / (1 << 20):.0f} MiB, memory beyond that before, of each rank: {table}")
-    limit = (
-        num_bytes / 2 + 4 * (1 << 24) + 2 * 4 * 8192 * 768
-    )  # a rank's file, a gathered part, the largest tensor twice
-    assert max(one["shares"] for one in found) < limit, table
-    assert found[0]["complete"] > num_bytes, table
-    assert len(list((out / "shares").glob("*.safetensors"))) == 2
+@pytest.mark.parametrize("former", [False, True])
+def test_a_model_that_cannot_be_written_is_not_there(
+    former: bool, one_rank: Ranks, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = Policy(make_config(tiny_model), one_rank)
+    if former:
+        save_model(policy, tmp_path / "model")
+    monkeypatch.setattr(saving, "save_file", Mock(side_effect=OSError("No space left on device")))
+    with pytest.raises(RunError, match=r"the model cannot be written to .*model: No space left on device; free disk"):
+        save_model(policy, tmp_path / "model")
+    assert {path.name for path in tmp_path.iterdir()} == {"model.partial"} | ({"model"} if former else set())
 
 
 QUICK = ("zero3", "bfloat16-zero1", "lora-zero3")

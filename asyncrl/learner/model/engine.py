@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -125,9 +125,8 @@ class TrainedModel:
         if self.engine.was_step_applied():
             raise InvariantError("DeepSpeed applied an update although its gradient is not finite")
 
-    def weights(self, wanted: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yields the name and full weight of every parameter, tied ones once, and adapters merged into them; with
-        `wanted`, of these parameters only.
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the name and full weight of every parameter, tied ones once, and adapters merged into them.
 
         All ranks iterate. With ZeRO stage 3 the ranks gather the weights in parts, and a tensor is valid only until the
         next one is requested.
@@ -136,8 +135,8 @@ class TrainedModel:
         for part in self._parts():
             with self._gathered([parameter for _, parameter in part]):
                 for name, parameter in part:
-                    if wanted is None or name in wanted:
-                        yield name, _with_adapter(factors.get(name), parameter.detach())
+                    weight, added = parameter.detach(), factors.get(name)
+                    yield name, weight if added is None else merged(weight, added)
 
     def sent_slices(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the name and this rank's slice (`weights/layout.py`) of every parameter that generators get, a flat
@@ -158,13 +157,9 @@ class TrainedModel:
                 flat = parameter.detach().reshape(-1)[first:last]
             yield name, flat if ranks > 1 else flat.view(shape)
 
-    def shapes(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-        """Returns the name, dtype and full shape of all weights in the order of `weights`, without gathering them."""
-        return _described(self._named())
-
     def sent_shapes(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-        """Returns the same of what generators get, in the order of `sent_slices`."""
-        return _described(self._sent())
+        """Returns the name, dtype and full shape of what generators get, in the order of `sent_slices`."""
+        return [(name, weight.dtype, tuple(getattr(weight, "ds_shape", weight.shape))) for name, weight in self._sent()]
 
     def factors(self) -> dict[str, Factors]:
         """Returns copies of the adapters' matrices, by the name of the weight that they change; empty without adapters.
@@ -176,12 +171,7 @@ class TrainedModel:
 
     def collect_weights(self) -> dict[str, Tensor]:
         """Returns all weights, on the CPU, on rank 0 and an empty dict on other ranks. All ranks call it."""
-        first = self.ranks.rank == 0
-        return {name: weight.to("cpu", copy=True) for name, weight in self.weights(None if first else ())}
-
-    def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
-        named = self.model.named_parameters()
-        return named if self.adapters is None else self.adapters.frozen(named)
+        return {name: weight.to("cpu", copy=True) for name, weight in self.weights() if self.ranks.rank == 0}
 
     def _sent(self) -> Iterator[tuple[str, nn.Parameter]]:
         return self.model.named_parameters() if self.adapters is None else self.adapters.named()
@@ -189,7 +179,8 @@ class TrainedModel:
     def _parts(self) -> Iterator[list[tuple[str, nn.Parameter]]]:
         part: list[tuple[str, nn.Parameter]] = []
         elements = 0
-        for name, parameter in self._named():
+        named = self.model.named_parameters()
+        for name, parameter in named if self.adapters is None else self.adapters.frozen(named):
             part.append((name, parameter))
             elements += getattr(parameter, "ds_numel", parameter.numel())
             if elements >= GATHER_ELEMENTS:
@@ -224,14 +215,6 @@ class TrainedModel:
         if self.sharded:
             return [gradient for group in optimizer.averaged_gradients.values() for gradient in group]
         return [p.grad for p in self.network.parameters() if p.grad is not None]
-
-
-def _described(named: Iterator[tuple[str, nn.Parameter]]) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-    return [(name, weight.dtype, tuple(getattr(weight, "ds_shape", weight.shape))) for name, weight in named]
-
-
-def _with_adapter(factors: Factors | None, weight: Tensor) -> Tensor:
-    return weight if factors is None else merged(weight, factors)
 
 
 def first_state(parameter: Tensor) -> dict[str, Tensor]:
