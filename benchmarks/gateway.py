@@ -72,7 +72,7 @@ async def _serve(folder: str, episodes: int, pipe: Connection) -> None:
 
     dialogue = Dialogue(folder, trust_remote_code=False, max_observation_tokens=2048).chat
     said = [*dialogue.rendering.encode(CALL), dialogue.ends.last]
-    gateway, loop = Gateway(dialogue), asyncio.get_running_loop()
+    gateway, loop = Gateway(), asyncio.get_running_loop()
     await gateway.start()
 
     def opened(name: str) -> Access:

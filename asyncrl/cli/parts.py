@@ -89,24 +89,19 @@ def verifiers(
     python: Annotated[
         str | None, typer.Option(help="Interpreter that has the library and the environment; this one when not set.")
     ] = None,
-    split: Annotated[str, typer.Option(help="Rows to write: train or eval.")] = "train",
     rows: Annotated[int | None, typer.Option(min=1, help="Only the first N rows; all when not set.")] = None,
 ) -> None:
     """Write the rows of a verifiers environment."""
-    if split not in ("train", "eval"):
-        raise ConfigError(f"--split {split!r}: not one of train, eval")
     given = dict(parse_override(text) for text in options or [])
-    written = make_verifiers_rows(env, out, python=python, split=split, limit=rows, options=given)
+    written = make_verifiers_rows(env, out, python=python, limit=rows, options=given)
     print(f"{out}: {written} rows written")
 
 
-def make_verifiers_rows(
-    name: str, out: Path, *, python: str | None, split: str, limit: int | None, options: dict[str, Any]
-) -> int:
+def make_verifiers_rows(name: str, out: Path, *, python: str | None, limit: int | None, options: dict[str, Any]) -> int:
     """Writes the rows of the environment in verl's schema, each with the environment's row in `extra_info.verifiers`;
     returns their number. Raises ConfigError if the environment or its rows cannot be loaded, and DataError for a value
     that a row cannot hold."""
-    from asyncrl.environments.programs.agent_client import read_rows, verifiers_python
+    from asyncrl.environments.programs.program import read_rows, verifiers_python
 
     check_rows_file(out)
     interpreter = verifiers_python(name, python)
@@ -121,10 +116,10 @@ def make_verifiers_rows(
             },
             "extra_info": {"index": index, "verifiers": found["row"]},
         }
-        for index, found in enumerate(read_rows(name, options, python=interpreter, split=split, limit=limit))
+        for index, found in enumerate(read_rows(name, options, python=interpreter, limit=limit))
     ]
     if not rows:
-        raise ConfigError(f"verifiers:{name}: it has no rows of the split {split}")
+        raise ConfigError(f"verifiers:{name}: it has no rows")
     write_rows(out, rows)
     return len(rows)
 

@@ -80,10 +80,10 @@ class EnvironmentHost:
             {HostRequest: self._handle},
         )
         self._generator = b""
-        self._gateway = Gateway(self._dialogue)
+        self._gateway = Gateway()
         self._players: dict[str, Player | ProgramPlayer] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._stuck: list[Player | ProgramPlayer] = []
+        self._stuck: list[Player] = []
         """Players of ended episodes that may have calls which have not returned."""
         self._says: list[tuple[NextTurn, Array]] = []
         self._ended: list[EpisodeEnded] = []
@@ -155,7 +155,7 @@ class EnvironmentHost:
             self._flush_soon()
         finally:
             del self._players[episode], self._tasks[episode]
-            if player.stuck:
+            if isinstance(player, Player) and player.stuck:
                 self._stuck.append(player)
 
     def _note_failure(self, task: asyncio.Task[None]) -> None:

@@ -80,12 +80,12 @@ ENVIRONMENTS: dict[str, str] = {
 }
 """Module and class of each built-in environment, imported when it is used."""
 SCHEMES: dict[str, str] = {
-    "agent": "asyncrl.environments.programs.agent_client:load_agent",
+    "agent": "asyncrl.environments.programs.program:load_agent",
     "gymnasium": "asyncrl.environments.adapters.gymnasium:load_gymnasium",
     "mcp": "asyncrl.environments.adapters.mcp:load_mcp",
     "skyrl": "asyncrl.environments.adapters.skyrl:load_skyrl",
     "trl": "asyncrl.environments.adapters.trl:load_trl",
-    "verifiers": "asyncrl.environments.programs.agent_client:load_verifiers",
+    "verifiers": "asyncrl.environments.programs.program:load_verifiers",
     "verl": "asyncrl.environments.adapters.verl:load_verl",
 }
 """Module and function that load an environment named `SCHEME:REST`, from REST, options and `environment.python`."""

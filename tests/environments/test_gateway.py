@@ -63,7 +63,7 @@ def play(
     async def run() -> tuple[Any, Policy, list[int]]:
         policy, dialogue = Policy(texts, delay_s=delay_s), CharacterDialogue()
         policy.session = Session("7.0.1", dialogue, Limits(WINDOW, 50, turns, 10.0, 10.0), policy.say)
-        gateway = Gateway(dialogue)
+        gateway = Gateway()
         await gateway.start()
         access = gateway.open(policy.session)
         try:

@@ -57,7 +57,7 @@ async def _play(
 ) -> list[Played]:
     program: Any = load_environment(name, options, python=python)
     dialogue = CharacterDialogue()
-    gateway, played = Gateway(dialogue), [Played(None) for _ in tasks]  # type: ignore[arg-type]
+    gateway, played = Gateway(), [Played(None) for _ in tasks]  # type: ignore[arg-type]
 
     def say(player: ProgramPlayer, wish: NextTurn, tokens: list[int]) -> None:
         number = int(player.start.episode)

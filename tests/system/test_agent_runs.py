@@ -184,7 +184,7 @@ def test_a_taskset_of_verifiers_trains_with_a_harness_in_its_process(folder: Pat
     save_talking_model(folder / "model", ["0", "2", "4", ""])
     options = {"taskset": {"size": 3}}
     make_verifiers_rows(
-        "sums", Path("sums.parquet"), python="vf4/bin/python", split="train", limit=None, options=options
+        "sums", Path("sums.parquet"), python="vf4/bin/python", limit=None, options=options
     )
     environment = {"name": "verifiers:sums", "python": "vf4/bin/python", "options": {"verifiers:sums": options}}
     run_dir = train("sums.yaml", f"environment={json.dumps(environment)}")

@@ -113,8 +113,6 @@ class TurnRequest:
     tools: tuple[Any, ...] = ()
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
-    tokens: tuple[int, ...] | None = None
-    """The prompt as tokens, in place of messages."""
     digest: str = ""
     """Equal for requests of which one may repeat the other."""
     is_retry: bool = False
@@ -140,7 +138,7 @@ SAMPLING = (
 )  # fmt: skip
 """Ignored: the run determines the sampling."""
 READ = frozenset({
-    "messages", "prompt", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stop", "stream",
+    "messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stop", "stream",
     "stream_options", "return_token_ids", "model", TEMPLATE_COLUMN,
 })  # fmt: skip
 NO_EFFECT = frozenset({
@@ -156,11 +154,7 @@ DEFAULTS: Mapping[str, Any] = {
 """Fields whose default is taken; other values are refused."""
 DISTRIBUTION = "it changes the distribution from which the policy is trained"
 REASONS: Mapping[str, str] = {
-    "n": "one completion for each request; send several requests",
-    "best_of": "one completion for each request; send several requests",
-    "functions": "the older form of tools; send tools",
-    "function_call": "the older form of tool_choice; send tools and tool_choice",
-    "parallel_tool_calls": f"{DISTRIBUTION}; a turn may have several calls",
+    **dict.fromkeys(("n", "best_of"), "one completion for each request; send several requests"),
     **dict.fromkeys(
         ("logprobs", "top_logprobs", "prompt_logprobs"),
         "they stay in the generator, which trains with them; leave this out",
@@ -170,13 +164,10 @@ REASONS: Mapping[str, str] = {
         "options of the chat template are those of the run; set data.template_options",
     ),
     **dict.fromkeys(
-        ("add_generation_prompt", "continue_final_message"),
-        "the policy continues a last message of the assistant, and else begins a turn",
-    ),
-    **dict.fromkeys(
         (
             "response_format", "logit_bias", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
             "structured_outputs", "min_tokens", "bad_words", "stop_token_ids", "allowed_token_ids", "ignore_eos",
+            "parallel_tool_calls",
         ),
         DISTRIBUTION,
     ),
@@ -211,29 +202,20 @@ def chat_request(
     tools = body.get("tools") or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) and "function" in tool for tool in tools):
         raise GatewayError('tools: a list of objects with a "function" is required')
-    shown = () if body.get("tool_choice") == "none" else tuple(tools)
-    return _request(body, content, headers, messages=tuple(map(normalized, messages)), tools=shown)
-
-
-def text_request(body: Mapping[str, Any], content: bytes, headers: Mapping[str, str]) -> TurnRequest:
-    """The request of `completions`, whose prompt is a list of tokens. Raises GatewayError."""
-    _check_fields(body, {})
-    prompt = body.get("prompt")
-    if not isinstance(prompt, list) or not prompt or not all(type(token) is int and token >= 0 for token in prompt):
-        raise GatewayError("prompt: a list of tokens is required; texts are for chat/completions")
-    return _request(body, content, headers, messages=(), tokens=tuple(prompt))
+    key, count = headers.get(IDEMPOTENCY), headers.get(RETRY_COUNT, "0")
+    return TurnRequest(
+        messages=tuple(map(normalized, messages)),
+        tools=() if body.get("tool_choice") == "none" else tuple(tools),
+        max_tokens=_limit(body),
+        stop=_stop(body),
+        digest=key or hashlib.blake2b(content, digest_size=16).hexdigest(),
+        is_retry=key is not None or (count.isdecimal() and int(count) > 0),
+    )
 
 
 def sampling_of(body: Mapping[str, Any]) -> list[str]:
     """The parameters of the request that are ignored."""
     return [name for name in SAMPLING if body.get(name) is not None]
-
-
-def _request(body: Mapping[str, Any], content: bytes, headers: Mapping[str, str], **prompt: Any) -> TurnRequest:
-    key, count = headers.get(IDEMPOTENCY), headers.get(RETRY_COUNT, "0")
-    digest = key or hashlib.blake2b(content, digest_size=16).hexdigest()
-    is_retry = key is not None or (count.isdecimal() and int(count) > 0)
-    return TurnRequest(**prompt, max_tokens=_limit(body), stop=_stop(body), digest=digest, is_retry=is_retry)
 
 
 def _limit(body: Mapping[str, Any]) -> int | None:
@@ -272,7 +254,7 @@ def _check_fields(body: Mapping[str, Any], template_options: Mapping[str, Any]) 
             continue
         if name in DEFAULTS and value == DEFAULTS[name]:
             continue
-        reason = REASONS.get(name, "this server has no such field; leave it out")
+        reason = REASONS.get(name, "this server does not honour it; leave it out")
         raise GatewayError(f"{name} = {_shown(value)}: {reason}")
 
 
@@ -293,13 +275,6 @@ def chat_completion(episode: str, answer: TurnAnswer, *, model: str, with_tokens
     if with_tokens:
         response["prompt_token_ids"], choice["token_ids"] = answer.prompt_tokens, answer.tokens
     return response
-
-
-def text_completion(episode: str, answer: TurnAnswer, text: str, *, model: str) -> dict[str, Any]:
-    """The response of `completions`."""
-    finish = "length" if answer.truncated else "stop"
-    choice = {"index": 0, "text": text, "logprobs": None, "token_ids": answer.tokens, "finish_reason": finish}
-    return _head(episode, answer, model, "text_completion") | {"choices": [choice], "usage": _usage(answer)}
 
 
 def chat_chunks(episode: str, answer: TurnAnswer, *, model: str, with_usage: bool) -> Iterator[bytes]:

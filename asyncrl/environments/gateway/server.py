@@ -2,7 +2,6 @@
 
 GET  /e/EPISODE/v1/models
 POST /e/EPISODE/v1/chat/completions     also with "stream"
-POST /e/EPISODE/v1/completions          the prompt is a list of tokens
 POST /e/EPISODE/v1/reward               {"reward": 1.0, "parts": {...}}, for programs that do not return one
 """
 
@@ -17,7 +16,6 @@ import msgspec
 import structlog
 from aiohttp import web
 
-from asyncrl.environments.dialogue.dialogue import Dialogue
 from asyncrl.environments.gateway.api import (
     MODEL,
     Access,
@@ -29,8 +27,6 @@ from asyncrl.environments.gateway.api import (
     models,
     read_body,
     sampling_of,
-    text_completion,
-    text_request,
 )
 from asyncrl.environments.gateway.session import Session
 from asyncrl.wire.endpoints import LOOPBACK
@@ -46,8 +42,7 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Gateway:
     """The HTTP server of an environment host; `start` opens its port."""
 
-    def __init__(self, dialogue: Dialogue) -> None:
-        self._dialogue = dialogue
+    def __init__(self) -> None:
         self._sessions: dict[str, tuple[Session, str]] = {}
         """The session and the key of each episode in progress."""
         self._runner: web.AppRunner | None = None
@@ -61,7 +56,7 @@ class Gateway:
         for name in ("NO_PROXY", "no_proxy"):
             os.environ[name] = ",".join(filter(None, (os.environ.get(name), LOOPBACK)))
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
-        routes = {"chat/completions": self._chat, "completions": self._complete, "reward": self._reward}
+        routes = {"chat/completions": self._chat, "reward": self._reward}
         app.router.add_get("/e/{episode}/v1/models", self._models)
         for path, handler in routes.items():
             app.router.add_post(f"/e/{{episode}}/v1/{path}", handler)
@@ -117,15 +112,6 @@ class Gateway:
         else:
             with_tokens = bool(body.get("return_token_ids"))
             response = _json(chat_completion(session.episode, answer, model=model, with_tokens=with_tokens))
-        return await _delivered(session, answer, response, request)
-
-    async def _complete(self, request: web.Request) -> web.StreamResponse:
-        session, content = self._session(request), await request.read()
-        body = read_body(content)
-        self._note(sampling_of(body))
-        answer = await session.complete(text_request(body, content, request.headers))
-        model, text = str(body.get("model") or MODEL), self._dialogue.text_of(answer.tokens)
-        response = _json(text_completion(session.episode, answer, text, model=model))
         return await _delivered(session, answer, response, request)
 
     async def _reward(self, request: web.Request) -> web.StreamResponse:

@@ -204,8 +204,6 @@ class Session:
         and the conversation, which is a new one unless it continues the complete branch."""
         tools = json.dumps(request.tools, sort_keys=True)
         new = _Conversation(len(self._conversations), tools)
-        if request.tokens is not None:
-            return 0, 0, list(request.tokens), new
         known = [branch for branch in self._conversations if branch.tools == tools]
         common = [branch.common_turns(request.messages) for branch in known]
         if not any(common):

@@ -1,181 +1,218 @@
-"""Runs an agent program, in the host's process or in a separate one."""
+"""Agent programs by name. Those of a host run in one process of their own, in this interpreter or another
+(`environment.python`), which needs nothing of asyncrl."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import json
 import os
+import re
 import signal
-from collections.abc import Awaitable, Callable, Mapping
-from functools import partial
-from typing import Any, Protocol
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import structlog
 
 from asyncrl.config.sections import Options
-from asyncrl.environments.gateway.api import MODEL, Access
-from asyncrl.environments.programs.subprocess_agent import accepted
+from asyncrl.environments.gateway.api import Access
+from asyncrl.errors import ConfigError
 
-MAX_OUTPUT_BYTES = 1 << 20
-"""Maximum size of the end of a command's standard output, and of its errors, that is kept."""
-MAX_ERROR_CHARACTERS = 400
-END_S = 3.0
-"""Deadline for a killed command to end."""
-GUARDED = """{ read -r _; kill -s KILL -- -$$; } <"/dev/fd/$1" >/dev/null 2>&1 &
-exec /bin/sh -c "$0"
-"""
-"""Runs the command $0 in the shell's process group, which is killed when the pipe $1 has no writer any more."""
+log = structlog.get_logger()
+
+SCRIPT = Path(__file__).with_name("subprocess_agent.py")
+CLOSE_S = 2.0
+"""Time for a process to release what its episodes hold, and to end."""
+START_S = 120.0
+"""Deadline for the interpreter to import the program."""
+MAX_LINE_BYTES = 64 << 20
+FUNCTION = re.compile(r"\S+:[A-Za-z_]\w*")
 
 
 class ProgramError(Exception):
-    """The program has failed, or ended without a result that is a reward. `result` is the reward that it has
-    nevertheless, which counts if it failed because a limit was reached."""
-
-    def __init__(self, text: str, result: Any = None) -> None:
-        super().__init__(text)
-        self.result = result
+    """The program has failed, or ended without a result that is a reward."""
 
 
 class ProgramLostError(Exception):
     """The process in which programs run has died."""
 
 
-class Program(Protocol):
-    """An agent program, which runs once for each episode."""
+class Program:
+    """An agent program, which runs once for each episode, many at once in one process. The process is started at the
+    first episode, and again when it has died."""
 
-    name: str
+    def __init__(
+        self, kind: Literal["agent", "command", "verifiers"], rest: str, options: Options, *, python: str
+    ) -> None:
+        self.name = f"verifiers:{rest}" if kind == "verifiers" else f"agent:{rest}"
+        self._python = python
+        self._spec = json.dumps({"kind": kind, "name": rest, "options": dict(options)})
+        self._lock = asyncio.Lock()
+        self._process: asyncio.subprocess.Process | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._runs: dict[int, asyncio.Future[Any]] = {}
+        self._number = 0
+        self._closed = False
 
     def check(self) -> None:
-        """Raises ConfigError if it cannot be started."""
-        ...
+        """Raises ConfigError if the interpreter cannot be started or cannot load the program."""
+        what, command = f"environment.name = {self.name!r}", [self._python, str(SCRIPT), self._spec]
+        try:
+            done = subprocess.run(command, input=b"", capture_output=True, timeout=START_S, start_new_session=True)
+        except OSError as error:
+            raise ConfigError(_not_started(self._python, error)) from None
+        except subprocess.TimeoutExpired:
+            raise ConfigError(f"{what}: {self._python} has not loaded it within {START_S:g} s") from None
+        if problem := _problem(done.stdout, done.stderr):
+            raise ConfigError(f"{what}: {self._python} cannot load it: {problem}")
 
-    async def run(self, task: Mapping[str, Any], access: Access, *, stuck: list[asyncio.Future[Any]]) -> Any:
+    async def run(self, task: Mapping[str, Any], access: Access) -> Any:
         """Returns the reward of an episode: a number, a dict with "score" and named parts, or None if it was posted.
-        A call in a thread that still runs when this is cancelled is appended to `stuck`. Raises ProgramError and
-        ProgramLostError, and what a function of the user raises."""
-        ...
-
-    async def close(self) -> None:
-        """Ends its processes."""
-        ...
-
-
-class FunctionProgram:
-    """A function `run(task, *, base_url, api_key)` in the host's process, or a class with such a method, of which an
-    instance is made for each episode. It may be async; otherwise it runs in a thread. It may also take `model` and
-    its options."""
-
-    def __init__(self, name: str, function: Callable[..., Any], options: Options) -> None:
-        self.name = name
-        self._function, self._options = function, options
-
-    def check(self) -> None: ...
-
-    async def run(self, task: Mapping[str, Any], access: Access, *, stuck: list[asyncio.Future[Any]]) -> Any:
-        function, options = self._function, dict(self._options)
-        if isinstance(function, type):
-            function, options = function(**options).run, {}
-        known = {"base_url": access.base_url, "api_key": access.api_key, "model": MODEL} | options
-        called = partial(function, dict(task), **accepted(function, known))
-        if asyncio.iscoroutinefunction(function):
-            return await called()
-        future = asyncio.get_running_loop().run_in_executor(None, called)
+        Raises ProgramError and ProgramLostError."""
+        process = await self._started()
+        number, self._number = self._number, self._number + 1
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._runs[number] = future
         try:
-            result = await asyncio.shield(future)
-        except asyncio.CancelledError:
-            stuck.append(future)
-            future.add_done_callback(partial(_returned, stuck))
-            raise
-        return await result if isinstance(result, Awaitable) else result
-
-    async def close(self) -> None: ...
-
-
-class CommandProgram:
-    """A command, started for each episode, with `OPENAI_BASE_URL` and `OPENAI_API_KEY` in its environment and the task
-    as JSON at its standard input. Its reward is the last line of its output as JSON, or what it posted. It ends, with
-    all processes of its group, when the episode ends or this process is killed."""
-
-    def __init__(self, name: str, options: Options) -> None:
-        self.name = f"agent:{name}"
-        self._command, self._options = name, options
-        self._running: set[int] = set()
-        """The process groups of episodes in progress."""
-        self._pipe: tuple[int, int] | None = None
-        """A pipe whose writing end only this process has, so that commands also end when it is killed."""
-
-    def check(self) -> None: ...
-
-    async def run(self, task: Mapping[str, Any], access: Access, *, stuck: list[asyncio.Future[Any]]) -> Any:
-        variables = {"OPENAI_BASE_URL": access.base_url, "OPENAI_API_KEY": access.api_key, "OPENAI_MODEL": MODEL}
-        pipe = asyncio.subprocess.PIPE
-        if self._pipe is None:
-            self._pipe = os.pipe()
-        alive, _ = self._pipe
-        process = await asyncio.create_subprocess_exec(
-            "/bin/sh", "-c", GUARDED, self._command, str(alive), stdin=pipe, stdout=pipe, stderr=pipe,
-            env=os.environ | variables, start_new_session=True, pass_fds=(alive,),
-        )  # fmt: skip
-        self._running.add(process.pid)
-        content = json.dumps({**task, "options": dict(self._options)}).encode()
-        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-        try:
-            output, errors, *_ = await asyncio.gather(
-                _tail(process.stdout), _tail(process.stderr), _feed(process.stdin, content), process.wait()
-            )
+            await _send(process, {"run": number, "task": task, **access._asdict()})
+            return await future
         finally:
-            self._end(process.pid)
-            ends = (process.wait(), _tail(process.stdout), _tail(process.stderr))  # at their ends its pipes are closed
-            _, late = await asyncio.wait(map(asyncio.ensure_future, ends), timeout=END_S)
-            for end in late:
-                end.cancel()
-        if process.returncode:
-            text = errors.decode(errors="replace").strip()[-MAX_ERROR_CHARACTERS:]
-            raise ProgramError(f"exit code {process.returncode}: {text}")
-        return _last_json(output.decode(errors="replace"))
+            self._runs.pop(number, None)
+            if not future.done() or future.cancelled():
+                with contextlib.suppress(ProgramLostError):
+                    await _send(process, {"cancel": number})
 
     async def close(self) -> None:
-        for group in list(self._running):
-            self._end(group)
-        for end in self._pipe or ():
-            os.close(end)
-        self._pipe = None
+        """Ends the process."""
+        self._closed = True
+        if self._process is None or self._reader is None:
+            return
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        await asyncio.wait({self._reader}, timeout=CLOSE_S)
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # with what its episodes have started
+            await asyncio.wait({self._reader}, timeout=CLOSE_S)  # to the end of its pipe, which is then closed
 
-    def _end(self, group: int) -> None:
-        """Ends the command, with all that it has started."""
-        self._running.discard(group)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGKILL)
+    async def _started(self) -> asyncio.subprocess.Process:
+        """The process, which is started unless it runs. Raises ProgramLostError."""
+        async with self._lock:
+            if self._process is not None and self._process.returncode is None:
+                return self._process
+            pipe = asyncio.subprocess.PIPE
+            process = await asyncio.create_subprocess_exec(
+                self._python, str(SCRIPT), self._spec, stdin=pipe, stdout=pipe, limit=MAX_LINE_BYTES,
+                start_new_session=True,
+            )  # fmt: skip
+            assert process.stdout is not None
+            try:
+                line = await asyncio.wait_for(process.stdout.readline(), START_S)
+            except TimeoutError:
+                process.kill()
+                raise ProgramLostError(f"{self._python} has not loaded it within {START_S:g} s") from None
+            if problem := _problem(line, b""):
+                raise ProgramLostError(f"{self._python} cannot load it: {problem}")
+            self._process = process
+            self._reader = asyncio.ensure_future(self._read(process))
+            return process
+
+    async def _read(self, process: asyncio.subprocess.Process) -> None:
+        """Passes on results until the process ends; then the other runs are lost."""
+        assert process.stdout is not None
+        while line := await process.stdout.readline():
+            answer = json.loads(line)
+            run = self._runs.get(answer["run"])
+            if run is None or run.done():
+                continue
+            if "error" in answer:
+                run.set_exception(ProgramError(answer["error"]))
+            else:
+                run.set_result(answer["result"])
+        code = await process.wait()
+        if not self._closed:
+            log.warning("process of agent programs ended", program=self.name, exit_code=code, episodes=len(self._runs))
+        for run in self._runs.values():
+            if not run.done():
+                run.set_exception(ProgramLostError(f"the process of the programs ended with exit code {code}"))
 
 
-async def _tail(stream: asyncio.StreamReader) -> bytes:
-    """Reads the stream to its end, and returns its last MAX_OUTPUT_BYTES."""
-    tail = bytearray()
-    while chunk := await stream.read(1 << 16):
-        tail += chunk
-        if len(tail) > 2 * MAX_OUTPUT_BYTES:
-            del tail[:-MAX_OUTPUT_BYTES]
-    return bytes(tail[-MAX_OUTPUT_BYTES:])
-
-
-async def _feed(stream: asyncio.StreamWriter, content: bytes) -> None:
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended, or does not read its input
-        stream.write(content)
-        await stream.drain()
-    stream.close()
-
-
-def _returned(stuck: list[asyncio.Future[Any]], future: asyncio.Future[Any]) -> None:
-    stuck.remove(future)
-    if not future.cancelled():
-        future.exception()  # it comes too late
-
-
-def _last_json(output: str) -> Any:
-    """The value in the last line that is not empty; None if there is none. Raises ProgramError if it is no JSON."""
-    lines = [line for line in output.splitlines() if line.strip()]
-    if not lines:
-        return None
+def read_rows(name: str, options: Options, *, python: str, limit: int | None) -> Iterator[dict[str, Any]]:
+    """Returns the rows of a verifiers environment: "prompt", "ground_truth", and "row", its own row as JSON. Raises
+    ConfigError."""
+    spec = {"kind": "verifiers", "name": name, "options": dict(options), "rows": limit}
+    command, pipe = [python, str(SCRIPT), json.dumps(spec)], subprocess.PIPE
     try:
-        return json.loads(lines[-1])
+        started = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, start_new_session=True)
+    except OSError as error:
+        raise ConfigError(_not_started(python, error)) from None
+    with started as process:
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                answer = json.loads(line)
+                if "error" in answer:
+                    raise ConfigError(f"verifiers:{name}: {python} cannot make its rows: {answer['error']}")
+                if "done" in answer:
+                    return
+                yield answer["row"]
+            raise ConfigError(f"verifiers:{name}: {python} ended before the last row")
+        finally:
+            process.kill()
+
+
+def _not_started(python: str, error: OSError) -> str:
+    return f"environment.python = {python!r}: cannot be started ({error.strerror})"
+
+
+async def _send(process: asyncio.subprocess.Process, message: Mapping[str, Any]) -> None:
+    """Raises ProgramLostError if the process has ended."""
+    assert process.stdin is not None
+    try:
+        process.stdin.write(msgspec.json.encode(message) + b"\n")
+        await process.stdin.drain()
+    except (ConnectionError, RuntimeError) as error:
+        raise ProgramLostError(f"the process of the programs has ended ({error})") from None
+
+
+def _problem(output: bytes, errors: bytes) -> str:
+    """Why a process is not ready; empty if it is."""
+    try:
+        first = json.loads(output.split(b"\n", 1)[0])
     except ValueError:
-        raise ProgramError(f"the last line of its output is no reward: {lines[-1][:MAX_ERROR_CHARACTERS]!r}") from None
+        text = errors.decode(errors="replace").strip().splitlines()
+        return text[-1] if text else "it ended before it was ready"
+    return str(first.get("error", "")) if isinstance(first, dict) else f"it printed {first!r}"
+
+
+def load_agent(name: str, options: Options, python: str | None) -> Program:
+    """The program `file.py:run` or `module:run`, in the interpreter `python` if it is given; any other name is a
+    command."""
+    if not FUNCTION.fullmatch(name):
+        return Program("command", name, options, python=sys.executable)
+    return Program("agent", name, options, python=python or sys.executable)
+
+
+def load_verifiers(name: str, options: Options, python: str | None) -> Program:
+    """The environment of the verifiers library with this id, in the interpreter `python`, by default this one. Raises
+    ConfigError if there is no interpreter with the library."""
+    return Program("verifiers", name, options, python=verifiers_python(name, python))
+
+
+def verifiers_python(name: str, python: str | None) -> str:
+    """The interpreter of a verifiers environment: the one that is given, or this one if it has the library. Raises
+    ConfigError."""
+    if not name:
+        raise ConfigError("environment.name = 'verifiers:': names no environment; it is verifiers:ID")
+    if python is None and importlib.util.find_spec("verifiers") is None:
+        raise ConfigError(
+            f"verifiers:{name}: this interpreter has no package verifiers, whose requirements do not fit asyncrl's. "
+            "Make one that has it (python3.11 -m venv vf; vf/bin/pip install verifiers==0.4.0, and the package of the "
+            "environment), and name it: environment.python=vf/bin/python"
+        )
+    return python or sys.executable

@@ -15,7 +15,6 @@ from asyncrl.environments.gateway.server import Gateway
 from asyncrl.environments.gateway.session import Session
 from asyncrl.environments.programs.program import Program, ProgramError, ProgramLostError
 from asyncrl.types import EpisodeEnd
-from asyncrl.util.text import describe
 from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, EpisodeStatus, NextTurn
 
 
@@ -28,7 +27,7 @@ async def play_program(
     say: Callable[[ProgramPlayer, NextTurn, list[int]], None],
 ) -> EpisodeEnded:
     """Plays one episode, with a separate gateway."""
-    gateway = Gateway(dialogue)
+    gateway = Gateway()
     await gateway.start()
     try:
         return await ProgramPlayer(start, prompt, program, dialogue, limits, gateway, say).play()
@@ -50,19 +49,12 @@ class ProgramPlayer:
     say: Callable[[ProgramPlayer, NextTurn, list[int]], None]
     keeps_messages: bool = True
     """True if the messages are sent with the end of the episode."""
-    stuck_calls: list[asyncio.Future[Any]] = field(default_factory=list[asyncio.Future[Any]])
-    """Calls in threads that did not return in time."""
     session: Session = field(init=False)
 
     def __post_init__(self) -> None:
         self.session = Session(
             self.start.episode, self.dialogue, self.limits, lambda wish, tokens: self.say(self, wish, tokens)
         )
-
-    @property
-    def stuck(self) -> int:
-        """Number of calls that did not return in time, and still run."""
-        return len(self.stuck_calls)
 
     def receive(self, branch: int, turn: PolicyTurn) -> None:
         """Receives the policy's turn after a `say`."""
@@ -96,28 +88,20 @@ class ProgramPlayer:
         )
 
     async def _result(self, access: Any) -> Any:
-        """The reward that the program returned or, if it gave up because of a limit, that it has. Raises
-        EpisodeFailedError."""
+        """The reward that the program returned; None if it gave up because of a limit. Raises EpisodeFailedError."""
         task = task_of(self.start, self.dialogue.text_of(self.prompt))
         try:
             async with asyncio.timeout(self.limits.timeout_s):
-                return await self.program.run(asdict(task), access, stuck=self.stuck_calls)
+                return await self.program.run(asdict(task), access)
         except TimeoutError:
             text = f"{self.program.name} took longer than environment.timeout_s = {self.limits.timeout_s:g} s"
             raise EpisodeFailedError("timeout", text) from None
         except ProgramLostError as error:
             raise EpisodeFailedError("host", f"{self.program.name}: {error}") from None
         except ProgramError as error:
-            self._gave_up(str(error))
-            return error.result
-        except Exception as error:  # the user's code: fails its episode, never the host
-            self._gave_up(describe(error))
+            if self.session.refused is None:
+                raise EpisodeFailedError("environment", f"{self.program.name} failed: {error}") from None
             return None
-
-    def _gave_up(self, problem: str) -> None:
-        """Raises EpisodeFailedError unless the last request was refused for a limit."""
-        if self.session.refused is None:
-            raise EpisodeFailedError("environment", f"{self.program.name} failed: {problem}")
 
     def _judge(self, result: Any) -> tuple[float, dict[str, float], EpisodeStatus, EpisodeEnd]:
         """Reward, parts, status and end. Raises EpisodeFailedError if there is no reward."""

@@ -1,17 +1,17 @@
-"""Runs agent programs in an interpreter that has nothing of asyncrl: standard library only, Python 3.9 or later.
+"""Runs agent programs in an interpreter that needs nothing of asyncrl: standard library only, Python 3.9 or later.
 
 Started as `PYTHON subprocess_agent.py SPEC`, with SPEC as JSON: {"kind", "name", "options"}. Messages are JSON lines.
 
     this process -> host    {"ready": true} or {"error": TEXT}, once
     host -> this process    {"run": ID, "task": {...}, "base_url": URL, "api_key": KEY}
                             {"cancel": ID}
-    this process -> host    {"run": ID, "result": REWARD} or {"run": ID, "error": TEXT, "result": REWARD or null}
+    this process -> host    {"run": ID, "result": REWARD} or {"run": ID, "error": TEXT}
 
-With {"rows": {"split", "limit"}} in SPEC it prints {"row": {...}} for each row of the environment, then
-{"rows": NUMBER}, and ends. Otherwise it ends when its standard input does. What programs print goes to standard error.
+With {"rows": LIMIT} in SPEC, which may be null, it prints {"row": {...}} for each row of the environment, then
+{"done": true}, and ends. Otherwise it ends when its standard input does. What programs print goes to standard error.
 
-A program is a function or class of the user, or a taskset of the verifiers library (0.4 or later): an episode is one
-rollout against the base URL of the episode, its reward is the score, its metrics are the parts.
+A program is a function or class of the user, a command, or a taskset of the verifiers library (0.4 or later): an
+episode is one rollout against the base URL of the episode, its reward is the score, its metrics are the parts.
 """
 
 import asyncio
@@ -30,6 +30,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 MAX_ERROR_CHARACTERS = 2000
+MAX_SHOWN_CHARACTERS = 400
+"""Maximum length of a command's errors or reward in an error."""
+MAX_OUTPUT_BYTES = 1 << 20
+"""Maximum size of the end of a command's standard output, and of its errors, that is kept."""
+END_S = 3.0
+"""Deadline for a killed command to end."""
 OLDEST = (3, 9)
 MAX_THREADS = 1024
 CLOSE_S = 10.0
@@ -39,11 +45,21 @@ VERIFIERS = "0.4.0"
 
 
 class Refused(Exception):
-    """A program that cannot be loaded. The text has the reason and a hint."""
+    """A program that cannot be loaded, or an episode without a reward. The text is complete."""
 
 
-class Agent:
-    """A function that plays an episode, as `file.py:run`."""
+class Program:
+    """What plays episodes: `play(task, base_url, api_key)` returns the reward of one."""
+
+    @contextlib.asynccontextmanager
+    async def running(self):
+        """Holds what its episodes share."""
+        yield
+
+
+class Agent(Program):
+    """A function `run(task, *, base_url, api_key)`, or a class with such a method, of which an instance is made for
+    each episode. It may be async; otherwise it runs in a thread. It may also take `model` and its options."""
 
     def __init__(self, name, options):
         where, _, attribute = name.rpartition(":")
@@ -57,13 +73,7 @@ class Agent:
             module = importlib.import_module(where)
         self._found, self._options = getattr(module, attribute), options
 
-    @contextlib.asynccontextmanager
-    async def running(self):
-        """Holds what its episodes share."""
-        yield
-
     async def play(self, task, base_url, api_key):
-        """Returns the reward of an episode."""
         function, arguments = self._found, dict(self._options)
         if isinstance(function, type):
             function, arguments = function(**arguments).run, {}
@@ -93,8 +103,57 @@ def module_of(path, name):
     return module
 
 
-class RolloutFailed(Exception):
-    """A rollout with an error."""
+class Command(Program):
+    """A command, started for each episode, with the task as JSON at its standard input. Its reward is the last line of
+    its output as JSON. It ends, with all processes of its group, when the episode ends."""
+
+    def __init__(self, name, options):
+        self._command, self._options = name, options
+
+    async def play(self, task, base_url, api_key):
+        variables = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": "policy"}
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(
+            "/bin/sh", "-c", self._command, stdin=pipe, stdout=pipe, stderr=pipe,
+            env={**os.environ, **variables}, start_new_session=True,
+        )  # fmt: skip
+        content = json.dumps({**task, "options": self._options}).encode()
+        try:
+            output, errors, *_ = await asyncio.gather(
+                _tail(process.stdout), _tail(process.stderr), _feed(process.stdin, content), process.wait()
+            )
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            ends = (process.wait(), _tail(process.stdout), _tail(process.stderr))  # at their ends its pipes are closed
+            _, late = await asyncio.wait(map(asyncio.ensure_future, ends), timeout=END_S)
+            for end in late:
+                end.cancel()
+        if process.returncode:
+            text = errors.decode(errors="replace").strip()[-MAX_SHOWN_CHARACTERS:]
+            raise Refused(f"exit code {process.returncode}: {text}")
+        *_, last = ["null", *filter(str.strip, output.decode(errors="replace").splitlines())]
+        try:
+            return json.loads(last)
+        except ValueError:
+            raise Refused(f"the last line of its output is no reward: {last[:MAX_SHOWN_CHARACTERS]!r}") from None
+
+
+async def _tail(stream):
+    """Reads the stream to its end, and returns its last MAX_OUTPUT_BYTES."""
+    tail = bytearray()
+    while chunk := await stream.read(1 << 16):
+        tail += chunk
+        if len(tail) > 2 * MAX_OUTPUT_BYTES:
+            del tail[:-MAX_OUTPUT_BYTES]
+    return bytes(tail[-MAX_OUTPUT_BYTES:])
+
+
+async def _feed(stream, content):
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended, or does not read its input
+        stream.write(content)
+        await stream.drain()
+    stream.close()
 
 
 def load_verifiers(name, options):
@@ -131,7 +190,7 @@ def _is_builtin(module):
 def _row_of(task):
     row = task["extra_info"].get("verifiers")
     if not isinstance(row, str):
-        raise RolloutFailed(
+        raise Refused(
             "the row has no extra_info.verifiers, the row of the environment; make the data with asyncrl data verifiers"
         )
     return json.loads(row)
@@ -159,7 +218,7 @@ def _scored(score, parts):
     return {**{f"{name}_metric" if name == "score" else name: value for name, value in parts.items()}, "score": score}
 
 
-class Taskset:
+class Taskset(Program):
     """A taskset, with the harness that plays it."""
 
     def __init__(self, name, options):
@@ -193,8 +252,8 @@ class Taskset:
             self._environment._interception = None
             yield
 
-    def rows(self, split, limit):
-        """Returns the rows of a split; a taskset has one only."""
+    def rows(self, limit):
+        """Returns the rows of the taskset, at most `limit`."""
         taskset = self._environment.taskset
         if limit is None and not taskset.bounded:
             raise ValueError("it has endless rows; give a number of them")
@@ -210,7 +269,6 @@ class Taskset:
             }
 
     async def play(self, task, base_url, api_key):
-        """Returns the reward of a rollout."""
         from verifiers import v1  # pyright: ignore[reportMissingImports]
 
         environment = self._environment
@@ -227,13 +285,11 @@ class Taskset:
             del os.environ[variable]
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         if not episode.ok:
-            raise RolloutFailed("; ".join(f"{error.type}: {error.message}" for error in errors) or "it is not ok")
+            raise Refused("; ".join(f"{error.type}: {error.message}" for error in errors) or "it is not ok")
         trained = [trace for trace in episode.traces if trace.agent.config.client.base_url == base_url]
         if len(trained) != 1 or not trained[0].agent.trainable:
             names = ", ".join(trace.agent.name for trace in trained)
-            raise RolloutFailed(
-                f"the policy played {len(trained)} rollouts ({names}) in an episode, which has one reward"
-            )
+            raise Refused(f"the policy played {len(trained)} rollouts ({names}) in an episode, which has one reward")
         parts = {name: None if reward is None else reward.score for name, reward in trained[0].rewards.items()}
         return _scored(trained[0].reward, {**trained[0].metrics, **parts})
 
@@ -259,7 +315,7 @@ def _with_runtime(v1, role, settings, declared, harness):
     return settings
 
 
-LOADERS = {"agent": Agent, "verifiers": load_verifiers}
+LOADERS = {"agent": Agent, "command": Command, "verifiers": load_verifiers}
 
 
 class AgentHost:
@@ -293,7 +349,7 @@ class AgentHost:
         except asyncio.CancelledError:
             raise
         except (Exception, SystemExit) as error:  # the user's code: fails its episode, never the process
-            answer = json.dumps({"run": number, "error": describe(error), "result": getattr(error, "result", None)})
+            answer = json.dumps({"run": number, "error": describe(error)})
         self._tasks.pop(number, None)
         self._write(answer)
 
@@ -332,15 +388,6 @@ def end_now():
     os._exit(0)
 
 
-def print_rows(program, wish, write):
-    """Prints the rows of an environment."""
-    number = 0
-    for row in program.rows(wish["split"], wish["limit"]):
-        write(json.dumps({"row": row}))
-        number += 1
-    write(json.dumps({"rows": number}))
-
-
 def take_pipes():
     """Returns the lines of standard input, and a function that writes one to standard output. Programs, and what they
     start, get neither."""
@@ -370,7 +417,9 @@ def main():
             raise Refused(f"it is Python {sys.version_info[0]}.{sys.version_info[1]}; 3.9 or later is needed")
         program = LOADERS[spec["kind"]](spec["name"], spec["options"])
         if "rows" in spec:
-            print_rows(program, spec["rows"], write)
+            for row in program.rows(spec["rows"]):
+                write(json.dumps({"row": row}))
+            write(json.dumps({"done": True}))
             end_now()
         else:
             asyncio.run(serve(program, lines, write))
