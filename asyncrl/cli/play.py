@@ -16,7 +16,7 @@ from asyncrl.cli.evaluate import quiet_logs
 from asyncrl.config.config import Config
 from asyncrl.environments.dialogue.conversation import Display, Shown
 from asyncrl.environments.dialogue.dialogue import Dialogue
-from asyncrl.environments.episode import Limits, PolicyTurn, start_of
+from asyncrl.environments.episode import Limits, PolicyTurn
 from asyncrl.environments.player import Player, play_alone
 from asyncrl.environments.programs.program_player import ProgramPlayer, play_program
 from asyncrl.environments.table import EnvironmentTable, Named
@@ -26,7 +26,7 @@ from asyncrl.observe.console import EXIT_DONE, EXIT_FAILED
 from asyncrl.types import Prompt
 from asyncrl.util.model_files import end_tokens
 from asyncrl.util.text import printable
-from asyncrl.wire.service_messages import EpisodeEnded, NextTurn
+from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, NextTurn
 
 if TYPE_CHECKING:
     from asyncrl.generator.engine import Engine
@@ -111,18 +111,15 @@ def _play(
     assert settings.name is not None
     found = EnvironmentTable(settings.name, settings.options, python=settings.python).of(prompt.data_source)
     seed = int(np.random.SeedSequence([config.seed, 0, prompt.row]).generate_state(1)[0])
-    start = start_of(f"row-{prompt.row}", prompt, seed=seed, evaluation=False)
+    start = EpisodeStart(f"row-{prompt.row}", prompt, seed)
     limits, transcript = Limits.of(config, window_tokens=window), Transcript(prompt, speaker)
     if isinstance(found, Named):
         threads = ThreadPoolExecutor(1)
-        player = Player(start, prompt.tokens.tolist(), found, dialogue, limits, threads, transcript.say)
+        player = Player(start, found, dialogue, limits, threads, transcript.say)
         ended = play_alone(player)
     else:
-        ended = asyncio.run(
-            play_program(
-                start, prompt.tokens.tolist(), found, dialogue.chat_for(prompt.columns), limits, transcript.say
-            )
-        )
+        chat = dialogue.chat_for(prompt.columns)
+        ended = asyncio.run(play_program(start, found, chat, limits, transcript.say))
     is_chat = prompt.chat is not None or not isinstance(found, Named)
     _print(console, prompt, transcript.lines, dialogue, ended, is_chat=is_chat)
     return ended

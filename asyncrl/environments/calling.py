@@ -9,9 +9,11 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
+from functools import partial
 from typing import Any, cast
 
 from asyncrl.environments.environment import Message, Step
+from asyncrl.environments.episode import Limits
 from asyncrl.errors import AsyncrlError
 from asyncrl.types import MAX_REWARD, EpisodeEnd
 from asyncrl.util.text import describe, redact
@@ -31,92 +33,64 @@ class EpisodeFailedError(AsyncrlError):
 class Caller:
     """Calls the methods of one environment. `environment_s` are the seconds spent in them."""
 
-    def __init__(self, name: str, threads: Executor, *, step_timeout_s: float, timeout_s: float) -> None:
-        """`timeout_s` is the time of the complete episode, from now on."""
+    def __init__(self, name: str, threads: Executor, stuck: set[asyncio.Future[Any]], limits: Limits) -> None:
+        """The time of the complete episode runs from now on. `stuck` receives calls in threads that do not return in
+        time, until they return."""
         self.name = name
         self.environment_s = 0.0
-        self.stuck: list[asyncio.Future[Any]] = []
-        """Calls in threads that did not return in time."""
-        self._threads = threads
-        self._step_timeout_s, self._timeout_s = step_timeout_s, timeout_s
+        self._threads, self._stuck, self._limits = threads, stuck, limits
         self._began_s = time.monotonic()
         self._in_threads: set[asyncio.Future[Any]] = set()
-        """Calls of tools in threads that have not returned."""
 
     async def __call__(self, method: str, function: Callable[..., Any], *arguments: Any, at_once: bool) -> Any:
         """Returns the result of a method. A function that is not async runs in a thread unless it returns `at_once`.
         Raises EpisodeFailedError if it raises or takes too long."""
-        left_s = self._began_s + self._timeout_s - time.monotonic()
-        timeout_s = min(self._step_timeout_s, left_s)
         began_s = time.monotonic()
-        try:
-            if timeout_s <= 0:
-                raise TimeoutError
-            return await self._result(function, arguments, at_once, timeout_s)
-        except TimeoutError:
-            key = "step_timeout_s" if timeout_s == self._step_timeout_s else "timeout_s"
-            limit_s = self._step_timeout_s if timeout_s == self._step_timeout_s else self._timeout_s
-            text = f"{self.name}.{method} took longer than environment.{key} = {limit_s:g} s"
-            raise EpisodeFailedError("timeout", text) from None
-        except _UserError as error:
-            raise EpisodeFailedError("environment", f"{self.name}.{method} raised {error}") from error.__cause__
-        finally:
-            self.environment_s += time.monotonic() - began_s
-
-    async def _result(self, function: Callable[..., Any], arguments: Any, at_once: bool, timeout_s: float) -> Any:
-        if at_once or inspect.iscoroutinefunction(function):
-            result = _guarded(function, arguments)
-        else:
-            future = asyncio.get_running_loop().run_in_executor(self._threads, _guarded, function, arguments)
-            done, _ = await asyncio.wait({future}, timeout=timeout_s)
-            if not done:
-                self._note_stuck(future)
-                raise TimeoutError
-            result = future.result()
-        if not inspect.isawaitable(result):
-            return result
-        task = asyncio.ensure_future(_awaited(result))
+        left_s, limits = self._began_s + self._limits.timeout_s - began_s, self._limits
+        timeout_s, key = min((left_s, "timeout_s"), (limits.step_timeout_s, "step_timeout_s"))
+        late = f"{self.name}.{method} took longer than environment.{key} = {getattr(limits, key):g} s"
+        if timeout_s <= 0:
+            raise EpisodeFailedError("timeout", late)
+        task = asyncio.ensure_future(self._result(partial(function, *arguments), at_once))
         done, _ = await asyncio.wait({task}, timeout=timeout_s)
+        self.environment_s += time.monotonic() - began_s
         if not done:
             task.cancel()  # not awaited: the user's code may ignore it
             for future in self._in_threads:
-                self._note_stuck(future)
-            raise TimeoutError
-        return task.result()
+                self._stuck.add(future)
+                future.add_done_callback(self._stuck.discard)
+            raise EpisodeFailedError("timeout", late)
+        result, error = task.result()
+        if error is not None:
+            text = f"{self.name}.{method} raised {describe(error)}"
+            raise EpisodeFailedError("environment", text) from error
+        return result
+
+    async def _result(self, function: Callable[[], Any], at_once: bool) -> tuple[Any, BaseException | None]:
+        try:
+            is_async = inspect.iscoroutinefunction(function)
+            result = function() if at_once or is_async else await self.in_thread(function)
+            return await result if inspect.isawaitable(result) else result, None
+        except (Exception, SystemExit) as error:  # the user's code: fails its episode, never the host
+            return None, error
 
     async def in_thread(self, function: Callable[[], Any]) -> Any:
         """Returns the result of a function that is called in a thread, from a method that is being awaited."""
-        future = asyncio.get_running_loop().run_in_executor(self._threads, function)
+        future = asyncio.get_running_loop().run_in_executor(self._threads, _caught, function)
         self._in_threads.add(future)
         future.add_done_callback(self._in_threads.discard)
-        return await asyncio.shield(future)
-
-    def _note_stuck(self, future: asyncio.Future[Any]) -> None:
-        self.stuck.append(future)
-        future.add_done_callback(self._returned)
-
-    def _returned(self, future: asyncio.Future[Any]) -> None:
-        self.stuck.remove(future)
-        if not future.cancelled():
-            future.exception()  # it comes too late
+        result, error = await asyncio.shield(future)
+        if error is not None:
+            raise error
+        return result
 
 
-class _UserError(Exception):
-    """The exception of the user's code, as a text. Not a TimeoutError, whatever it was."""
-
-
-def _guarded(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+def _caught(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    """Result or error of a function; some errors cannot pass from a thread to a coroutine."""
     try:
-        return function(*arguments)
-    except (Exception, SystemExit) as error:  # the user's code: fails its episode, never the host
-        raise _UserError(describe(error)) from error
-
-
-async def _awaited(result: Any) -> Any:
-    try:
-        return await result
-    except (Exception, SystemExit) as error:  # the user's code: fails its episode, never the host
-        raise _UserError(describe(error)) from error
+        return function(), None
+    except (Exception, SystemExit) as error:
+        return None, error
 
 
 def to_step(name: str, value: Any) -> Step:

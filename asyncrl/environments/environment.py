@@ -36,7 +36,7 @@ import random
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any, ClassVar, NotRequired, get_type_hints
 
 from typing_extensions import TypedDict
@@ -281,9 +281,7 @@ class ToolEnvironment(Environment):
             elif self.returns_at_once:
                 result = method(**arguments)
             else:
-                result, error = await self.in_thread(lambda: _caught(method, arguments))
-                if error is not None:
-                    raise error
+                result = await self.in_thread(partial(method, **arguments))
             return self._text(call.name, result), False
         except (Exception, SystemExit) as error:  # the latter would end the event loop
             if isinstance(error, ToolError) or (self._errors_are_answers and isinstance(error, Exception)):
@@ -368,14 +366,6 @@ def _without_torch() -> Iterator[None]:
         yield
     finally:
         chat_template_utils.is_torch_available = available
-
-
-def _caught(method: Callable[..., Any], arguments: Mapping[str, Any]) -> tuple[Any, BaseException | None]:
-    """Result or error of a method; some errors cannot pass from a thread to a coroutine."""
-    try:
-        return method(**arguments), None
-    except (Exception, SystemExit) as error:
-        return None, error
 
 
 def _answer(name: str, call: str, text: str) -> Message:

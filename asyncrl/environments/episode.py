@@ -17,7 +17,6 @@ from asyncrl.environments.dialogue.conversation import ConversationRenderer, Spo
 from asyncrl.environments.dialogue.dialogue import Dialogue, check_appendable
 from asyncrl.environments.dialogue.rendering import DialogueError
 from asyncrl.environments.environment import Message, Schema, Task, ToolCall
-from asyncrl.types import Prompt
 from asyncrl.wire.service_messages import EpisodeStart, TurnStatus
 
 
@@ -47,30 +46,16 @@ class Limits:
         )
 
 
-def start_of(episode: str, prompt: Prompt, *, seed: int, evaluation: bool) -> EpisodeStart:
-    """The start of an episode about the prompt; `seed` belongs to its task."""
-    return EpisodeStart(
-        episode=episode,
-        row=prompt.row,
+def task_of(start: EpisodeStart, text: str) -> Task:
+    """The task of an episode; `text` is its prompt, unless it has messages."""
+    prompt = start.prompt
+    return Task(
+        prompt=text if prompt.chat is None else prompt.chat,
         ground_truth=prompt.ground_truth,
         data_source=prompt.data_source,
         extra_info=prompt.extra_info,
-        chat=prompt.chat,
         columns=prompt.columns,
-        seed=seed,
-        evaluation=evaluation,
-    )
-
-
-def task_of(start: EpisodeStart, prompt: str) -> Task:
-    """The task of an episode; `prompt` is its text, unless it has messages."""
-    return Task(
-        prompt=prompt if start.chat is None else start.chat,
-        ground_truth=start.ground_truth,
-        data_source=start.data_source,
-        extra_info=start.extra_info,
-        columns=start.columns,
-        row=start.row,
+        row=prompt.row,
         seed=start.seed,
         evaluation=start.evaluation,
     )

@@ -16,6 +16,7 @@ import signal
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -83,8 +84,8 @@ class EnvironmentHost:
         self._gateway = Gateway()
         self._players: dict[str, Player | ProgramPlayer] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._stuck: list[Player] = []
-        """Players of ended episodes that may have calls which have not returned."""
+        self._stuck: set[asyncio.Future[Any]] = set()
+        """Calls in threads that did not return in time, and still run."""
         self._says: list[tuple[NextTurn, Array]] = []
         self._ended: list[EpisodeEnded] = []
         self._flush_due = False
@@ -116,36 +117,27 @@ class EnvironmentHost:
 
     def _handle(self, message: Message) -> Reply | None:
         body: HostRequest = message.body
-        lists = iter(unpack_lists(message, len(body.started) + len(body.turns)))
         self._generator = message.peer
         for start in body.started:
-            self._players[start.episode] = player = self._player(start, next(lists).tolist())
+            self._players[start.episode] = player = self._player(start)
             self._tasks[start.episode] = task = asyncio.ensure_future(self._play(player))
             task.add_done_callback(self._note_failure)
-        for said in body.turns:
-            tokens = next(lists).tolist()
+        for said, tokens in zip(body.turns, unpack_lists(message, len(body.turns)), strict=True):
             if said.episode in self._players:
-                self._players[said.episode].receive(said.branch, PolicyTurn(tokens, said.status))
+                self._players[said.episode].receive(said.branch, PolicyTurn(tokens.tolist(), said.status))
         for episode in body.dropped:
             if episode in self._tasks:
                 self._tasks[episode].cancel()
         return None
 
-    def _player(self, start: EpisodeStart, prompt: list[int]) -> Player | ProgramPlayer:
-        environment, dialogue, limits = self._table.of(start.data_source), self._dialogue, self._limits
-        keeps = self._keeps_messages
-        if isinstance(environment, Named):
-            return Player(start, prompt, environment, dialogue, limits, self._threads, self._say, keeps_messages=keeps)
-        return ProgramPlayer(
-            start,
-            prompt,
-            environment,
-            dialogue.chat_for(start.columns),
-            limits,
-            self._gateway,
-            self._say,
-            keeps_messages=keeps,
-        )
+    def _player(self, start: EpisodeStart) -> Player | ProgramPlayer:
+        prompt, keeps, say = start.prompt, self._keeps_messages, self._say
+        found = self._table.of(prompt.data_source)
+        if isinstance(found, Named):
+            threads, stuck = self._threads, self._stuck
+            return Player(start, found, self._dialogue, self._limits, threads, say, keeps_messages=keeps, stuck=stuck)
+        dialogue = self._dialogue.chat_for(prompt.columns)
+        return ProgramPlayer(start, found, dialogue, self._limits, self._gateway, say, keeps_messages=keeps)
 
     async def _play(self, player: Player | ProgramPlayer) -> None:
         episode = player.start.episode
@@ -155,8 +147,6 @@ class EnvironmentHost:
             self._flush_soon()
         finally:
             del self._players[episode], self._tasks[episode]
-            if isinstance(player, Player) and player.stuck:
-                self._stuck.append(player)
 
     def _note_failure(self, task: asyncio.Task[None]) -> None:
         """Keeps an error that is not the user's, which `serve` raises."""
@@ -177,8 +167,7 @@ class EnvironmentHost:
 
     def _flush(self) -> None:
         self._flush_due = False
-        self._stuck = [player for player in self._stuck if player.stuck]
         says, ended, self._says, self._ended = self._says, self._ended, [], []
-        body = HostReply([say for say, _ in says], ended, sum(player.stuck for player in self._stuck))
+        body = HostReply([say for say, _ in says], ended, len(self._stuck))
         self._server.send(self._generator, 0, Reply(body, pack_lists([tokens for _, tokens in says])))
         self._receive()  # sending may use up the event of an incoming message

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from typing import Any
 
 import structlog
 
@@ -71,7 +72,6 @@ class Player:
     """One episode. `say` asks the policy for a turn behind these tokens, which `receive` receives."""
 
     start: EpisodeStart
-    prompt: Sequence[int]
     named: Named
     dialogue: Dialogue
     limits: Limits
@@ -79,9 +79,9 @@ class Player:
     say: Callable[[Player, NextTurn, list[int]], None]
     keeps_messages: bool = True
     """True if the messages are sent with the end of the episode."""
+    stuck: set[asyncio.Future[Any]] = field(default_factory=set[asyncio.Future[Any]])
+    """Receives calls in threads that do not return in time, until they return."""
     said: asyncio.Queue[PolicyTurn] = field(default_factory=asyncio.Queue[PolicyTurn])
-    num_tokens: int = 0
-    """Length of the branch of the policy's last turn."""
     turn_rewards: list[float] = field(default_factory=list[float])
     parts: Counter[str] = field(default_factory=Counter[str])
     messages: list[Message] = field(default_factory=list[Message])
@@ -93,15 +93,8 @@ class Player:
     """The dialogue that fits the row's prompt."""
 
     def __post_init__(self) -> None:
-        self.num_tokens = len(self.prompt)
         self.words = self.dialogue
-        times = {"step_timeout_s": self.limits.step_timeout_s, "timeout_s": self.limits.timeout_s}
-        self.caller = Caller(self.named.kind.__name__, self.threads, **times)
-
-    @property
-    def stuck(self) -> int:
-        """Number of calls that did not return in time, and still run."""
-        return len(self.caller.stuck)
+        self.caller = Caller(self.named.kind.__name__, self.threads, self.stuck, self.limits)
 
     def receive(self, branch: int, turn: PolicyTurn) -> None:
         """Receives the policy's turn after a `say`."""
@@ -112,9 +105,9 @@ class Player:
         environment: Environment | None = None
         caller, named = self.caller, self.named
         try:
-            if self.start.chat is not None:
-                self.words = self.dialogue.chat_for(self.start.columns)
-            task = task_of(self.start, self.dialogue.text_of(self.prompt))
+            if self.start.prompt.chat is not None:
+                self.words = self.dialogue.chat_for(self.start.prompt.columns)
+            task = task_of(self.start, self.dialogue.text_of(self.start.prompt.tokens.tolist()))
             made: Environment = await caller("__init__", named.make, task, at_once=named.kind.returns_at_once)
             environment = made
             if isinstance(made, ToolEnvironment):
@@ -162,21 +155,21 @@ class Player:
     def _opening(self, said: object, tools: Sequence[Schema]) -> tuple[TurnPlace, KeptHistory]:
         """The place of the first turn, and the history that makes the places of the next ones."""
         keep, tokens, messages = self._begun(said, tools)
-        history = history_of(self.words, tools, messages, [*self.prompt[:keep], *tokens])
+        history = history_of(self.words, tools, messages, [*self.start.prompt.tokens[:keep].tolist(), *tokens])
         return TurnPlace(0, 0, keep, tokens), history
 
     def _begun(self, said: object, tools: Sequence[Schema]) -> tuple[int, list[int], list[Message] | None]:
         """The number of tokens kept of the row's prompt, and the following tokens; and all messages before the first
         turn, None without a chat template."""
         messages = to_messages(self.caller.name, "reset", said, is_chat=self.words.is_chat)
-        chat = self.start.chat
+        chat, length = self.start.prompt.chat, len(self.start.prompt.tokens)
         if chat is None and tools:
             text = "has tools, which a chat template shows, but the row's prompt is plain text"
             raise EpisodeFailedError("environment", f"{self.caller.name} {text}; set data.string_prompts=user")
         if chat is None:
-            return len(self.prompt), self.words.begin(messages, tools), None
+            return length, self.words.begin(messages, tools), None
         if not messages and not tools:
-            return len(self.prompt), [], chat
+            return length, [], chat
         messages = joined(chat, messages, is_text=isinstance(said, str))
         return 0, self.words.begin(messages, tools), messages
 
@@ -197,9 +190,7 @@ class Player:
         max_tokens = min(self.limits.max_new_tokens, self._room(position))
         wish = NextTurn(self.start.episode, position.branch, position.source, position.keep, max_tokens, [])
         self.say(self, wish, position.tokens)
-        turn = await self.said.get()
-        self.num_tokens = position.num_tokens + len(turn.tokens)
-        return turn
+        return await self.said.get()
 
     def _room(self, position: TurnPlace) -> int:
         """Tokens of the window that are left for a turn at the place."""
@@ -226,7 +217,6 @@ class Player:
             reward=reward,
             parts=dict(self.parts),
             turn_rewards=list(self.turn_rewards),
-            unused=[],
             environment_s=self.caller.environment_s,
             error=error,
             messages=to_json(self.messages) if self.keeps_messages and self.words.is_chat else b"",

@@ -16,7 +16,6 @@ import structlog
 from numpy.typing import NDArray
 
 from asyncrl.config.config import Config
-from asyncrl.environments.episode import start_of
 from asyncrl.environments.host import HostSpec, run_host
 from asyncrl.errors import RunError
 from asyncrl.types import Prompt
@@ -68,17 +67,15 @@ class _Host:
     groups: Counter[str] = field(default_factory=Counter[str])
     """Number of its episodes in each group."""
     started: list[EpisodeStart] = field(default_factory=list[EpisodeStart])
-    prompts: list[NDArray[np.int32]] = field(default_factory=list[NDArray[np.int32]])
     said: list[SampledTurn] = field(default_factory=list[SampledTurn])
     tokens: list[NDArray[np.int32]] = field(default_factory=list[NDArray[np.int32]])
     dropped: list[str] = field(default_factory=list[str])
 
-    def add(self, start: EpisodeStart, prompt: NDArray[np.int32], group: str) -> None:
+    def add(self, start: EpisodeStart, group: str) -> None:
         """Starts an episode of the group."""
         self.live[start.episode] = group
         self.groups[group] += 1
         self.started.append(start)
-        self.prompts.append(prompt)
 
     def forget(self, episode: str) -> None:
         """Removes an episode, unless it is not there."""
@@ -92,8 +89,8 @@ class _Host:
         """Sends the collected turns in one message."""
         if self.started or self.said or self.dropped:
             turns = HostRequest(self.started, self.said, self.dropped)
-            self.connection.send(turns, pack_lists([*self.prompts, *self.tokens]))
-            self.started, self.prompts, self.said, self.tokens, self.dropped = [], [], [], [], []
+            self.connection.send(turns, pack_lists(self.tokens))
+            self.started, self.said, self.tokens, self.dropped = [], [], [], []
 
 
 class EnvironmentPool:
@@ -124,8 +121,7 @@ class EnvironmentPool:
         group = episode if group is None else group
         host = min(self._hosts, key=lambda host: (group not in host.groups, len(host.live)))
         self._owner[episode] = host
-        start = start_of(episode, prompt, seed=seed, evaluation=evaluation)
-        host.add(start, np.asarray(prompt.tokens, dtype=np.int32), group)
+        host.add(EpisodeStart(episode, prompt, seed, evaluation), group)
 
     def said(
         self, episode: str, tokens: Sequence[int] | NDArray[np.int32], status: TurnStatus, *, branch: int = 0
@@ -231,4 +227,4 @@ def _end(host: _Host) -> None:
 
 def _lost(episode: str, problem: str) -> EpisodeEnded:
     error = f"its environment host was replaced: {problem}"
-    return EpisodeEnded(episode, "failed", "host", 0.0, {}, [], [], 0.0, error, messages=b"")
+    return EpisodeEnded(episode, "failed", "host", error=error)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import Meta
 
-from asyncrl.types import MAX_NUMBER, Count, Document, EpisodeEnd, Items, Name, Number, Reward, Time
+from asyncrl.types import MAX_NUMBER, Count, Document, EpisodeEnd, Items, Name, Number, Prompt, Reward, Time
 from asyncrl.wire.messages import (
     MAX_INDEX,
     MAX_PARTS,
@@ -154,17 +155,13 @@ Parts = Annotated[dict[Name, float], Meta(max_length=MAX_PARTS)]
 
 
 class EpisodeStart(Body):
-    """Part of `HostRequest`: an episode that starts. Its prompt's tokens are a list of the message."""
+    """Part of `HostRequest`: an episode that starts."""
 
     episode: Name
-    row: Number
-    ground_truth: Document
-    data_source: Name
-    extra_info: dict[str, Any]
-    chat: list[dict[str, Any]] | None
-    columns: dict[str, Any]
-    seed: Number
-    evaluation: bool
+    prompt: Prompt
+    seed: Number = 0
+    """The seed of its task."""
+    evaluation: bool = False
 
 
 class SampledTurn(Body):
@@ -201,18 +198,18 @@ class EpisodeEnded(Body):
     episode: Name
     status: EpisodeStatus
     ended: EpisodeEnd
-    reward: Reward
-    parts: Parts
-    turn_rewards: Items[Reward]
+    reward: Reward = 0.0
+    parts: Parts = msgspec.field(default_factory=dict)
+    turn_rewards: Items[Reward] = msgspec.field(default_factory=list)
     """Reward of each turn, in the order in which they were asked for; none if the reward is only one of the complete
     episode."""
-    unused: Items[Index]
+    unused: Items[Index] = msgspec.field(default_factory=list)
     """Numbers of the turns, in the same order, that nobody has read. Each is the last of its branch."""
-    environment_s: Time
+    environment_s: Time = 0.0
     """Time in the environment's methods."""
-    error: Text
+    error: Text = ""
     """Why it failed; empty otherwise."""
-    messages: bytes
+    messages: bytes = b""
     """The messages under a chat template from the policy's first turn to its last one, as JSON: for reward functions,
     and empty if there are none."""
 
@@ -229,7 +226,7 @@ class HostReply(AnswerBody):
 
 
 class HostRequest(RequestBody):
-    """Sent by a generator to a host. Its lists are the tokens of `started`, then of `turns`."""
+    """Sent by a generator to a host. Its lists are the tokens of `turns`."""
 
     answer = HostReply
     has_arrays = True

@@ -129,11 +129,11 @@ def test_skyrl_gym_is_played_as_by_its_generator(dialogue: Dialogue, tmp_path: P
     name = f"skyrl:{write(tmp_path, 'echo.py', adapters.SKYRL)}:Echo"
     options: Options = {"scale": 2.0, "max_turns": 3}
     said = ["1234", "12345678901", "1"]
-    played = play(dialogue, name, *said, options=options, extra={"begin": True})
+    played = play(dialogue, name, *said, options=options, extra_info={"begin": True})
     assert "Begin.<|im_end|>" in played.read[0] and "> 1234567890<|im_end|>" in played.read[2]
     assert played.ended.turn_rewards == [2.0, 4.0, 2.0] and played.ended.ended == "done"
     assert played.ended.parts == {"postprocessed": 1.0, "turns": 3.0}
-    played = play(dialogue, name, extra={"changed": True})
+    played = play(dialogue, name, extra_info={"changed": True})
     assert "init has changed the prompt" in played.ended.error
     refused("skyrl:gsm8", r"skyrl_gym has no 'gsm8'; did you mean gsm8k\?")
 
@@ -150,7 +150,7 @@ def test_tools_of_an_mcp_server_are_called(dialogue: Dialogue, tmp_path: Path) -
     assert "Error: Error executing tool add" in played.read[2] and "Error: Error executing tool fail" in played.read[2]
     assert "\n1 in " in played.read[3]
     assert played.ended.parts["calls_failed/add"] == 1.0 and played.ended.parts["calls/add"] == 2.0
-    died = Played(dialogue, named, [call("die"), "7"], {"truth": ""})
+    died = Played(dialogue, named, [call("die"), "7"], {"ground_truth": ""})
     assert (died.ended.status, died.ended.ended) == ("failed", "environment")
     assert "the server has ended (Connection closed)" in died.ended.error
     assert not children(named)
@@ -258,7 +258,7 @@ def test_tools_of_verl_are_called_as_by_its_loop(
     said = [call("book", amount=4) + call("double", value=3), call("book", amount=-1), call("later", value=1), "7"]
     named = load_environment(f"verl:{file}", options)
     assert isinstance(named, Named)
-    played = Played(dialogue, named, said, {"extra": extra})
+    played = Played(dialogue, named, said, {"extra_info": extra})
     ledger = vars(named.kind)["foreign"]["book"]
     assert ledger.log == ["create", "release"] * 2 and not ledger.instances
     assert played.ended.error == "" and played.ended.turn_rewards == [0.75, 0.0, 0.0, 0.0]
@@ -266,7 +266,7 @@ def test_tools_of_verl_are_called_as_by_its_loop(
     assert "booked 4" in played.read[1] and "\n6\n" in played.read[1] and "Error: unknown amount" in played.read[2]
     assert '{"value": 1}' in played.read[3] and '"description": "The amount."' in played.read[0]
     one = play(
-        dialogue, f"verl:{file}", call("double", value=3), "8", options=options, extra={"tool_selection": ["book"]}
+        dialogue, f"verl:{file}", call("double", value=3), "8", options=options, extra_info={"tool_selection": ["book"]}
     )
     assert "double" not in one.read[0] and "there is no tool 'double'; there are book" in one.read[1]
     alone = play(dialogue, f"verl:{functions}", call("double", value=3), "7")

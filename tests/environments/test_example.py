@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from asyncrl.environments.dialogue.dialogue import Dialogue
 from asyncrl.environments.episode import Limits, PolicyTurn
-from asyncrl.environments.player import Player, play_alone
+from asyncrl.environments.player import Player
 from asyncrl.environments.table import Named, load_environment
-from asyncrl.wire.service_messages import EpisodeStart, NextTurn
+from asyncrl.wire.service_messages import NextTurn
 from tests.helpers.chat_models import save_chat_model
+from tests.helpers.played import play_row
 
 PAGE = Path(__file__).parents[2] / "docs" / "environments.md"
 CALL = '<tool_call>{{"name": "price", "arguments": {{"item": "{item}", "count": "3"}}}}</tool_call>'
@@ -33,16 +33,9 @@ def test_the_example_with_tools(tmp_path: Path) -> None:
     prices = {"prices": {"apple": 0.5, "plum": 0.25}}
     named = load_environment(f"{tmp_path / 'shop.py'}:Shop", {})
     assert isinstance(named, Named)
-    player = Player(
-        start=EpisodeStart("0.0.0", 0, "1.5", "shop", prices, chat, {}, 0, False),
-        prompt=dialogue.chat.begin(chat, []),
-        named=named,
-        dialogue=dialogue,
-        limits=Limits(2000, 200, 9, 10.0, 5.0),
-        threads=ThreadPoolExecutor(1),
-        say=say,
-    )
-    ended = play_alone(player)
+    tokens, limits = dialogue.chat.begin(chat, []), Limits(2000, 200, 9, 10.0, 5.0)
+    row = {"ground_truth": "1.5", "chat": chat, "extra_info": prices}
+    ended = play_row(named, dialogue, say, tokens=tokens, limits=limits, **row)
     assert (ended.error, ended.reward, ended.parts["calls/price"], ended.parts["calls_failed/price"]) == ("", 1.0, 2, 1)
     assert '"name": "price"' in read[0] and "Error: there is no pear; there are apple, plum" in read[1]
     assert "\n1.5\n" in read[2]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,9 +14,10 @@ from asyncrl.environments import Environment
 from asyncrl.environments.builtin import Calculator, GuessNumber
 from asyncrl.environments.dialogue.dialogue import MARK, Dialogue
 from asyncrl.environments.episode import Limits, PolicyTurn
-from asyncrl.environments.player import Player, play_alone
+from asyncrl.environments.player import Player
 from asyncrl.environments.table import Named
-from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, NextTurn
+from asyncrl.wire.service_messages import EpisodeEnded, NextTurn
+from tests.helpers.played import play_row
 from tests.helpers.reward_pool import TOKENS, save_tokenizer, tokens
 
 EXTRA = "?<>.[]*"
@@ -62,23 +62,18 @@ def play(
     step_timeout_s: float = 5.0,
     timeout_s: float = 10.0,
     truncated: bool = False,
-    prompt: Sequence[int] | None = None,
     **options: object,
 ) -> tuple[EpisodeEnded, Policy]:
     dialogue = Dialogue(str(folder), trust_remote_code=False, max_observation_tokens=max_observation_tokens)
     policy = Policy(iter(said), dialogue, truncated=truncated)
-    threads = ThreadPoolExecutor(4)
-    player = Player(
-        start=EpisodeStart("0.0.0", 7, truth, "test", {}, None, {}, 5, False),
-        prompt=tokens("12+07=")[:-1] if prompt is None else prompt,
-        named=Named(kind, dict(options)),
-        dialogue=dialogue,
+    ended = play_row(
+        Named(kind, dict(options)),
+        dialogue,
+        policy.say,
+        tokens=tokens("12+07=")[:-1],
         limits=Limits(window, 10, 3, timeout_s, step_timeout_s),
-        threads=threads,
-        say=policy.say,
+        ground_truth=truth,
     )
-    ended = play_alone(player)
-    threads.shutdown(wait=False, cancel_futures=True)
     return ended, policy
 
 

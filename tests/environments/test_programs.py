@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
@@ -22,11 +23,11 @@ from asyncrl.environments.programs import program as program_module
 from asyncrl.environments.programs.program import load_agent
 from asyncrl.environments.programs.program_player import ProgramPlayer
 from asyncrl.errors import ConfigError
+from asyncrl.types import Prompt
 from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, NextTurn
 from tests.helpers.dialogues import CharacterDialogue, turn
 
-START = EpisodeStart("0.0.0", 7, "42", "test", {}, None, {}, 5, False)
-PROMPT = list(map(ord, "hello"))
+PROMPT = Prompt(7, np.array(list(map(ord, "hello")), np.int32), "42", "test")
 PROGRAM = '''
 import json, os, sys, time, urllib.error, urllib.request
 
@@ -119,10 +120,7 @@ def play(name: str, *, python: str | None = None, times: int = 1, timeout_s: flo
 
         limits = Limits(400, 50, 5, timeout_s, timeout_s)
         players = [
-            ProgramPlayer(
-                EpisodeStart(f"0.0.{n}", 7, "42", "test", {}, None, {}, 5, False),
-                PROMPT, agent, dialogue, limits, gateway, say,
-            )
+            ProgramPlayer(EpisodeStart(f"0.0.{n}", PROMPT), agent, dialogue, limits, gateway, say)
             for n in range(times)
         ]  # fmt: skip
         try:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,10 @@ from asyncrl.environments.dialogue.dialogue import MARK, ChatDialogue, Dialogue
 from asyncrl.environments.episode import Limits, PolicyTurn
 from asyncrl.environments.gateway.api import chat_request
 from asyncrl.environments.gateway.session import Session
-from asyncrl.environments.player import Player, play_alone
 from asyncrl.environments.table import Named
-from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, NextTurn
+from asyncrl.wire.service_messages import EpisodeEnded, NextTurn
 from tests.helpers.chat_models import FAMILIES, OPENING, QWEN, TEXT_ARGUMENTS, THINKING, save_chat_model
+from tests.helpers.played import play_row
 
 ASK: list[Message] = [{"role": "system", "content": "You help."}, {"role": "user", "content": "What is 12*34?"}]
 PARAMETERS = {"type": "object", "properties": {"expression": {"type": "string"}}}
@@ -115,18 +114,14 @@ def play(
     dialogue: Dialogue, *texts: str, chat: Sequence[Message] = ASK, window: int = 2000, **options: Any
 ) -> tuple[EpisodeEnded, Policy]:
     policy = Policy(dialogue.chat, texts, dialogue.chat.begin(chat, []))
-    threads = ThreadPoolExecutor(1)
-    player = Player(
-        start=EpisodeStart("0.0.0", 7, "408", "test", {}, list(chat), {}, 5, False),
-        prompt=policy.prompt,
-        named=Named(Desk, options),
-        dialogue=dialogue,
+    ended = play_row(
+        Named(Desk, options),
+        dialogue,
+        lambda player, wish, tokens: player.receive(wish.branch, policy.turn(wish, tokens)),
+        tokens=policy.prompt,
         limits=Limits(window, 300, 5, 10.0, 5.0),
-        threads=threads,
-        say=lambda player, wish, tokens: player.receive(wish.branch, policy.turn(wish, tokens)),
+        chat=list(chat),
     )
-    ended = play_alone(player)
-    threads.shutdown(wait=False)
     assert ended.error == "", ended.error
     return ended, policy
 

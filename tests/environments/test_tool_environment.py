@@ -6,12 +6,10 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import tool_environments
 from tool_environments import AtOnce, Calculator
@@ -20,11 +18,12 @@ from asyncrl.environments import Action, Environment, Message, Step
 from asyncrl.environments.dialogue.dialogue import Dialogue
 from asyncrl.environments.environment import tools_of
 from asyncrl.environments.episode import Limits, PolicyTurn
-from asyncrl.environments.player import Player, play_alone
+from asyncrl.environments.player import Player
 from asyncrl.environments.table import Named, load_environment
 from asyncrl.errors import ConfigError
-from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, NextTurn
+from asyncrl.wire.service_messages import EpisodeEnded, NextTurn
 from tests.helpers.chat_models import FAMILIES, save_chat_model
+from tests.helpers.played import play_row
 
 ASK: list[Message] = [{"role": "system", "content": "You help."}, {"role": "user", "content": "What is 12*34?"}]
 
@@ -68,23 +67,16 @@ def play(
     extra: dict[str, Any] | None = None,
     step_timeout_s: float = 5.0,
     max_turns: int = 5,
-) -> tuple[EpisodeEnded, Policy, Player]:
+    **more: Any,
+) -> tuple[EpisodeEnded, Policy]:
     chat = ASK if chat is None else chat
     prompt = dialogue.chat.begin(chat, [])
     policy = Policy(dialogue, list(said), prompt, cut)
-    threads = ThreadPoolExecutor(4)
-    player = Player(
-        start=EpisodeStart("0.0.0", 7, "408", "test", extra or {}, chat, {}, 5, False),
-        prompt=prompt,
-        named=Named(kind, {}),
-        dialogue=dialogue,
-        limits=Limits(4000, 500, max_turns, 10.0, step_timeout_s),
-        threads=threads,
-        say=policy.say,
+    limits = Limits(4000, 500, max_turns, 10.0, step_timeout_s)
+    ended = play_row(
+        Named(kind, {}), dialogue, policy.say, tokens=prompt, limits=limits, chat=chat, extra_info=extra or {}, **more
     )
-    ended = play_alone(player)
-    threads.shutdown(wait=False, cancel_futures=True)
-    return ended, policy, player
+    return ended, policy
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -93,7 +85,7 @@ def call(name: str, **arguments: Any) -> str:
 
 def test_a_tool_is_called_and_the_last_message_is_the_answer(dialogue: Dialogue) -> None:
     for kind in (Calculator, AtOnce):
-        ended, policy, _ = play(dialogue, kind, call("evaluate", expression="12*34"), "408")
+        ended, policy = play(dialogue, kind, call("evaluate", expression="12*34"), "408")
         assert (ended.status, ended.ended, ended.error, ended.reward) == ("completed", "done", "", 1.0)
         first, second = policy.read
         assert first.startswith("<|im_start|>system\nYou help.") and '"name": "look_up"' in first
@@ -102,7 +94,7 @@ def test_a_tool_is_called_and_the_last_message_is_the_answer(dialogue: Dialogue)
         )
         assert ended.parts["calls/evaluate"] == 1.0 and ended.parts["calls_failed/evaluate"] == 0.0
         assert ended.parts["calls/look_up"] == 0.0 and ended.parts["answered"] == 1.0
-    _, policy, _ = play(
+    _, policy = play(
         dialogue, Calculator, call("evaluate", expression="1*7", digits="3"), call("look_up", word="two"), "x"
     )
     assert "\n007\n" in policy.read[1] and '{"word": "two", "value": 2}' in policy.read[2], "values in the hints' types"
@@ -121,7 +113,7 @@ def test_what_the_policy_did_wrong_is_answered(dialogue: Dialogue) -> None:
         "<tool_call>evaluate</tool_call>": "Error: the call is not valid: it is no JSON",
     }
     for text, expected in wrong.items():
-        ended, policy, _ = play(dialogue, Calculator, text, "408")
+        ended, policy = play(dialogue, Calculator, text, "408")
         assert expected in policy.read[1] and ended.reward == 1.0, (text, policy.read[1])
         failed = sum(value for name, value in ended.parts.items() if name.startswith("calls_failed/"))
         assert failed == 1.0 and sum(value for name, value in ended.parts.items() if name.startswith("calls/")) == 1.0
@@ -138,7 +130,7 @@ def test_calls_of_a_turn_run_in_order_and_async_ones_at_the_same_time(dialogue: 
 
     begun_s = time.monotonic()
     both = call("look_up", word="one", wait_s=0.4) + call("look_up", word="two", wait_s=0.2)
-    ended, policy, _ = play(dialogue, Watched, both + call("evaluate", expression="2*3") + call("evaluate"), "x")
+    ended, policy = play(dialogue, Watched, both + call("evaluate", expression="2*3") + call("evaluate"), "x")
     assert time.monotonic() - begun_s < 1.5 and ended.status == "completed"
     assert seen[0].log == ["one begins", "two begins", "two ends", "one ends", "2*3"]
     assert policy.read[1].index('"one"') < policy.read[1].index('"two"') < policy.read[1].index("6")
@@ -160,7 +152,7 @@ def test_any_other_error_of_a_tool_fails_the_episode(
 ) -> None:
     together = call("look_up", word="one", wait_s=3.0)
     begun_s = time.monotonic()
-    ended, _, _ = play(dialogue, kind, (together if tool == "break_later" else "") + call(tool, how=how), "x")
+    ended, _ = play(dialogue, kind, (together if tool == "break_later" else "") + call(tool, how=how), "x")
     assert (ended.status, ended.ended, ended.reward) == ("failed", "environment", 0.0)
     assert (
         f"{tool} {error}" in ended.error or "coroutine raised StopIteration" in ended.error
@@ -175,36 +167,36 @@ def test_other_calls_of_a_turn_end_with_the_one_that_fails(dialogue: Dialogue) -
             await asyncio.sleep(0.05)
             seen.extend(self.log)
 
-    ended, _, _ = play(dialogue, Watched, call("look_up", word="one", wait_s=3.0) + call("break_later", how="key"))
+    ended, _ = play(dialogue, Watched, call("look_up", word="one", wait_s=3.0) + call("break_later", how="key"))
     assert ended.status == "failed" and seen == ["one begins", "one is cancelled"]
 
 
 def test_a_result_that_is_no_json_fails_the_episode(dialogue: Dialogue) -> None:
-    ended, _, _ = play(dialogue, Calculator, call("break_down", how="object"), "x")
+    ended, _ = play(dialogue, Calculator, call("break_down", how="object"), "x")
     assert "break_down returned object, which is neither a text nor JSON" in ended.error
 
 
 def test_a_tool_that_takes_too_long_fails_the_episode_and_is_known(dialogue: Dialogue) -> None:
-    ended, _, player = play(dialogue, Calculator, call("break_down", how="sleep"), "x", step_timeout_s=0.3)
+    stuck: set[Any] = set()
+    ended, _ = play(dialogue, Calculator, call("break_down", how="sleep"), "x", step_timeout_s=0.3, stuck=stuck)
     assert ended.ended == "timeout" and ended.error.startswith("Calculator.step took longer than environment.step_t")
-    assert player.stuck == 1
-    ended, _, player = play(dialogue, Calculator, call("look_up", word="one", wait_s=9.0), "x", step_timeout_s=0.3)
-    assert ended.ended == "timeout" and player.stuck == 0
+    assert len(stuck) == 1
+    ended, _ = play(dialogue, Calculator, call("look_up", word="one", wait_s=9.0), "x", step_timeout_s=0.3, stuck=stuck)
+    assert ended.ended == "timeout" and len(stuck) == 1
 
 
 def test_a_cut_turn_is_closed_before_its_answer(dialogue: Dialogue) -> None:
     half = call("evaluate", expression="12*34")[:40]
-    ended, policy, _ = play(dialogue, Calculator, half, "408", cut=[0])
+    ended, policy = play(dialogue, Calculator, half, "408", cut=[0])
     assert policy.read[1].startswith("<|im_end|>\n<|im_start|>user\n<tool_response>\nError: the call is not valid")
     assert (ended.status, ended.reward) == ("completed", 1.0)
-    ended, policy, _ = play(dialogue, Calculator, "40", cut=[0])
+    ended, policy = play(dialogue, Calculator, "40", cut=[0])
     assert (ended.status, ended.ended, ended.reward) == ("truncated", "done", 0.0), "without a call it is the answer"
 
 
 def test_the_sequence_is_what_the_policy_read_and_said(dialogue: Dialogue) -> None:
     texts = [call("evaluate", expression="12*34"), call("evaluate", expression="1"), "408"]
-    ended, policy, player = play(dialogue, Calculator, *texts)
-    assert player.num_tokens == len(policy.tokens)
+    ended, policy = play(dialogue, Calculator, *texts)
     assert dialogue.chat.decode(policy.tokens).count("<|im_start|>assistant") == 3
     calls = [{"id": f"call{n:05d}", "type": "function", "function": {"name": "evaluate"}} for n in range(2)]
     for one, expression in zip(calls, ("12*34", "1"), strict=True):
@@ -236,7 +228,7 @@ def test_the_sequence_is_what_the_policy_read_and_said(dialogue: Dialogue) -> No
     ],
 )
 def test_what_reset_says_is_behind_the_prompt(dialogue: Dialogue, said: Any, expected: str) -> None:
-    ended, policy, _ = play(dialogue, Calculator, "408", extra={"say": said})
+    ended, policy = play(dialogue, Calculator, "408", extra={"say": said})
     assert expected in policy.read[0] and ended.reward == 1.0, policy.read[0]
     assert policy.read[0].endswith("<|im_start|>assistant\n")
 
@@ -252,10 +244,10 @@ class Talker(Environment):
 
 
 def test_an_environment_without_tools_keeps_the_prompt_of_the_row(dialogue: Dialogue) -> None:
-    ended, policy, _ = play(dialogue, Talker, "What?", "408", extra={"answer": "12*34"})
+    ended, policy = play(dialogue, Talker, "What?", "408", extra={"answer": "12*34"})
     assert policy.read == ["", "\n<|im_start|>user\n12*34<|im_end|>\n<|im_start|>assistant\n"]
     assert ended.reward == 1.0
-    _, policy, _ = play(dialogue, Talker, "What?", "408", extra={"answer": {"role": "system", "content": "Be good."}})
+    _, policy = play(dialogue, Talker, "What?", "408", extra={"answer": {"role": "system", "content": "Be good."}})
     assert "<|im_start|>system\nBe good.<|im_end|>" in policy.read[1]
 
 
@@ -272,7 +264,7 @@ def test_an_environment_without_tools_keeps_the_prompt_of_the_row(dialogue: Dial
     ],
 )
 def test_messages_that_are_none_fail_the_episode(dialogue: Dialogue, answer: Any, error: str) -> None:
-    ended, _, _ = play(dialogue, Talker, "What?", "408", extra={"answer": answer})
+    ended, _ = play(dialogue, Talker, "What?", "408", extra={"answer": answer})
     assert ended.status == "failed" and error in ended.error, ended.error
 
 
@@ -295,17 +287,7 @@ def test_a_method_that_cannot_be_a_tool_is_named(name: str, error: str) -> None:
 
 
 def test_tools_need_a_prompt_with_messages(dialogue: Dialogue) -> None:
-    start = EpisodeStart("0.0.0", 7, "408", "test", {}, None, {}, 5, False)
-    player = Player(
-        start=start,
-        prompt=np.arange(5).tolist(),
-        named=Named(Calculator, {}),
-        dialogue=dialogue,
-        limits=Limits(4000, 500, 5, 10.0, 5.0),
-        threads=ThreadPoolExecutor(1),
-        say=lambda *_: None,
-    )
-    ended = play_alone(player)
+    ended = play_row(Named(Calculator, {}), dialogue, lambda *_: None, tokens=range(5))
     assert "has tools, which a chat template shows, but the row's prompt is plain text" in ended.error
 
 
@@ -314,5 +296,5 @@ def test_an_episode_under_each_template(tmp_path: Path, family: str) -> None:
     save_chat_model(tmp_path, family)
     dialogue = Dialogue(str(tmp_path), trust_remote_code=False, max_observation_tokens=200, tool_format="hermes")
     chat: list[Message] = [{"role": "user", "content": "What is 12*34?"}]
-    ended, policy, _ = play(dialogue, Calculator, call("evaluate", expression="12*34"), "408", chat=chat)
+    ended, policy = play(dialogue, Calculator, call("evaluate", expression="12*34"), "408", chat=chat)
     assert ended.reward == 1.0 and "408" in policy.read[1], ended.error

@@ -14,7 +14,7 @@ import pytest
 from asyncrl.config.sections import Options
 from asyncrl.environments.environment import Task
 from asyncrl.environments.player import Limits
-from asyncrl.environments.programs.agent_client import load_verifiers
+from asyncrl.environments.programs.program import load_verifiers
 from asyncrl.errors import ConfigError
 from tests.helpers.cli import asyncrl
 from tests.helpers.doc_files import write_doc_files

@@ -15,7 +15,7 @@ from asyncrl.wire.frames import Arrays, encode, pack_lists
 from tests.helpers.replay import PROMPT_TOKENS, make_group
 
 TURNS = s.HostRequest(
-    started=[s.EpisodeStart("0.0.0", 7, "42", "test", {"level": 1}, None, {"answer": "42"}, 5, False)],
+    started=[s.EpisodeStart("0.0.0", Prompt(7, np.array([1, 2], np.int32), "42", "test", {"level": 1}), 5)],
     turns=[s.SampledTurn("0.0.1", 0, "completed")],
     dropped=["0.0.2"],
 )

@@ -3,20 +3,43 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from asyncrl.environments.dialogue.dialogue import Dialogue
 from asyncrl.environments.environment import Message
 from asyncrl.environments.player import Limits, Player, PolicyTurn, play_alone
 from asyncrl.environments.table import Named
+from asyncrl.types import Prompt
 from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, NextTurn
 from tests.helpers.chat_models import save_chat_model
 
 FIT_STEPS = 150
+LIMITS = Limits(4000, 500, 5, 60.0, 50.0)
 ASK: list[Message] = [{"role": "user", "content": "Go."}]
+
+
+def play_row(
+    named: Named,
+    dialogue: Dialogue,
+    say: Callable[[Player, NextTurn, list[int]], None],
+    *,
+    tokens: Sequence[int],
+    limits: Limits = LIMITS,
+    stuck: set[Any] | None = None,
+    **row: Any,
+) -> EpisodeEnded:
+    """Plays an episode of the environment; `row` are fields of its prompt."""
+    threads = ThreadPoolExecutor(4)
+    fields = {"row": 7, "ground_truth": "408", "data_source": "test"} | row
+    start = EpisodeStart("0.0.0", Prompt(tokens=np.array(tokens, np.int32), **fields), seed=5)
+    ended = play_alone(Player(start, named, dialogue, limits, threads, say, stuck=set() if stuck is None else stuck))
+    threads.shutdown(wait=False, cancel_futures=True)
+    return ended
 
 
 class Played:
@@ -29,22 +52,11 @@ class Played:
         self.said: list[bool] = []
         """Which of its tokens are the policy's."""
         self._dialogue, self._turns = dialogue, iter(said)
-        given = {"truth": "7", "extra": {}, "chat": ASK, "columns": {}} | start
-        chat, extra, columns = given["chat"], given["extra"], given["columns"]
-        prompt = dialogue.encode("Go.") if chat is None else dialogue.chat.begin(chat, [])
-        threads = ThreadPoolExecutor(4)
-        player = Player(
-            start=EpisodeStart("0.0.0", 7, given["truth"], "test", extra, chat, columns, 5, False),
-            prompt=prompt,
-            named=named,
-            dialogue=dialogue,
-            limits=Limits(4000, 500, 5, 60.0, 50.0),
-            threads=threads,
-            say=self._say,
-        )
-        self.tokens, self.said = list(prompt), [False] * len(prompt)
-        self.ended: EpisodeEnded = play_alone(player)
-        threads.shutdown(wait=False, cancel_futures=True)
+        given = {"ground_truth": "7", "chat": ASK} | start
+        chat = given["chat"]
+        tokens = dialogue.encode("Go.") if chat is None else dialogue.chat.begin(chat, [])
+        self.tokens, self.said = tokens, [False] * len(tokens)
+        self.ended = play_row(named, dialogue, self._say, tokens=tokens, **given)
 
     def _say(self, player: Player, wish: NextTurn, observation: list[int]) -> None:
         chat = self._dialogue.chat

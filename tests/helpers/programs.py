@@ -7,12 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from asyncrl.config.sections import Options
 from asyncrl.environments.environment import Task
 from asyncrl.environments.episode import Limits, PolicyTurn
 from asyncrl.environments.gateway.server import Gateway
 from asyncrl.environments.programs.program_player import ProgramPlayer
 from asyncrl.environments.table import load_environment
+from asyncrl.types import Prompt
 from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, NextTurn
 from tests.helpers.dialogues import CharacterDialogue, turn
 
@@ -80,7 +83,7 @@ async def _play(
     await gateway.start()
     try:
         players = [
-            ProgramPlayer(_start(number, task), [], program, dialogue, limits, gateway, say)
+            ProgramPlayer(_start(number, task), program, dialogue, limits, gateway, say)
             for number, task in enumerate(tasks)
         ]
         for one, ended in zip(played, await asyncio.gather(*(player.play() for player in players)), strict=True):
@@ -93,7 +96,13 @@ async def _play(
 
 def _start(number: int, task: Task) -> EpisodeStart:
     chat = task.prompt if isinstance(task.prompt, list) else [{"role": "user", "content": task.prompt}]
-    extra_info, columns = dict(task.extra_info), dict(task.columns)
-    return EpisodeStart(
-        str(number), task.row, task.ground_truth, task.data_source, extra_info, chat, columns, task.seed, False
+    prompt = Prompt(
+        row=task.row,
+        tokens=np.zeros(0, np.int32),
+        ground_truth=task.ground_truth,
+        data_source=task.data_source,
+        extra_info=dict(task.extra_info),
+        chat=chat,
+        columns=dict(task.columns),
     )
+    return EpisodeStart(str(number), prompt, task.seed)

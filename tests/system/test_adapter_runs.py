@@ -50,7 +50,7 @@ def train(launch: Callable[..., Launched], tmp_path: Path, monkeypatch: pytest.M
         if scripts:
             named = load_environment(name, given)  # type: ignore[arg-type]
             assert isinstance(named, Named)
-            save_chat_policy(tmp_path / "model", named, scripts, extra=dict(extra or {}))
+            save_chat_policy(tmp_path / "model", named, scripts, extra_info=dict(extra or {}))
         model = [*CHAT, f"model.path={tmp_path / 'model'}"] if scripts else PLAIN
         launched = launch(
             "--steps", str(STEPS), *SMALL, *model, f"data.train={tmp_path / 'rows.parquet'}",

@@ -183,9 +183,7 @@ def test_a_taskset_of_verifiers_trains_with_a_harness_in_its_process(folder: Pat
     (folder / "vf4").symlink_to(Path(verifiers_python("0.4.0")).parents[1])
     save_talking_model(folder / "model", ["0", "2", "4", ""])
     options = {"taskset": {"size": 3}}
-    make_verifiers_rows(
-        "sums", Path("sums.parquet"), python="vf4/bin/python", limit=None, options=options
-    )
+    make_verifiers_rows("sums", Path("sums.parquet"), python="vf4/bin/python", limit=None, options=options)
     environment = {"name": "verifiers:sums", "python": "vf4/bin/python", "options": {"verifiers:sums": options}}
     run_dir = train("sums.yaml", f"environment={json.dumps(environment)}")
     assert set(check(run_dir, folder / "model", verifiers_rows("sums.parquet"), sums)) == {2}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -20,7 +20,6 @@ from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, EpisodeSta
 
 async def play_program(
     start: EpisodeStart,
-    prompt: Sequence[int],
     program: Program,
     dialogue: Dialogue,
     limits: Limits,
@@ -30,7 +29,7 @@ async def play_program(
     gateway = Gateway()
     await gateway.start()
     try:
-        return await ProgramPlayer(start, prompt, program, dialogue, limits, gateway, say).play()
+        return await ProgramPlayer(start, program, dialogue, limits, gateway, say).play()
     finally:
         await program.close()
         await gateway.close()
@@ -41,7 +40,6 @@ class ProgramPlayer:
     """One episode of a program. `say` asks the policy for a turn, which `receive` receives."""
 
     start: EpisodeStart
-    prompt: Sequence[int]
     program: Program
     dialogue: Dialogue
     limits: Limits
@@ -80,7 +78,6 @@ class ProgramPlayer:
             ended=ended,
             reward=reward,
             parts=parts,
-            turn_rewards=[],
             unused=unused,
             environment_s=max(0.0, time.monotonic() - began_s - self.session.sampling_s),
             error=error,
@@ -89,7 +86,7 @@ class ProgramPlayer:
 
     async def _result(self, access: Any) -> Any:
         """The reward that the program returned; None if it gave up because of a limit. Raises EpisodeFailedError."""
-        task = task_of(self.start, self.dialogue.text_of(self.prompt))
+        task = task_of(self.start, self.dialogue.text_of(self.start.prompt.tokens.tolist()))
         try:
             async with asyncio.timeout(self.limits.timeout_s):
                 return await self.program.run(asdict(task), access)
