@@ -28,7 +28,7 @@ from asyncrl.wire import service_messages  # noqa: F401 (defines its kinds)
 from asyncrl.wire.messages import MAX_REQUEST_HEADER_BYTES, AnswerBody, Body, RequestBody
 from asyncrl.wire.sockets import MAX_FRAME_BYTES
 
-SCHEMA = 13
+SCHEMA = 14
 MAX_FRAMES = 1 << 16
 """Maximum number of frames in a message, and of arrays in a frame."""
 MAX_PROBLEM_CHARACTERS = 500
