@@ -213,7 +213,7 @@ def write_json(out: Path, config: Config, metrics: dict[str, float], scored: lis
         "model": config.model.path,
         "data": config.data.eval_files,
         "settings": config.eval.model_dump(mode="json", exclude={"every_steps", "rewards"})
-        | config.generator.model_dump(mode="json", include={"max_new_tokens", "min_new_tokens", "stop"})
+        | config.generator.model_dump(mode="json", include={"max_new_tokens", "stop"})
         | {"rewards": config.rewards, "seed": config.seed},
         "metrics": metrics,
         "prompts": rows,

@@ -39,7 +39,7 @@ TRANSFORMERS_OPTIONS = ("max_model_len", "max_num_batched_tokens")
 SAMPLING_REFUSED = {
     "n": "it is eval.samples",
     "max_tokens": "it is generator.max_new_tokens",
-    "min_tokens": "it is generator.min_new_tokens",
+    "min_tokens": "the engine would sample from another distribution than the learner trains",
     "stop": "it is generator.stop",
     "seed": "it follows from seed",
 }

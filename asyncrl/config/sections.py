@@ -288,9 +288,6 @@ class GeneratorConfig(Section):
     """Temperature of the sampled distribution; all log-probs, the learner's too, are at this temperature."""
     max_new_tokens: int = Field(default=512, ge=1)
     """Maximum length of a completion; one that reaches it is truncated."""
-    min_new_tokens: int = Field(default=0, ge=0)
-    """Minimum length of a completion: before it the tokens that end a completion are excluded, in the engine and in the
-    learner's log-probs, and no text of `stop` ends it."""
     stop: str | list[str] = Field(default=[])
     """Texts that end a completion. The tokens up to the one that completes the text are kept and trained. Special
     tokens count with their text, such as <|im_end|>."""
@@ -338,10 +335,6 @@ class GeneratorConfig(Section):
     def _check_ends(self) -> Self:
         if "" in self.stop_texts:
             raise ValueError("stop: an empty text would end every completion at its first token; leave it out")
-        if self.min_new_tokens > self.max_new_tokens:
-            raise ValueError(
-                f"min_new_tokens = {self.min_new_tokens}: must be at most max_new_tokens = {self.max_new_tokens}"
-            )
         return self
 
 

@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from generator_model import kept_cache_logprobs, reference_logprobs, run_all, small_config, swap_in_flight, weights_of
+from generator_model import kept_cache_logprobs, reference_logprobs, run_all, swap_in_flight, weights_of
 from transformers import Qwen2ForCausalLM
 
-from asyncrl.errors import ConfigError, InvariantError
+from asyncrl.errors import ConfigError
 from asyncrl.generator.engine import Completion, Sampling
-from asyncrl.generator.vllm_backend import engine as requests_module
 from asyncrl.generator.vllm_backend.engine import VllmEngine
 from asyncrl.util.model_files import load_decoder
 
@@ -26,7 +25,6 @@ Policies = list[Qwen2ForCausalLM]
 
 PROMPTS = {str(i): [3 + (7 * i + 5 * j) % 60 for j in range(4 + i)] for i in range(8)}
 DETERMINISTIC = {"deterministic": True, "replay__max_staleness": 0}
-MINIMUM = 8
 IN_FLIGHT = pytest.mark.parametrize("ahead", [False, True], ids=["one at a time", "a batch in flight"])
 
 
@@ -195,13 +193,3 @@ def test_a_special_token_is_a_stop_text(make_engine: EngineMaker, policies: Poli
     engine = make_engine(**DETERMINISTIC, generator__stop="<pad>", generator__max_new_tokens=200)
     ended = [completion.tokens[-1] for completion in complete_with(engine, policies[0]).values()]
     assert 0 in ended
-
-
-def test_other_end_tokens_than_the_learner_has_are_refused(
-    model_path: str, monkeypatch: pytest.MonkeyPatch, make_engine: EngineMaker
-) -> None:
-    engine = make_engine(generator__min_new_tokens=MINIMUM, generator__stop=["!", "#", "$", "%", "&"])
-    monkeypatch.setattr(requests_module, "end_tokens", lambda *_, **__: [1])
-    with pytest.raises(InvariantError, match=r"ends completions with the tokens \[1, 2\], the learner expects \[1\]"):
-        engine._check_end_tokens()
-    assert small_config(model_path).generator.stop_texts == []

@@ -27,7 +27,6 @@ TOLERANCE = 5e-5
 """Rounding: most tokens are within 5e-6, unlikely ones within 2.4e-5."""
 DIFFERENT = 1e-2
 TEMPERATURE = 0.7
-MINIMUM = 6
 BUCKET_BYTES = 6_000
 """Less than the embedding has."""
 
@@ -68,7 +67,7 @@ def recomputing(maker: Maker) -> Engine:
 
 @pytest.fixture
 def stopping(maker: Maker) -> Engine:
-    return maker(generator__min_new_tokens=MINIMUM, generator__stop=["!", "#", "$", "%", "&"])
+    return maker(generator__stop=["!", "#", "$", "%", "&"])
 
 
 def prompts(count: int) -> dict[str, list[int]]:
@@ -287,23 +286,17 @@ def test_completions_end_at_an_end_token_the_limit_or_the_window(
     assert recomputing.num_running == 0
 
 
-def test_texts_end_completions_but_nothing_does_before_the_minimum(
-    stopping: Engine, policies: Policies, model_path: str
-) -> None:
+def test_texts_end_completions(stopping: Engine, policies: Policies, model_path: str) -> None:
     swap(stopping, policies[0])
     done = {f"{key} {repeat}": one for repeat in range(4) for key, one in complete(stopping, prompts(8)).items()}
     single = {3, 5, 6, 7, 8}
     """The tokens of the texts."""
-    early = {token for one in done.values() for token in one.tokens[:MINIMUM]}
-    assert not early & set(EOS) and early & single
-    assert min(len(one.tokens) for one in done.values()) >= MINIMUM
     ends = {one.tokens[-1] for one in done.values() if one.status == "completed"}
     assert ends & single and ends & set(EOS) and ends <= single | set(EOS)
     for key, one in done.items():
-        assert not (single | set(EOS)) & set(one.tokens[MINIMUM:-1])
+        assert not (single | set(EOS)) & set(one.tokens[:-1])
         prompt = prompts(8)[key.split()[0]]
         logits = policies[0](torch.tensor([prompt + one.tokens])).logits[0, len(prompt) - 1 : -1].clone()
-        logits[:MINIMUM, EOS] = -torch.inf
         own = logits.log_softmax(-1)[torch.arange(len(one.tokens)), torch.tensor(one.tokens)].numpy()
         assert worst(one.logprobs, own) < TOLERANCE
     decode = load_decoder(model_path)

@@ -66,10 +66,6 @@ def test_overrides_are_yaml() -> None:
             "learner.minibatches = 3 does not divide the 32 groups that a learner rank gets in a step; use one of 1, 2",
         ),
         ({"generator.stop": ["a", ""]}, "generator.stop: an empty text would end every completion at its first token"),
-        (
-            {"generator.min_new_tokens": 16, "generator.max_new_tokens": 8},
-            "generator.min_new_tokens = 16: must be at most max_new_tokens = 8",
-        ),
         ({"eval.sampling.stop": ["a"]}, "eval.sampling.stop = ['a']: cannot be set here: it is generator.stop"),
         (
             {"critic.ranks": 2, "algorithm.advantage": "gae"},

@@ -256,7 +256,6 @@ class Request:
     """Prompt and completion."""
     num_prompt: int
     kind: Sampling
-    min_tokens: int
     max_tokens: int
     stop: tuple[str, ...]
     generator: torch.Generator | None

@@ -36,7 +36,6 @@ class TransformersEngine(PartLoadingEngine):
         self.loader.committed = self._set_loaded
         self.window_tokens = self._decoder.window_tokens
         self._ends = frozenset(end_tokens(config.model.path, trust_remote_code=config.model.trust_remote_code))
-        self._early = torch.tensor(sorted(self._ends), device=self._device)
         self._how: dict[Sampling, How] = {
             # Of the full distribution: log-probs of a cut one would bias importance ratios.
             "training": How(temperature=config.generator.temperature),
@@ -81,7 +80,6 @@ class TransformersEngine(PartLoadingEngine):
             tokens=np.asarray(prompt).tolist(),
             num_prompt=len(prompt),
             kind=kind,
-            min_tokens=min(generator.min_new_tokens, limit),
             max_tokens=limit,
             stop=(*generator.stop_texts, *stop),
             generator=None if seed is None else torch.Generator(self._device).manual_seed(seed),
@@ -120,9 +118,6 @@ class TransformersEngine(PartLoadingEngine):
     @torch.inference_mode()
     def _sample(self, requests: list[Request], logits: Tensor) -> list[Request]:
         """Samples a token for each of the requests, which are of one kind. Returns those that ended."""
-        early = [i for i, request in enumerate(requests) if request.num_generated < request.min_tokens]
-        if early and len(self._early):
-            logits[torch.tensor(early, device=self._device)[:, None], self._early] = -torch.inf
         first = requests[0]  # with `deterministic` the only one
         drawn = sample(logits, self._how[first.kind], first.generator or self._generator)
         tokens, logprobs = (tensor.tolist() for tensor in drawn)
@@ -135,7 +130,7 @@ class TransformersEngine(PartLoadingEngine):
     def _is_complete(self, request: Request) -> bool:
         if request.tokens[-1] in self._ends:
             return True
-        if not request.stop or request.num_generated < request.min_tokens:
+        if not request.stop:
             return False
         assert self._stops is not None
         return self._stops.completed(request.tokens[request.num_prompt :], request.stop)

@@ -25,7 +25,7 @@ from asyncrl.generator.vllm_backend.weights import (
 )
 from asyncrl.generator.vllm_backend.workers import Workers
 from asyncrl.types import NO_VERSION, Status
-from asyncrl.util.model_files import end_tokens, load_tokenizer, replayed_routers
+from asyncrl.util.model_files import load_tokenizer, replayed_routers
 from asyncrl.util.processes import peak_memory_bytes
 
 if TYPE_CHECKING:
@@ -89,7 +89,6 @@ class VllmEngine(PartLoadingEngine):
         if config.generator.stop_texts:
             self._load_tokenizer()
         self._warm_up()
-        self._check_end_tokens()
         gc.collect()
         gc.freeze()  # keeps the engine's many objects out of later collections
 
@@ -166,7 +165,6 @@ class VllmEngine(PartLoadingEngine):
         for kind in get_args(Sampling):
             params = self._params(kind).clone()
             params.max_tokens = 2
-            params.min_tokens = min(params.min_tokens, 2)
             params.ignore_eos = True
             self._engine.add_request(f"warm-up {kind}", tokens_input([0]), params)
         finished: list[Any] = []
@@ -175,21 +173,6 @@ class VllmEngine(PartLoadingEngine):
             finished += self._engine.step()
         self._watch.version = NO_VERSION
         check_first_versions(finished[0].outputs[0].weight_versions)
-
-    def _check_end_tokens(self) -> None:
-        """Raises InvariantError if the engine excludes other tokens before `generator.min_new_tokens` than the learner,
-        whose log-probs would belong to another distribution."""
-        minimum, model = self._config.generator.min_new_tokens, self._config.model
-        if not minimum:
-            return
-        params = self._build(_Request([0])).sampling_params
-        assert params is not None
-        expected = end_tokens(model.path, trust_remote_code=model.trust_remote_code)
-        if sorted(params.all_stop_token_ids) != expected:
-            raise InvariantError(
-                f"generator.min_new_tokens = {minimum}: the engine ends completions with the tokens "
-                f"{sorted(params.all_stop_token_ids)}, the learner expects {expected}"
-            )
 
     def step(self) -> list[Completion]:
         """Runs one decoding step of all requests and returns the completions that ended in it. Raises InvariantError
@@ -312,7 +295,6 @@ def sampling_params(
         **sampling,
         seed=seed,
         max_tokens=max_tokens or config.generator.max_new_tokens,
-        min_tokens=min(config.generator.min_new_tokens, max_tokens or config.generator.min_new_tokens),
         stop=[*config.generator.stop_texts, *stop],
         detokenize=bool(config.generator.stop_texts or stop),
         include_stop_str_in_output=True,  # keeps the tokens of the text that stops a completion

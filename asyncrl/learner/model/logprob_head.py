@@ -3,7 +3,7 @@ tokens at once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -19,9 +19,6 @@ weights and their gradient."""
 CUDA_CHUNK_BYTES = 1 << 30
 """Size of the float32 logits of a chunk on a GPU, where small chunks would be limited by memory bandwidth."""
 
-EXCLUDED = -1e30
-"""Logit of an excluded token. Finite, so that its probability 0 times its log-prob is 0."""
-
 
 class LogprobHead(nn.Module):
     """The model's output layer, returning log-probs of target tokens.
@@ -29,26 +26,18 @@ class LogprobHead(nn.Module):
     The module shares the layer's parameters, so that ZeRO stage 3 gathers them once for all chunks.
     """
 
-    def __init__(
-        self, output: nn.Linear, temperature: float, *, entropy_gradient: bool = False, excluded: Sequence[int] = ()
-    ) -> None:
-        """With `entropy_gradient` the entropies have a gradient, at the cost of more work in the backward pass.
-        `excluded` are tokens that have no probability in the distributions that a call names."""
+    def __init__(self, output: nn.Linear, temperature: float, *, entropy_gradient: bool = False) -> None:
+        """With `entropy_gradient` the entropies have a gradient, at the cost of more work in the backward pass."""
         super().__init__()
         self.weight, self.bias = output.weight, output.bias
         self.temperature = temperature
         self.entropy_gradient = entropy_gradient
         self.vocabulary = output.out_features
-        self.excluded = tuple(excluded)
 
-    def forward(self, hidden: Tensor, targets: Tensor, excludes: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Returns log-probs [N] of targets [N] and entropies [N], float32 in nats, from hidden states [N, size].
-
-        `excludes` [N] is true for the distributions without the excluded tokens.
-        """
+    def forward(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns log-probs [N] of targets [N] and entropies [N], float32 in nats, from hidden states [N, size]."""
         chunk_tokens = max(1, (CUDA_CHUNK_BYTES if is_on_gpu(hidden) else CHUNK_BYTES) // (4 * self.vocabulary))
-        columns = None if excludes is None else torch.tensor(self.excluded, device=hidden.device)
-        settings = _HeadSettings(self.temperature, chunk_tokens, self.entropy_gradient, excludes, columns)
+        settings = _HeadSettings(self.temperature, chunk_tokens, self.entropy_gradient)
         return _Score.apply(hidden, self.weight, self.bias, targets, settings)  # pyright: ignore[reportReturnType]
 
 
@@ -56,10 +45,6 @@ class _HeadSettings(NamedTuple):
     temperature: float
     chunk_tokens: int
     entropy_gradient: bool
-    excludes: Tensor | None
-    """[N] bool"""
-    columns: Tensor | None
-    """int64, the excluded tokens."""
 
 
 class _Score(torch.autograd.Function):
@@ -74,7 +59,7 @@ class _Score(torch.autograd.Function):
         factor = _factor(weight)
         saved: Tensor | None = None
         for part in _parts(len(targets), settings.chunk_tokens):
-            scores = _logits(hidden[part], factor, bias, settings, part).log_softmax(dim=-1)
+            scores = _logits(hidden[part], factor, bias, settings.temperature).log_softmax(dim=-1)
             logprobs[part] = scores.gather(-1, targets[part].unsqueeze(-1)).squeeze(-1)
             probs = scores.exp()
             if settings.entropy_gradient:
@@ -106,7 +91,7 @@ class _Score(torch.autograd.Function):
             if saved is not None:
                 table = saved
             else:
-                logits = _logits(hidden[part], factor, bias, settings, part)
+                logits = _logits(hidden[part], factor, bias, settings.temperature)
                 table = logits.softmax(dim=-1) if entropies is None else logits.log_softmax(dim=-1)
                 del logits
             if entropies is None:
@@ -137,15 +122,12 @@ def _parts(count: int, size: int) -> Iterator[slice]:
     return (slice(begin, begin + size) for begin in range(0, count, size))
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: _HeadSettings, part: slice) -> Tensor:
-    """Returns float32 logits [N, vocabulary] of one chunk at the temperature, those of excluded tokens `EXCLUDED`."""
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+    """Returns float32 logits [N, vocabulary] of one chunk at the temperature."""
     logits = _product(hidden, weight.t())
     if bias is not None:
         logits += bias
-    logits /= settings.temperature
-    if settings.excludes is not None:
-        without = settings.excludes[part].unsqueeze(-1)
-        logits[:, settings.columns] = logits[:, settings.columns].masked_fill(without, EXCLUDED)
+    logits /= temperature
     return logits
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,7 +21,7 @@ from asyncrl.learner.model.loading import deepspeed_config, hidden_states, load_
 from asyncrl.learner.model.logprob_head import LogprobHead
 from asyncrl.learner.model.lora import Adapters
 from asyncrl.types import Group
-from asyncrl.util.model_files import Routers, end_tokens, replayed_routers, router_modules
+from asyncrl.util.model_files import Routers, replayed_routers, router_modules
 
 
 class Policy(TrainedModel):
@@ -96,56 +95,20 @@ class PolicyNetwork(nn.Module):
         self.replay = replay
         self.parallel: SequenceParallel | None = None
         """The ranks that share this one's sequences, from when the network is checked on."""
-        self.excluded = Excluded.of(config)
         output = model.get_output_embeddings()
         if not isinstance(output, nn.Linear):
             raise ConfigError(f"model.path: the output layer is a {type(output).__name__}, but must be linear")
-        self.head = LogprobHead(
-            output,
-            config.generator.temperature,
-            entropy_gradient=entropy_gradient,
-            excluded=self.excluded.tokens if self.excluded is not None else (),
-        )
+        self.head = LogprobHead(output, config.generator.temperature, entropy_gradient=entropy_gradient)
 
     def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         if self.replay is not None:
             self.replay.use(micro.routing)
-        excludes = None if self.excluded is None else self.excluded.is_early(micro.logit_index)
         states, local = hidden_states(self.model, micro, self.parallel)
         if self.parallel is None or local is None:
-            return self.head(states, micro.targets, excludes)
-        scores = self.head(states, micro.targets[local], None if excludes is None else excludes[local])
-        logprobs, entropies = self.parallel.collect(torch.stack(scores), local, len(micro.targets))
+            return self.head(states, micro.targets)
+        scores = torch.stack(self.head(states, micro.targets[local]))
+        logprobs, entropies = self.parallel.collect(scores, local, len(micro.targets))
         return logprobs, entropies
-
-
-@dataclass(frozen=True, slots=True)
-class Excluded:
-    """Tokens that end a completion, which the engine does not sample in its first `places` tokens.
-
-    The engine's log-probs are of the distribution without these tokens. Policy and reference policy exclude the
-    same tokens, so that importance ratios, divergence and entropy belong to the distribution that was sampled.
-    """
-
-    places: int
-    tokens: tuple[int, ...]
-
-    @classmethod
-    def of(cls, config: Config) -> Excluded | None:
-        """Returns the excluded tokens of a run; None if there are none."""
-        if not config.generator.min_new_tokens:
-            return None
-        ends = end_tokens(config.model.path, trust_remote_code=config.model.trust_remote_code)
-        return cls(config.generator.min_new_tokens, tuple(ends)) if ends else None
-
-    def is_early(self, logit_index: Tensor) -> Tensor:
-        """Returns a mask [N], true for the action tokens from which the tokens are excluded, from the positions [N]
-        that score them. A completion is a run of consecutive positions."""
-        begins = torch.ones_like(logit_index, dtype=torch.bool)
-        begins[1:] = logit_index[1:] != logit_index[:-1] + 1
-        index = torch.arange(len(logit_index), device=logit_index.device)
-        first = torch.where(begins, index, 0).cummax(dim=0).values if len(index) else index
-        return index - first < self.places
 
 
 class RouterReplay:
