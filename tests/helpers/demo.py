@@ -16,29 +16,19 @@ def make_demo(folder: Path, cache: pytest.Cache) -> Path:
     from asyncrl.data import demo as arithmetic
 
     arithmetic.make_arithmetic(folder / "demo" / "arithmetic.parquet")
-    _copy_model(folder / "demo" / "model", cache, demo="demo")
+    _copy_model(folder / "demo" / "model", cache)
     return folder
 
 
-def make_guess(folder: Path, cache: pytest.Cache) -> None:
-    """The rows and the model of `--config guess` in `folder`."""
-    from asyncrl.data.demo import make_demo_rows
-
-    make_demo_rows("guess", folder / "demo" / "guess.parquet")
-    _copy_model(folder / "demo" / "guess-model", cache, demo="guess")
-
-
-def _copy_model(path: Path, cache: pytest.Cache, *, demo: str) -> None:
-    """Copies the model of a demo from pytest's cache, where it is kept by the code that it was made with; of several
+def _copy_model(path: Path, cache: pytest.Cache) -> None:
+    """Copies the demo's model from pytest's cache, where it is kept by the code that it was made with; of several
     processes one makes it."""
-    from asyncrl.data import demo as arithmetic
-    from asyncrl.data import demo as demo_episodes
-    from asyncrl.data import tiny_model
+    from asyncrl.data import demo, tiny_model
 
-    code = "".join(map(inspect.getsource, (tiny_model, arithmetic, demo_episodes))) + demo
+    code = "".join(map(inspect.getsource, (tiny_model, demo)))
     kept = cache.mkdir("tiny-model") / hashlib.sha256(code.encode()).hexdigest()[:16]
     with kept.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not kept.is_dir():
-            tiny_model.make_tiny_model(kept, demo=demo)
+            tiny_model.make_tiny_model(kept, demo="demo")
     shutil.copytree(kept, path)

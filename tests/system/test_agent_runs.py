@@ -1,4 +1,4 @@
-"""Ten optimizer steps of programs that know nothing of asyncrl: those of docs/environments.md, on a tiny chat model.
+"""Four optimizer steps of programs that know nothing of asyncrl: those of docs/environments.md, on a tiny chat model.
 
 The arrays that were trained are compared with the program's replies to the policy's texts.
 """
@@ -28,7 +28,7 @@ from tests.helpers.talking_models import save_talking_model
 from tests.helpers.verifiers_python import verifiers_python
 
 pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.timeout(1200)]
-STEPS, RUN_S = 10, 600.0
+STEPS, RUN_S = 4, 600.0
 SMALL = [
     f"steps={STEPS}", "replay.groups_per_step=4", "generator.group_size=4", "generator.max_running_groups=4",
     "generator.kv_cache_bytes=67108864", "learner.tokens_per_microbatch=4096", "replay.zero_variance=drop",
@@ -112,7 +112,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def train(folder: Path, preloaded: ForkServer) -> Iterator[Callable[..., Path]]:
-    """Trains ten steps, and returns the folder of the run."""
+    """Trains four steps, and returns the folder of the run."""
     started: list[Any] = []
 
     def run(config: str, *overrides: str) -> Path:
