@@ -11,7 +11,7 @@ sent it, since the learner ranks act together. What a lost connection takes with
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from asyncrl.learner.checkpoint import (
 )
 from asyncrl.learner.distributed import Ranks, enable_determinism, process_group
 from asyncrl.learner.learning_rate import learning_rate
-from asyncrl.learner.model.attention import SequenceParallel, checked, find_firsts, make_layout
+from asyncrl.learner.model.attention import Integers, SequenceParallel, checked, find_firsts, make_layout
 from asyncrl.learner.model.checks import check_packing
 from asyncrl.learner.model.engine import TrainedModel
 from asyncrl.learner.model.loading import hidden_states, load_value_model
@@ -68,8 +68,6 @@ class Critic:
         self.data_ranks = ranks.of_data
         self.model = CriticModel(config, ranks)
         self._step = 0
-        none = torch.empty(0)
-        self._batch = Batch([], none, none, none, none)
         self._minibatches: list[Minibatch] = []
         self._values = torch.empty(0)
         self._metrics: dict[str, float] = {}
@@ -77,7 +75,7 @@ class Critic:
     def values(self, batch: Batch, step: int) -> Tensor:
         """Returns values [N + C] of the batch, float32, on the CPU: those before its action tokens, then those after
         the last tokens of its `ended` sequences. All ranks call it."""
-        self._step, self._batch = step, batch
+        self._step = step
         self._minibatches = sync_microbatches(
             batch.minibatches, batch.num_members, self.data_ranks, step, may_be_empty=may_be_empty(self.config)
         )
@@ -389,9 +387,7 @@ class CriticServer:
         if 0 < message.seq <= answered:
             return reply if message.seq == answered else None
         if isinstance(body, Value):
-            vocabulary = self.critic.model.model.config.get_text_config().vocab_size
-            minibatches = self.critic.config.learner.minibatches
-            self._rows[body.rank] = _unpack_rows(message, minibatches=minibatches, vocabulary=vocabulary)
+            self._rows[body.rank] = self._unpack(message)
         elif isinstance(body, Train):
             tokens = sum(span.stop - span.start for span in self._spans.get(body.rank, ()))
             arrays = [f"{NAMES[array.dtype]}{list(array.shape)}" for array in message.arrays]
@@ -401,6 +397,24 @@ class CriticServer:
                 )
         self._received[body.rank] = message
         return None
+
+    def _unpack(self, message: Message) -> list[list[MicroBatch]]:
+        """Returns the micro-batches of each mini-batch. Raises ProtocolError unless the rows are complete."""
+        body, arrays, rows = message.body, message.arrays, len(message.body.names)
+        if len(body.minibatches) != self.critic.config.learner.minibatches or sum(body.minibatches) != rows:
+            raise ProtocolError(f"value: {rows} rows in mini-batches of {body.minibatches[:10]}")
+        if len(arrays) != 3 * rows or any(NAMES[array.dtype] != "i4" or array.ndim != 1 for array in arrays):
+            raise ProtocolError(f"value: {rows} rows need 3 frames each, i4 in one dimension")
+        columns = (array.astype(np.int64) for array in arrays)
+        unpacked = iter([_unpack_row(*row) for row in zip(columns, columns, columns, body.names, strict=True)])
+        vocabulary = self.critic.model.model.config.get_text_config().vocab_size
+        largest = max((int(array.max()) for array in arrays[::3]), default=0)
+        if largest >= vocabulary:
+            raise ProtocolError(
+                f"value: token {largest}, but the critic's vocabulary has {vocabulary}; set critic.path to a model "
+                "with the tokens of model.path"
+            )
+        return [[next(unpacked) for _ in range(count)] for count in body.minibatches]
 
     def _answer(self, received: dict[int, Message], replies: dict[int, Reply]) -> None:
         for rank, message in received.items():
@@ -422,17 +436,15 @@ class CriticServer:
         self._rows = {}
         none = torch.empty(0)
         batch = Batch(minibatches, none, none, none, none)
-        micro_batches = batch.micro_batches
         values = self.critic.values(batch, self._step)
-        parts = [values[micro.span] for micro in micro_batches]
-        after = values[start:].split([len(micro.ends) for micro in micro_batches])
-        self._spans, replies = {}, dict[int, Reply]()
-        for rank in messages:
-            chosen = [number for number, owner in enumerate(owners) if owner == rank]
-            self._spans[rank] = [micro_batches[number].span for number in chosen]
-            answer = torch.cat([none, *(parts[number] for number in chosen), *(after[number] for number in chosen)])
-            replies[rank] = Reply(Values(self._step), [answer.numpy()])
-        return replies
+        after = values[start:].split([len(micro.ends) for micro in batch.micro_batches])
+        self._spans = {rank: [] for rank in messages}
+        ends: dict[int, list[Tensor]] = {rank: [] for rank in messages}
+        for rank, micro, end in zip(owners, batch.micro_batches, after, strict=True):
+            self._spans[rank].append(micro.span)
+            ends[rank].append(end)
+        parts = {rank: [none, *(values[span] for span in self._spans[rank]), *ends[rank]] for rank in messages}
+        return {rank: Reply(Values(self._step), [torch.cat(parts[rank]).numpy()]) for rank in messages}
 
     def _train(self, messages: dict[int, Message]) -> dict[int, Reply]:
         returns = torch.empty(sum(len(message.arrays[0]) for message in messages.values()))
@@ -480,36 +492,14 @@ def _pack_row(micro: MicroBatch) -> list[Array]:
     return [tensor.to(torch.int32).numpy() for tensor in (micro.input_ids, lengths, valued)]
 
 
-def _unpack_rows(message: Message, *, minibatches: int, vocabulary: int) -> list[list[MicroBatch]]:
-    """Returns the micro-batches of each mini-batch from a "value" request. Raises ProtocolError unless it has
-    `minibatches` mini-batches of complete rows with tokens below `vocabulary`."""
-    body, arrays = message.body, message.arrays
-    rows = len(body.names)
-    if len(body.minibatches) != minibatches or sum(body.minibatches) != rows:
-        raise ProtocolError(
-            f"value: {rows} rows in mini-batches of {str(body.minibatches[:minibatches])[:100]}, expected "
-            f"{minibatches} mini-batches (learner.minibatches) that add up to them"
-        )
-    if len(arrays) != 3 * rows or any(NAMES[a.dtype] != "i4" or a.ndim != 1 for a in arrays):
-        raise ProtocolError(f"value: {rows} rows need 3 frames each, i4 in one dimension")
-    micro_batches = iter(
-        [_unpack_row(number, arrays[3 * number :][:3], names, vocabulary) for number, names in enumerate(body.names)]
-    )
-    return [[next(micro_batches) for _ in range(count)] for count in body.minibatches]
-
-
-def _unpack_row(number: int, row: Sequence[Array], names: list[Name], vocabulary: int) -> MicroBatch:
+def _unpack_row(input_ids: Integers, lengths: Integers, valued: Integers, names: list[Name]) -> MicroBatch:
     """Returns the micro-batch; fields that a critic does not need are zero."""
-    input_ids, lengths, valued = (array.astype(np.int64) for array in row)
     size = len(input_ids)
-    if not len(names) == len(lengths) > 0 or lengths.min() < 1 or lengths.sum() != size:
-        raise ProtocolError(f"value: row {number}: {len(lengths)} lengths for {len(names)} names and {size} tokens")
-    if len(valued) and (valued[0] < 0 or valued[-1] >= size or np.any(valued[:-1] >= valued[1:])):
-        raise ProtocolError(f"value: row {number}: valued positions must ascend from 0 to less than {size} tokens")
-    if input_ids.min() < 0 or input_ids.max() >= vocabulary:
+    complete = len(names) == len(lengths) > 0 and lengths.min() > 0 and lengths.sum() == size and input_ids.min() >= 0
+    if not complete or np.any(np.diff(valued, prepend=-1, append=size) <= 0):
         raise ProtocolError(
-            f"value: tokens from {input_ids.min()} to {input_ids.max()}, the critic's vocabulary has {vocabulary}; "
-            "set critic.path to a model with the tokens of model.path"
+            f"value: a row of {size} tokens does not fit to its {len(names)} names, {len(lengths)} lengths and "
+            f"{len(valued)} positions"
         )
     ends = np.cumsum(lengths)
     is_last = np.isin(valued, ends - 1)

@@ -181,11 +181,11 @@ def refusal(peer: Connection, body: Body, arrays: Sequence[np.ndarray] = ()) -> 
 @pytest.mark.parametrize(
     ("rows", "names", "minibatches", "text"),
     [
-        ([[[1], [30_000_000], []]], [[(1, 0)]], [1, 0], "row 0: 1 lengths for 1 names and 1 tokens"),
-        ([[TOKENS, [6, -1], VALUED]], [NAMES], [1, 0], "row 0: 2 lengths for 2 names and 5 tokens"),
-        ([[[], [], []]], [[]], [1, 0], "row 0: 0 lengths"),
-        ([[TOKENS, LENGTHS, [5]]], [NAMES], [1, 0], "row 0: valued positions must ascend from 0"),
-        ([[[1, 48], [2], [0]]], [[(1, 0)]], [1, 0], "tokens from 1 to 48, the critic's vocabulary has 48"),
+        ([[[1], [30_000_000], []]], [[(1, 0)]], [1, 0], "a row of 1 tokens does not fit to its 1 names, 1 lengths"),
+        ([[TOKENS, [6, -1], VALUED]], [NAMES], [1, 0], "a row of 5 tokens does not fit"),
+        ([[[], [], []]], [[]], [1, 0], "a row of 0 tokens"),
+        ([[TOKENS, LENGTHS, [5]]], [NAMES], [1, 0], "a row of 5 tokens does not fit"),
+        ([[[1, 48], [2], [0]]], [[(1, 0)]], [1, 0], "token 48, but the critic's vocabulary has 48"),
         ([], [NAMES], [1, 0], "1 rows need 3 frames each"),
         ([[TOKENS, LENGTHS, VALUED]], [NAMES], [2, 0], "1 rows in mini-batches of [2, 0]"),
     ],
