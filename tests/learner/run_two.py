@@ -1,7 +1,6 @@
 """Runs `run_learner` as one of two ranks with ZeRO stage 3, with fakes for the replay queue and the weight senders.
 
-In the folder, `begin.json` contains the number of steps committed before, and `exact` declares that the engine does not
-round. The log-probs of the trajectories are synthetic.
+In the folder, `begin.json` contains the number of steps committed before. The log-probs are synthetic.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ config = make_config(
     checkpoint={"every_steps": 2},
     deterministic=True,
     replay={"max_staleness": 0},
-    generator={} if (out / "exact").exists() else {"engine_options": {"quantization": "fp8"}},
+    generator={"engine_options": {"quantization": "fp8"}},
     steps=STEPS,
 )
 run_learner(config, rank=rank, endpoints=endpoints(port), run_dir=out, should_stop=lambda: False)

@@ -26,7 +26,6 @@ from worlds import (
     wanted,
 )
 
-from asyncrl.algorithms.losses import LOSSES
 from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.learner import batch
@@ -36,8 +35,6 @@ from asyncrl.learner.model.policy import Policy
 ALL_TERMS: dict[str, Any] = {"kl_loss_coef": 0.1, "entropy_coef": 0.1}
 WINDOW_OF_CORRECTION = {"level": "geometric", "mode": "mask", "low": 0.5, "high": 2.0, "mask_delta": 0.1}
 RUNS: dict[str, dict[str, Any]] = {
-    **{f"loss-{loss}": {"algorithm": {"loss": loss}} for loss in LOSSES if loss != "vtrace"},
-    "loss-vtrace": {"algorithm": {"advantage": "vtrace", "loss": "vtrace"}},
     "zero2": {"algorithm": ALL_TERMS, "learner": {"zero_stage": 2}},
     "zero3": {"algorithm": ALL_TERMS, "learner": {"zero_stage": 3, "gradient_checkpointing": True}},
     "offload": {"learner": {"zero_stage": 3, "offload": "all"}},
@@ -58,7 +55,7 @@ RUNS: dict[str, dict[str, Any]] = {
 """Settings by name, which two ranks and one rank train with."""
 
 
-PAIRS = ("zero2", "zero3", "critic", "masks")
+PAIRS = ("zero3", "critic")
 """The cases of two pairs of ranks."""
 
 

@@ -22,7 +22,9 @@ from asyncrl.config.config import Config
 from asyncrl.errors import PeerTimeoutError, RunError
 from asyncrl.learner.checkpoint import Checkpoints, Files, tensors_file
 from asyncrl.learner.distributed import Ranks, process_group
+from asyncrl.learner.model.engine import TrainedModel
 from asyncrl.learner.model.saving import collect_state, restore_state
+from asyncrl.weights.layout import slice_of
 
 TIMEOUT_S, SHORT_S = 30.0, 1.5
 
@@ -36,7 +38,7 @@ def halve(name: str, config: Config, ranks: Ranks, out: Path) -> None:
     (out / name / "2").mkdir(parents=True, exist_ok=True)
     save_file(half, out / name / "2" / f"rank-{ranks.rank}.safetensors")
     train_steps(whole, (3, 4))
-    ranks.any(False)
+    check_sent(whole.policy)
     second = make_trainer(config, ranks)
     restore_state(second.policy, out / name / "2")
     restored = collect_state(second.policy)
@@ -49,6 +51,17 @@ def halve(name: str, config: Config, ranks: Ranks, out: Path) -> None:
     }
     tensors = {f"{when}/{key}": tensor for when, state in states.items() for key, tensor in state.items()}
     save_file(tensors, out / name / f"{ranks.rank}.safetensors")
+
+
+def check_sent(policy: TrainedModel) -> None:
+    """The slices that this rank sends are those of the weights, bit for bit."""
+    if policy.adapters is not None:
+        return
+    slices = {name: part.clone() for name, part in policy.sent_slices()}
+    for name, weight in policy.weights():
+        first, last = slice_of(weight.numel(), policy.ranks.rank, policy.ranks.count)
+        assert torch.equal(slices.pop(name), weight.view(-1)[first:last]), name
+    assert not slices
 
 
 def fail_to_write(ranks: Ranks, config: Config, out: Path) -> str:

@@ -17,7 +17,7 @@ from asyncrl.algorithms.advantages import grpo
 from asyncrl.errors import ConfigError, InvariantError
 from asyncrl.learner.batch import check_staleness, empty_micro_batch, make_batch, pack, pack_groups
 from asyncrl.learner.model import attention
-from asyncrl.learner.model.attention import attend_in_buckets, find_firsts, make_layout, packed_attention
+from asyncrl.learner.model.attention import find_firsts, make_layout, packed_attention
 from asyncrl.types import Group
 from tests.helpers.examples import examples
 
@@ -49,25 +49,6 @@ def test_groups_that_fit_stay_in_one_micro_batch(sizes: np.ndarray, capacity: in
     for group in np.unique(groups):
         homes = [chosen for chosen in members if group in groups[chosen]]
         assert len(homes) == 1 or sizes[groups == group].sum() > capacity
-
-
-@quick
-@given(st.lists(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6), min_size=1, max_size=4), min_size=1))
-def test_tokens_that_the_first_of_a_group_has_too_are_computed_once(groups: list[list[list[int]]]) -> None:
-    rows = [(number, tokens) for number, group in enumerate(groups) for tokens in group]
-    sizes = np.array([len(tokens) for _, tokens in rows])
-    flat = np.array([token for _, tokens in rows for token in tokens])
-    expected: list[int] = []
-    leaders: dict[int, tuple[int, list[int]]] = {}
-    for number, tokens in rows:
-        start, leader = leaders.setdefault(number, (len(expected), tokens))
-        here = len(expected)
-        expected += [start + at if tokens[: at + 1] == leader[: at + 1] else here + at for at in range(len(tokens))]
-    firsts = find_firsts(flat, sizes, np.array([number for number, _ in rows]))
-    assert firsts.tolist() == expected
-    layout = make_layout(sizes, firsts)
-    assert layout.computed.tolist() == sorted(set(expected))
-    assert layout.computed[layout.twins].tolist() == expected
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, sizes: np.ndarray) -> Tensor:
@@ -210,11 +191,6 @@ def test_trajectories_that_cannot_be_trained_are_refused() -> None:
         make_batch([group], tokens_per_microbatch=10)
 
 
-groups_of_tokens = st.lists(
-    st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_size=1, max_size=4), min_size=1, max_size=6
-)
-
-
 def plain_kernel(
     query: Tensor,
     key: Tensor,
@@ -249,30 +225,6 @@ def plain_kernel(
         seen = (distance >= 0) & ((distance <= window_size[0]) if window_size[0] >= 0 else True)
         outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v))
     return torch.cat(outputs)
-
-
-def row_of(groups: list[list[list[int]]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens, lengths of sequences, and their groups."""
-    rows = [(number, tokens) for number, group in enumerate(groups) for tokens in group]
-    sizes = np.array([len(tokens) for _, tokens in rows])
-    return np.array([token for _, tokens in rows for token in tokens]), sizes, np.array([n for n, _ in rows])
-
-
-@settings(max_examples=examples(40))
-@given(groups_of_tokens, st.booleans(), st.sampled_from([None, 1, 3, 100]))
-def test_the_kernel_gets_each_sequence_with_its_shared_tokens(
-    groups: list[list[list[int]]], shared: bool, window: int | None
-) -> None:
-    tokens, sizes, owners = row_of(groups)
-    layout = make_layout(sizes, find_firsts(tokens, sizes, owners) if shared else None)
-    generator = torch.Generator().manual_seed(0)
-    size = (len(layout.computed), 2, 4)
-    q, k, v = (torch.randn(size, generator=generator, dtype=torch.float64) for _ in range(3))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "varlen_attn", plain_kernel)
-        output = attention.attend_varlen(q, k, v, layout.segments, scaling=None, window=window)
-    expected = attend_in_buckets(q, k, v, layout, scaling=None, window=window)
-    torch.testing.assert_close(output, expected, atol=1e-12, rtol=1e-9)
 
 
 @pytest.mark.parametrize("window", [None, 5])

@@ -172,18 +172,6 @@ def test_a_batch_that_is_too_old_or_of_another_step_ends_the_run(learner: World)
         one.prepare(Shard(2, []), 1)
 
 
-def test_truncated_trajectories_are_valued_after_their_last_token_when_asked(learner: World) -> None:
-    one = learner(Batches(), Sender())
-    groups = make_groups(1)
-    groups[0].trajectories[2].status = "truncated"
-    assert one.prepare(Shard(1, groups), 1).ended.tolist() == []
-    algorithm = one.config.algorithm.model_copy(update={"truncated": "bootstrap"})
-    one.config = one.config.model_copy(update={"algorithm": algorithm})
-    batch = one.prepare(Shard(1, groups), 1)
-    names = [name for micro in batch.micro_batches for name in micro.names]
-    assert [names[seq] for seq in batch.ended.tolist()] == [(10, 2)]
-
-
 def run_two(model: Path, out: Path, port: int) -> dict[str, Tensor]:
     """Runs `run_two.py` and returns the weights it sent, by version and name."""
     spawn("run_two.py", model, out, port, ranks=2, timeout_s=220)

@@ -18,10 +18,10 @@ from asyncrl.errors import PeerTimeoutError
 from asyncrl.learner.distributed import Ranks, process_group
 from tests.helpers.selection import slow_except
 
-FLOAT32 = ["zero0", "zero1", "zero2", "zero3", "offload-zero1", "offload-zero2", "offload-zero3"]
-BFLOAT16 = ["bfloat16-zero0", "bfloat16-zero2", "bfloat16-zero3", "bfloat16-offload1", "bfloat16-offload3"]
+FLOAT32 = ["zero0", "zero2", "zero3", "offload-zero2", "offload-zero3"]
+BFLOAT16 = ["bfloat16-zero0", "bfloat16-zero2", "bfloat16-zero3", "bfloat16-offload1"]
 WITH_ADAPTERS = ["lora-zero2", "lora-zero3"]
-WITH_CRITIC = ["critic-zero0", "critic-zero3", "critic-offload"]
+WITH_CRITIC = ["critic-zero0", "critic-zero3"]
 QUICK = {"alone", "zero3", "lora-zero2", "critic-zero3", "epochs", "bfloat16-zero2-optimizer"}
 
 Record = tuple[dict[str, Tensor], dict[str, float]]
@@ -51,7 +51,7 @@ def alone_with_critic(one_rank: Ranks, tiny_model: Path) -> Record:
     return record(make_config(tiny_model, **CRITIC), one_rank, make_groups())
 
 
-@pytest.mark.parametrize("name", cases(*FLOAT32, *WITH_CRITIC, "dropped-zero2", "dropped-zero3"))
+@pytest.mark.parametrize("name", cases(*FLOAT32, *WITH_CRITIC, "dropped-zero3"))
 def test_two_ranks_are_one_rank(name: str, alone: Record, alone_with_critic: Record, two_ranks: Path) -> None:
     if name.startswith("critic"):
         alone = alone_with_critic
@@ -117,15 +117,6 @@ def test_norm_clipping_and_adam(name: str, alone: Record, two_ranks: Path) -> No
             trained = tensors[f"weight/{step}/{n}"]
             tolerance: dict[str, Any] = {"atol": 1e-6, "rtol": 2.0**-8} if bfloat16 else {"atol": 2e-6, "rtol": 0.0}
             torch.testing.assert_close(trained.double(), weights[n], **tolerance)
-
-
-@pytest.mark.parametrize("name", cases(*BFLOAT16))
-def test_bfloat16_is_near_float32(name: str, alone: Record, two_ranks: Path) -> None:
-    tensors, scalars = load(two_ranks, name, 0)
-    assert tensors["weight/2/model.embed_tokens.weight"].dtype is torch.bfloat16
-    assert scalars["1/learner/loss"] == pytest.approx(alone[1]["1/learner/loss"], abs=1e-3)
-    assert scalars["1/learner/entropy"] == pytest.approx(alone[1]["1/learner/entropy"], rel=0.01)
-    assert scalars["1/learner/grad_norm"] == pytest.approx(alone[1]["1/learner/grad_norm"], rel=0.05)
 
 
 @pytest.mark.parametrize("name", cases(*SKIPS))

@@ -1,5 +1,5 @@
 """Adapters: what they compute, what is trained, sent and written, and what is refused. Two ranks are in
-test_learner_ranks.py, test_sent_weights.py and test_saving.py."""
+test_learner_ranks.py and test_saving.py."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@ others are refused."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -11,7 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 from structlog.testing import capture_logs
-from worlds import make_config, make_groups, make_trainer, pack_groups, spawn
+from worlds import make_config, make_groups, make_trainer, pack_groups
 
 from asyncrl.errors import ConfigError
 from asyncrl.learner.batch import MicroBatch, empty_micro_batch, make_batch
@@ -142,12 +141,3 @@ def test_a_trainer_checks_its_first_step(one_rank: Ranks, tiny_model: Path, sect
             trajectory.behavior_logprobs[trajectory.action_mask] -= 0.1
     with pytest.raises(ConfigError, match="a model of type qwen2 differently from the learner"):
         wrong.train(pack_groups(wrong.config, groups), step=1)
-
-
-@pytest.mark.slow
-def test_two_ranks_refuse_together(tiny_model: Path, free_port: Callable[[], int], tmp_path: Path) -> None:
-    (tmp_path / "exact").touch()
-    spawn("run_two.py", tiny_model, tmp_path, free_port(), ranks=2, timeout_s=90, code=1)
-    for rank in (0, 1):
-        output = (tmp_path / f"{rank}.log").read_text()
-        assert "ConfigError: model.path = " in output and "docs/models.md" in output

@@ -77,7 +77,7 @@ def plain_gradients(config: Config, groups: list[Group]) -> tuple[float, dict[st
     return float(loss.detach()), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("budget", [1, 60, 10_000])
+@pytest.mark.parametrize("budget", [1, 60])
 @pytest.mark.parametrize("algorithm", OBJECTIVES, ids=lambda a: f"{a['loss']}-{len(a)}")
 def test_packed_micro_batches_have_the_gradient_of_the_complete_batch(
     algorithm: dict[str, Any], budget: int, one_rank: Ranks, tiny_model: Path

@@ -28,7 +28,6 @@ from asyncrl.errors import ConfigError, InvariantError
 from asyncrl.generator.transformers_backend.engine import TransformersEngine
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.model.policy import Policy
-from asyncrl.replay.codec import pack_group, unpack_group
 from asyncrl.types import Group
 from benchmarks.families import save_family
 
@@ -73,25 +72,6 @@ def test_the_routing_is_that_of_the_models_own_forward_pass(sampled: tuple[Confi
         assert trajectory.routing.shape == (len(trajectory.tokens), LAYERS, CHOSEN)
         assert np.array_equal(np.sort(trajectory.routing[:-1]), np.sort(expected.numpy()[:-1]))
         assert not trajectory.routing[-1].any()
-
-
-def test_a_token_costs_the_bytes_of_its_experts_and_nothing_without_replay(
-    sampled: tuple[Config, list[Group]],
-) -> None:
-    config, groups = sampled
-    header, arrays = pack_group(groups[0])
-    tokens = groups[0].num_tokens
-    assert header.routing == [LAYERS, CHOSEN] and arrays[4].nbytes == LAYERS * CHOSEN * tokens
-    assert len(memoryview(arrays.frame).cast("B")) < (13 + LAYERS * CHOSEN) * tokens + 5 * 8
-    found = unpack_group(header, arrays)
-    for one, other in zip(found.trajectories, groups[0].trajectories, strict=True):
-        assert one.routing is not None and other.routing is not None
-        assert np.array_equal(one.routing, other.routing)
-    engine = TransformersEngine(live(config), seed=1)
-    engine.use_own_weights(0)
-    (plain, *_) = groups_of(live(config), engine)
-    header, arrays = pack_group(plain)
-    assert header.routing == [] and len(arrays) == 4 and plain.trajectories[0].routing is None
 
 
 def test_the_gradient_reaches_the_router_also_with_checkpointing(

@@ -30,10 +30,6 @@ from tests.helpers.selection import selected_names, slow_except
 
 GENERATION: list[dict[str, Any]] = [
     {"do_sample": False, "temperature": 0.6, "top_p": 0.9, "eos_token_id": 1, "pad_token_id": 0},
-    {"temperature": 0.7},
-    {"do_sample": False, "top_k": 20},
-    {"do_sample": False, "temperature": 1e-6},
-    {"length_penalty": 0.8},
     {"do_sample": True, "temperature": 0.6, "eos_token_id": [1, 2], "of_a_later_version": {"a": None}},
 ]
 """Contents of generation_config.json. The library reads all of them and writes only the last one."""

@@ -39,7 +39,6 @@ RUNS: dict[str, dict[str, Any]] = {
     "critic-zero3": {**CRITIC, "learner": {"zero_stage": 3}},
     "zero0": {"learner": {"zero_stage": 0}},
     "epochs": {"learner": {"zero_stage": 2, "minibatches": 3, "epochs": 2}},
-    "zero1": {"learner": {"zero_stage": 1}},
     "zero2": {"learner": {"zero_stage": 2}},
     "zero3": {"learner": {"zero_stage": 3, "gradient_checkpointing": True}},
     "lora-zero2": {"learner": {"zero_stage": 2, "lora": LORA}, "algorithm": {"kl_loss_coef": 0.1}},
@@ -47,17 +46,13 @@ RUNS: dict[str, dict[str, Any]] = {
         "learner": {"zero_stage": 3, "gradient_checkpointing": True, "lora": LORA},
         "algorithm": {"kl_loss_coef": 0.1},
     },
-    "offload-zero1": {"learner": {"zero_stage": 1, "offload": "optimizer"}},
     "offload-zero2": {"learner": {"zero_stage": 2, "offload": "optimizer"}},
     "offload-zero3": {"learner": {"zero_stage": 3, "offload": "all"}},
-    "critic-offload": {**CRITIC, "learner": {"zero_stage": 3, "offload": "all"}},
-    "dropped-zero2": {"learner": {"zero_stage": 2}, "replay": {"zero_variance": "drop"}},
     "dropped-zero3": {"learner": {"zero_stage": 3}, "replay": {"zero_variance": "drop"}},
     "bfloat16-zero0": {"learner": {"zero_stage": 0}, "model": {"dtype": "bfloat16"}},
     "bfloat16-zero2": {"learner": {"zero_stage": 2}, "model": {"dtype": "bfloat16"}},
     "bfloat16-zero3": {"learner": {"zero_stage": 3, "gradient_checkpointing": True}, "model": {"dtype": "bfloat16"}},
     "bfloat16-offload1": {"learner": {"zero_stage": 1, "offload": "optimizer"}, "model": {"dtype": "bfloat16"}},
-    "bfloat16-offload3": {"learner": {"zero_stage": 3, "offload": "all"}, "model": {"dtype": "bfloat16"}},
 }
 
 
