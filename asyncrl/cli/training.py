@@ -41,9 +41,7 @@ def launch(
     run: Annotated[str | None, typer.Option(help="Name of the run; its folder is runs/NAME.")] = None,
     cluster: Annotated[
         str | None,
-        typer.Option(
-            help="Launcher of `asyncrl list`; slurm outside of a SLURM job submits one, and so does ray://HOST[:PORT]."
-        ),
+        typer.Option(help="Launcher of `asyncrl list`; slurm outside of a SLURM job submits one."),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume the run of this name where it ended.")] = False,
     discard_journal: Annotated[
@@ -58,7 +56,6 @@ def launch(
     ] = False,
 ) -> None:
     """Train. Exit code 0: done, 1: the run failed, 2: bad configuration or data, 130: interrupted."""
-    from asyncrl.launch.ray_launcher import SCHEME, submit_job
     from asyncrl.launch.run import launch as launch_run
     from asyncrl.launch.run_dir import accept_rows, config_of_run
     from asyncrl.launch.slurm import in_job, submit
@@ -72,12 +69,6 @@ def launch(
     for flag, is_given in (("--discard-journal", discard_journal), ("--accept-data", accept_data)):
         if is_given and not resume:
             raise ConfigError(f"{flag}: is for a run that goes on; give --resume too")
-    if (address := str(settings.get("launch.cluster", ""))).startswith(SCHEME):
-        given = [text for text in overrides or [] if not text.startswith("launch.cluster=")]
-        given += [f"{FLAGS[name]}={value}" for name, value in flags.items() if value is not None and name != "cluster"]
-        given += ["--config", config] if config else []
-        given += ["--resume"] * resume + ["--discard-journal"] * discard_journal + ["--accept-data"] * accept_data
-        raise typer.Exit(submit_job(address, given, Console()))
     if resume:
         settings["resume"] = "must"
         config = config or str(config_of_run(settings.get("run", "run"), expand_path(settings.get("runs_dir", "runs"))))

@@ -446,9 +446,8 @@ class LaunchConfig(Section):
     renew for this time is handed out again. Generators send heartbeats and renew their leases every second, however
     long a group takes."""
     max_restarts: int = Field(default=10, ge=0)
-    """More restarts of one role than this within 10 minutes end the run; 0 restarts nothing. A role that never worked
-    and fails twice for one reason ends it earlier; so does one that fails five times for one reason, however slowly,
-    while no optimizer step ends."""
+    """More restarts of one role than this within 10 minutes, or without an optimizer step in between, end the run; 0
+    restarts nothing. A role that never worked and fails twice for one reason ends it earlier."""
 
     @property
     def colocated(self) -> bool:

@@ -20,7 +20,6 @@ from asyncrl.environments.environment import Schema
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.generator.engine import check_installed
 from asyncrl.generator.vllm_backend.setup import check_adapters, check_tensor_parallel
-from asyncrl.launch.machine import Host, check_interfaces
 from asyncrl.launch.memory import with_changes
 from asyncrl.launch.placement import Placement
 from asyncrl.launch.row_checks import FirstRow, check_first_row
@@ -333,11 +332,8 @@ def with_start_deadline(config: Config, placement: Placement) -> Config:
     return with_changes(config, {"launch.start_timeout_s": CPU_START_S})
 
 
-def check_machine(config: Config, placement: Placement, hosts: Sequence[Host]) -> None:
-    """Raises this process's limit of open files, and ConfigError unless it is enough for the roles and the data, and
-    the environment names network interfaces that exist. Roles on other hosts check this there."""
-    if len(hosts) == 1:
-        check_interfaces(with_gpus=bool(placement.gpus))
+def check_machine(config: Config) -> None:
+    """Raises this process's limit of open files, and ConfigError unless it is enough for the roles and the data."""
     roles = config.launch.generators + config.launch.learners + config.critic.ranks
     needed = OPEN_FILES + OPEN_FILES_PER_ROLE * roles + len(config.data.train_files) + len(config.data.eval_files)
     limit = raise_file_limit()

@@ -8,7 +8,7 @@ import subprocess
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
@@ -235,18 +235,17 @@ class LocalLauncher(Launcher):
             "TOKENIZERS_PARALLELISM": "false",
             **resources.environment(),
         }
-        with log_file.open("ab") if spec.sends_log else nullcontext(output) as stdout:
-            process = self._fork(spec, resources, environment, output) or subprocess.Popen(
-                self.command(spec),
-                stdin=subprocess.PIPE,
-                stdout=stdout,
-                stderr=output,
-                env=environment,
-                process_group=0,
-            )
+        process = self._fork(spec, resources, environment, output) or subprocess.Popen(
+            self.command(spec),
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            env=environment,
+            process_group=0,
+        )
         assert process.stdin is not None
         with suppress(BrokenPipeError), process.stdin as pipe:  # the exit code shows that a role died already
-            pipe.write(self.input(spec))
+            pipe.write(msgspec.json.encode(spec))
         log_bytes = log_file.stat().st_size if log_file.exists() else 0
         role = RoleProcess(spec, process, output, log_bytes, output.tell())
         self.roles.append(role)
@@ -276,10 +275,6 @@ class LocalLauncher(Launcher):
     def command(self, spec: RoleSpec) -> list[str]:
         """Returns the command of the role's process, which reads its spec from standard input."""
         return [*PYTHON, "-m", "asyncrl.launch.worker", spec.name, str(os.getpid())]
-
-    def input(self, spec: RoleSpec) -> bytes:
-        """Returns what its process reads."""
-        return msgspec.json.encode(spec)
 
     def of(self, role: str) -> list[RoleProcess]:
         return [process for process in self.roles if process.spec.role == role]

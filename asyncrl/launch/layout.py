@@ -15,14 +15,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
 from rich.console import Console
 
 from asyncrl.config.config import Config
 from asyncrl.config.load import load_config, read_config
-from asyncrl.config.sections import WeightsConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch.memory import (
     GIB,
@@ -189,8 +188,6 @@ LEAST_SEQUENCES = 32
 TENSOR_PARALLEL = (1, 2, 4, 8)
 """Cards of an engine; they are on one host."""
 STAGES = (1, 2, 3)
-SEQUENCE_PARALLEL = (2, 4, 8)
-"""Ranks that share sequences, tried where nothing else fits without offload."""
 OFFLOADS = ("none", "optimizer", "all")
 MAX_MICROBATCH_TOKENS = 32768
 """Larger micro-batches need more memory and are hardly faster."""
@@ -248,45 +245,11 @@ class Layout:
         return -OFFLOADS.index(learner.offload), -self.config.generator.tensor_parallel, rate, *simple
 
 
-def search(base: Config, models: Models, cards: int, gpu: Gpu) -> tuple[Layout | None, list[Side]]:
-    """Returns the layout with the most tokens per second of those that fit, None if nothing fits; and the nearest of
-    each kind that does not fit, the nearest first. Every learner rank and every engine has separate cards; `cards`
-    excludes critic ranks and reward model.
-
-    If nothing fits without offload, other values of `weights.staging` are tried, then sequences that ranks share; the
-    first of those with the least offload is chosen. If weights cannot be sent from GPU to GPU then, they are sent
-    through host memory.
-    """
-    refused: list[Side] = []
-    best: Layout | None = None
-    for config in _variants(base, models.policy):
-        if best is not None and config.weights.transport != best.config.weights.transport:
-            break
-        layout, misses = _search(config, models, cards, gpu)
-        refused += misses
-        if layout is not None and (best is None or layout.preference[0] > best.preference[0]):
-            best = layout
-        if best is not None and best.config.learner.offload == "none":
-            break
-    refused.sort(key=lambda side: side.missing_bytes)
-    nearest = {side.kind: side for side in reversed(refused)}
-    return best, sorted(nearest.values(), key=lambda side: side.missing_bytes)
-
-
-def _variants(base: Config, shape: Shape) -> Iterator[Config]:
-    """Yields configs with other transports, numbers of ranks that share sequences, and values of `weights.staging`."""
-    for transport in ({}, {"weights.transport": "gloo"}) if _by_nccl(base) else ({},):
-        for parallel in (base.learner.sequence_parallel, *shared_by(base, shape)):
-            shares = {} if parallel == base.learner.sequence_parallel else {"learner.sequence_parallel": parallel}
-            yield with_changes(base, {**transport, **shares})
-            for staging in stagings(base) if _by_nccl(base) and not transport else []:
-                yield with_changes(base, {**shares, "weights.staging": staging})
-
-
-def _search(base: Config, models: Models, cards: int, gpu: Gpu) -> tuple[Layout | None, list[Side]]:
+def search(base: Config, models: Models, cards: int, gpu: GpuModel) -> tuple[Layout | None, list[Side]]:
+    """Returns the preferred layout of those that fit, None if nothing fits; and the nearest of each kind that does not
+    fit, the nearest first. Every learner rank and every engine has separate cards; `cards` excludes critic ranks and
+    reward model."""
     engines = [_engine(base, models, gpu, parallel) for parallel in engine_sizes(base, models.policy, cards - 1)]
-    if base.learner.sequence_parallel > 1 and all(engine.missing_bytes for engine in engines):
-        return None, []
     learners = list(_learners(base, models, cards - 1, gpu))
     layouts: list[Layout] = []
     for engine, learner in product(engines, learners):
@@ -295,20 +258,22 @@ def _search(base: Config, models: Models, cards: int, gpu: Gpu) -> tuple[Layout 
             groups = max(1, min(base.generator.max_running_groups, engine.sequences // base.generator.group_size))
             sizes = {"launch.generators": num_engines, "generator.max_running_groups": groups}
             config = with_changes(base, {**learner.changes, **sizes, **engine.changes})
-            rates = (
-                generated_per_s(config, models.policy, gpu, engine.sequences),
-                trained_per_s(config, models.policy, gpu),
-            )
-            layouts.append(Layout(config, models.policy, learner, engine, *rates))
+            generated = generated_per_s(config, models.policy, gpu, engine.sequences)
+            trained = trained_per_s(config, models.policy, gpu)
+            layouts.append(Layout(config, models.policy, learner, engine, generated, trained))
+    refused = sorted(
+        (side for side in (*engines, *learners) if side.missing_bytes), key=lambda side: -side.missing_bytes
+    )
+    nearest = {side.kind: side for side in refused}
     best = max(layouts, key=lambda layout: layout.preference, default=None)
-    return best, [side for side in (*engines, *learners) if side.missing_bytes]
+    return best, sorted(nearest.values(), key=lambda side: side.missing_bytes)
 
 
 def _by_nccl(config: Config) -> bool:
     return config.weights.transport not in ("gloo", "files")
 
 
-def _learners(base: Config, models: Models, max_ranks: int, gpu: Gpu) -> Iterator[Side]:
+def _learners(base: Config, models: Models, max_ranks: int, gpu: GpuModel) -> Iterator[Side]:
     """Yields the learner's sides. If none fits with a micro-batch, or ranks are too few, larger ones are left out."""
     for checkpointing in (False, True):
         for tokens in microbatches(base):
@@ -329,7 +294,15 @@ def _memory_savings(ranks: int) -> list[tuple[int, str]]:
 
 
 def _learner(
-    base: Config, models: Models, gpu: Gpu, ranks: int, stage: int, offload: str, *, checkpointing: bool, tokens: int
+    base: Config,
+    models: Models,
+    gpu: GpuModel,
+    ranks: int,
+    stage: int,
+    offload: str,
+    *,
+    checkpointing: bool,
+    tokens: int,
 ) -> Side:
     parallel = base.learner.sequence_parallel
     shards = ranks // parallel  # ranks that share sequences have the same groups
@@ -350,7 +323,7 @@ def _learner(
     return Side(f"{num_ranks}, {kind}, {tokens} tokens", kind, ranks, changes, need, limit_bytes)
 
 
-def _engine(base: Config, models: Models, gpu: Gpu, parallel: int) -> Side:
+def _engine(base: Config, models: Models, gpu: GpuModel, parallel: int) -> Side:
     """Returns an engine with the need of its first card, which has room for the least number of sequences."""
     longest, limit_bytes = longest_tokens(base), round(base.generator.gpu_memory_utilization * gpu.memory_bytes)
     least_groups = math.ceil(LEAST_SEQUENCES / base.generator.group_size)
@@ -377,27 +350,6 @@ def microbatches(base: Config) -> list[int]:
     return sorted({max(longest, MAX_MICROBATCH_TOKENS >> shift) for shift in range(MICROBATCHES)})
 
 
-def shared_by(base: Config, shape: Shape) -> list[int]:
-    """Returns the numbers of ranks by which sequences can be shared."""
-    if base.critic.ranks or base.algorithm.routing_replay != "off":
-        return []
-    return [parallel for parallel in SEQUENCE_PARALLEL if shape.divides_among(parallel)]
-
-
-def stagings(base: Config) -> list[str]:
-    """Returns the other values of `weights.staging` that are allowed and differ in size."""
-    values = get_args(WeightsConfig.model_fields["staging"].annotation)
-    return [value for value in values if value not in (base.weights.staging, "auto") and _allows(base, value)]
-
-
-def _allows(base: Config, staging: str) -> bool:
-    try:
-        read_config(with_changes(base, {"weights.staging": staging}).to_yaml())
-    except ConfigError:
-        return False
-    return True
-
-
 def engine_sizes(base: Config, shape: Shape, cards: int) -> list[int]:
     """Returns the numbers of cards that an engine can have, of at most `cards`: its attention heads are divided."""
     if base.generator.engine != "vllm" or base.deterministic:
@@ -421,7 +373,7 @@ def with_lengths(base: Config, tokens: int) -> Config:
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
+class GpuModel:
     """A GPU, and what models reach on it. Defaults are of an H100 SXM."""
 
     memory_bytes: float = 80e9
@@ -458,7 +410,7 @@ GOODPUT = 0.7
 """Fraction of the generated tokens that is trained; the others have no signal."""
 
 
-def generated_per_s(config: Config, shape: Shape, gpu: Gpu, fitting_sequences: int) -> float:
+def generated_per_s(config: Config, shape: Shape, gpu: GpuModel, fitting_sequences: int) -> float:
     """Returns the tokens that all engines generate per second and that are trained later. An engine decodes at once
     what fits its cache, what it may take, and what admission allows, of whose batches one is being trained."""
     engines, size = config.launch.generators, config.generator.group_size
@@ -470,7 +422,7 @@ def generated_per_s(config: Config, shape: Shape, gpu: Gpu, fitting_sequences: i
     return engines * sequences / step_s * GOODPUT
 
 
-def decode_s(shape: Shape, gpu: Gpu, *, tp: int, sequences: float, context_tokens: float) -> float:
+def decode_s(shape: Shape, gpu: GpuModel, *, tp: int, sequences: float, context_tokens: float) -> float:
     """Returns the seconds of a step of an engine on `tp` GPUs, in which each sequence gets a token: weights and caches
     in bfloat16 are read, multiplied, and summed over the GPUs twice in each layer. With many sequences of a small
     model the engine's Python thread takes longer."""
@@ -486,7 +438,7 @@ def decode_s(shape: Shape, gpu: Gpu, *, tp: int, sequences: float, context_token
     return max(gpu_s, gpu.host_sequence_s * running)
 
 
-def trained_per_s(config: Config, shape: Shape, gpu: Gpu) -> float:
+def trained_per_s(config: Config, shape: Shape, gpu: GpuModel) -> float:
     """Returns the tokens that all learner ranks train per second. With ZeRO stage 2 ranks exchange the gradients of
     each micro-batch, and with stage 3 they gather the weights twice. Ranks that share sequences exchange queries, keys,
     values and outputs of their part in each pass; nothing overlaps."""
@@ -507,8 +459,8 @@ def trained_per_s(config: Config, shape: Shape, gpu: Gpu) -> float:
 MIB = 1 << 20
 
 
-def _card(memory_mib: int, memory_bytes_per_s: float, flops: float, reduce_bytes_per_s: float) -> Gpu:
-    return Gpu(
+def _card(memory_mib: int, memory_bytes_per_s: float, flops: float, reduce_bytes_per_s: float) -> GpuModel:
+    return GpuModel(
         memory_bytes=memory_mib * MIB,
         memory_bytes_per_s=memory_bytes_per_s,
         flops=flops,
@@ -531,7 +483,7 @@ UNITS = {"": 1, "M": 1 << 20, "G": 1 << 30}
 MAX_CARDS = 1024
 
 
-def parse_cards(text: str) -> tuple[int, str, Gpu]:
+def parse_cards(text: str) -> tuple[int, str, GpuModel]:
     """Returns number, name and data of the cards in NxNAME or NxNAME:BYTES. The latter has the memory that is given,
     and all else of an H100 unless the name is in the table. Raises ConfigError."""
     found = re.fullmatch(r"(\d+)x([^:]+)(?::(\d+)([MG]?))?", text.strip())
@@ -543,7 +495,7 @@ def parse_cards(text: str) -> tuple[int, str, Gpu]:
             f"--gpus {text}: must be from 2 to {MAX_CARDS} cards, one for a generator and one for a learner"
         )
     if found[3] is not None:
-        given = CARDS.get(name, Gpu())
+        given = CARDS.get(name, GpuModel())
         memory_bytes = int(found[3]) * UNITS[found[4]]
         if memory_bytes < UNITS["G"]:
             raise ConfigError(f"--gpus {text}: a card of {memory_bytes:,} bytes; at least 1G")

@@ -14,7 +14,6 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from ipaddress import IPv4Address, IPv4Network
@@ -32,10 +31,6 @@ from asyncrl.wire.endpoints import LOOPBACK
 log = structlog.get_logger()
 
 QUERY_TIMEOUT_S = 30
-LEAST_DRIVERS = {"12": 525, "13": 580}
-"""Oldest supported major version of the driver, by major version of the CUDA runtime."""
-
-
 MIG = "MIG-"
 """Begins the name of a MIG instance."""
 
@@ -57,15 +52,14 @@ class _Listed:
     index: str
     uuid: str
     memory_bytes: int
-    driver: str
 
 
 def visible_gpus() -> list[Gpu]:
     """Returns the GPUs visible to this process in CUDA, in the order of CUDA_VISIBLE_DEVICES; none if torch is a CPU
     build.
 
-    As in CUDA, the first entry that is not a GPU ends the list. Raises ConfigError if an entry occurs twice, if
-    nvidia-smi does not answer, and if the driver is too old for the installed CUDA runtime.
+    As in CUDA, the first entry that is not a GPU ends the list. Raises ConfigError if an entry occurs twice, and if
+    nvidia-smi does not answer.
     """
     variable = os.environ.get("CUDA_VISIBLE_DEVICES")
     if variable is not None and not variable.strip():
@@ -78,8 +72,6 @@ def visible_gpus() -> list[Gpu]:
     if gpus and torch_is_cpu_build():
         log.warning("torch is built for CPUs: GPUs are not used", gpus=[gpu.name for gpu in gpus])
         return []
-    if gpus and listed:
-        _check_driver(listed[0].driver)
     return gpus
 
 
@@ -117,7 +109,7 @@ def _listed_gpus() -> list[_Listed] | None:
     """Returns all GPUs of the machine; None without nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return None
-    query = ["nvidia-smi", "--query-gpu=index,uuid,memory.total,driver_version", "--format=csv,noheader,nounits"]
+    query = ["nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=QUERY_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
@@ -129,23 +121,7 @@ def _listed_gpus() -> list[_Listed] | None:
         log.warning("nvidia-smi failed: no GPU is used", output=(done.stdout + done.stderr).strip())
         return []
     rows = [[field.strip() for field in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
-    return [_Listed(index, uuid, int(mib) << 20, driver) for index, uuid, mib, driver in rows]
-
-
-def _check_driver(driver: str) -> None:
-    """Raises ConfigError if the driver cannot run the CUDA runtime that was installed with torch."""
-    for package in ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"):
-        try:
-            runtime = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        least = LEAST_DRIVERS.get(runtime.partition(".")[0])
-        if least is not None and int(driver.partition(".")[0]) < least:
-            raise ConfigError(
-                f"the NVIDIA driver is {driver}, but CUDA {runtime}, which is installed with torch, needs {least} or "
-                "newer; update the driver, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
-            )
-        return
+    return [_Listed(index, uuid, int(mib) << 20) for index, uuid, mib in rows]
 
 
 OWN_PORTS = range(20000, 32000)
@@ -231,24 +207,6 @@ def network_environment(host: str) -> dict[str, str]:
     return left
 
 
-def check_interfaces(*, with_gpus: bool) -> None:
-    """Raises ConfigError if a variable of the environment, as of a cluster's profile, tells gloo, or NCCL on a machine
-    `with_gpus`, to listen on interfaces that this machine does not have."""
-    names = [name for _, name in socket.if_nameindex()]
-    for variable in ("GLOO_SOCKET_IFNAME", *(["NCCL_SOCKET_IFNAME"] if with_gpus else [])):
-        value = os.environ.get(variable, "")
-        wanted = value.removeprefix("=").split(",")
-        is_prefix = variable.startswith("NCCL") and not value.startswith("=")
-        if not value or (is_prefix and value.startswith("^")):  # NCCL: all but these
-            continue
-        matches = str.startswith if is_prefix else str.__eq__
-        if not any(matches(name, part) for name in names for part in wanted):
-            raise ConfigError(
-                f"{variable} = {value!r} in the environment: this machine has no such network interface; it has "
-                f"{_listed(_own_addresses())}; unset the variable, and launch.address chooses the interface"
-            )
-
-
 def listening_address(host: str) -> str:
     """Returns the IPv4 address that the host of `launch.address` names on this machine. Raises ConfigError unless other
     processes can connect to it."""
@@ -298,7 +256,7 @@ PACKAGES = {
     "transformers": ("transformers",),
     "pyzmq": ("pyzmq",),
 }
-"""The packages that are compared, with Python and asyncrl, and their distributions. Ray compares its own version."""
+"""The packages that are compared, with Python and asyncrl, and their distributions."""
 MISSING = "missing"
 
 
@@ -318,20 +276,6 @@ def _version(distribution: str) -> str:
         return ""
 
 
-def other_packages(by_host: Mapping[str, Mapping[str, str]]) -> str:
-    """Returns what differs from this process, by host: `n2: torch 2.12.0 (here 2.13.0)`; empty if nothing does."""
-    here = package_versions()
-    differs = {
-        host: ", ".join(
-            f"{name} {theirs.get(name, MISSING)} (here {here.get(name, MISSING)})"
-            for name in dict.fromkeys((*here, *theirs))
-            if theirs.get(name, MISSING) != here.get(name, MISSING)
-        )
-        for host, theirs in by_host.items()
-    }
-    return "; ".join(f"{host}: {text}" for host, text in differs.items() if text)
-
-
 LAUNCH_ADDRESS = "SLURM_LAUNCH_NODE_IPADDR"
 NODE_NAME = "SLURMD_NODENAME"
 
@@ -348,8 +292,6 @@ class Host:
     """IPv4 address at which the other hosts reach it."""
     pool: str = ""
     """The pool of `placement.pools` that it belongs to; empty without pools."""
-    shares_run_dir: bool = True
-    """True if the run folder is at the same path as for the launcher."""
     replay_only: bool = False
     """True if no role but the replay queue runs on it."""
 
@@ -372,7 +314,18 @@ class HostFacts:
     """HEAD, or the address of the launcher's host that SLURM names."""
     versions: dict[str, str]
     problem: str = ""
-    """Why it has no address; empty if it has one."""
+    """Why roles cannot run there; empty if they can."""
+
+    @property
+    def refusal(self) -> str:
+        """Why the launcher cannot use the host: its problem, or packages that differ from this process's; or empty."""
+        here, there = package_versions(), self.versions
+        differing = [
+            f"{name} {there.get(name, MISSING)} (here {here.get(name, MISSING)})"
+            for name in dict.fromkeys((*here, *there))
+            if there.get(name) != here.get(name)
+        ]
+        return self.problem or (f"{self.host.name} has other packages: {', '.join(differing)}" if differing else "")
 
 
 def facts_of_this_host(head: str, token: Path, *, name: str) -> HostFacts:
@@ -381,10 +334,11 @@ def facts_of_this_host(head: str, token: Path, *, name: str) -> HostFacts:
     address = problem = ""
     try:
         address = address_beside(head, machine=name)
+        if not token.is_file():
+            problem = f"{name} does not share {token.parent}; set runs_dir to a folder that is on all hosts of the run"
     except ConfigError as error:
         problem = str(error)
-    host = replace(this_machine(address), name=name, shares_run_dir=token.is_file())
-    return HostFacts(host, head, package_versions(), problem)
+    return HostFacts(replace(this_machine(address), name=name), head, package_versions(), problem)
 
 
 def own_name() -> str:

@@ -103,11 +103,6 @@ class Shape:
         """Parameters that are trained."""
         return self.adapters or self.parameters
 
-    def divides_among(self, ranks: int) -> bool:
-        """True if this many learner ranks can share sequences: each has as many of the attention heads."""
-        heads = self.key_value_heads
-        return self.heads % ranks == 0 and (heads % ranks == 0 or ranks % heads == 0)
-
     @classmethod
     def of(cls, settings: dict[str, Any], folder: str, sizes: dict[str, int], layer: int) -> Shape | None:
         """Returns the shape of a model with this `config.json` and these numbers of elements by parameter; None if

@@ -308,25 +308,8 @@ def _least_taken(taken: Sequence[int], num_gpus: int, parallel: int) -> list[lis
 
 
 def find_room(config: Config, role: str, hosts: Sequence[Host], taken: Sequence[RoleResources]) -> RoleResources | None:
-    """Returns resources for one more process of the role, on the least loaded host of its pool that shares the run
-    folder if the role needs it, where other processes have `taken` theirs. None if there is no host, or no GPU is
-    free."""
-    anywhere = not run_dir_use(config, role)
-    return _least_loaded(config, role, [host for host in hosts if anywhere or host.shares_run_dir], taken)
-
-
-def why_no_room(config: Config, role: str, hosts: Sequence[Host], taken: Sequence[RoleResources]) -> str:
-    """Returns why `find_room` does not take the hosts that have room: they do not share the run folder. Empty if none
-    has room."""
-    apart = [host.name for host in hosts if not host.shares_run_dir and _least_loaded(config, role, [host], taken)]
-    if not apart or not run_dir_use(config, role):
-        return ""
-    return f"{', '.join(apart)} would have room, but {_apart(config, role)}, or add a host that shares it"
-
-
-def _least_loaded(
-    config: Config, role: str, hosts: Sequence[Host], taken: Sequence[RoleResources]
-) -> RoleResources | None:
+    """Returns resources for one more process of the role, on the least loaded host of its pool, where other
+    processes have `taken` theirs. None if there is no host, or no GPU is free."""
     pool, count = config.placement.pool_of(role), num_devices(config, role)
     rooms: list[tuple[float, RoleResources]] = []
     for host in hosts:
@@ -340,57 +323,6 @@ def _least_loaded(
         threads = max(1, len(host.cpus) // (len(others) + 1))
         rooms.append((len(others) / len(host.cpus), RoleResources(host.cpus, threads, free, host=host.name)))
     return min(rooms, key=lambda room: room[0])[1] if rooms else None
-
-
-def refuse_joiner(config: Config, running: Placement, wanted: Placement, index: int) -> str:
-    """Returns why generator `index` cannot join a run that started with the placement `running`; empty if it can.
-
-    A transport between GPUs needs a separate GPU for each process. Engines have allocated the memory of their GPUs,
-    unless `generator.kv_cache_bytes` limits it.
-    """
-    devices = wanted.generators[index].devices
-    if not devices or index < len(running.generators):
-        return ""
-    owners = {"learner rank 0": wanted.learners[0].devices}
-    owners |= {f"generator-{other}": resources.devices for other, resources in enumerate(wanted.generators[:index])}
-    owner = next((name for name, theirs in owners.items() if set(theirs) & set(devices)), "")
-    if not owner:
-        return ""
-    shared = f"generator-{index} would share GPU {min(set(owners[owner]) & set(devices))[1]} with {owner}"
-    if running.sends_between_gpus and _needs_own_gpus(config):
-        return f"{shared}, and weights are sent between GPUs, which needs a separate GPU for each process"
-    if owner != "learner rank 0" and config.generator.kv_cache_bytes is None:
-        return f"{shared}, whose engine has allocated the memory; generator.kv_cache_bytes limits it in the next run"
-    return ""
-
-
-def run_dir_use(config: Config, role: str) -> str:
-    """Returns what processes of the role do with the run folder, which their hosts must share for it; empty if they do
-    not need it."""
-    if role in ("learner", "critic"):
-        return "to which learner and critic ranks write checkpoints"
-    if role == "generator" and config.weights.transport == "files" and config.weights.url is None:
-        return "from which generators read the weights, unless weights.url names another one"
-    return ""
-
-
-def check_run_dir(config: Config, placement: Placement, hosts: Sequence[Host]) -> None:
-    """Raises ConfigError if roles that need the run folder are on hosts that do not share it."""
-    apart = {host.name for host in hosts if not host.shares_run_dir}
-    for role in ("learner", "critic", "generator"):
-        wrong = sorted({resources.host for resources in placement.of(role)} & apart)
-        if wrong and run_dir_use(config, role):
-            raise ConfigError(
-                f"runs_dir = {config.runs_dir!r}: {', '.join(wrong)} {_apart(config, role)}, or place these roles "
-                "elsewhere (placement.roles)"
-            )
-
-
-def _apart(config: Config, role: str) -> str:
-    return (
-        f"does not share the run folder {config.run_dir.absolute()}, {run_dir_use(config, role)}; set runs_dir to a "
-        "folder of all their hosts"
-    )
 
 
 def check_transport(config: Config, placement: Placement) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import os
 import platform
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,8 +17,6 @@ from asyncrl.launch.worker import RoleSpec
 
 PASSED = ("ASYNCRL_", "GLOO_", "HF_", "NCCL_", "PYTHONPATH", "VLLM_", "WANDB_")
 """Prefixes of the launcher's variables that roles on other hosts get."""
-MAX_BYTES = 1 << 20
-"""Maximum size of one read of a log file."""
 
 
 class NodeLauncher(LocalLauncher):
@@ -43,8 +41,6 @@ class PoolActor:
         self._launcher = NodeLauncher(environment)
         self._roles: dict[int, RoleProcess] = {}
         self._killed: set[int] = set()
-        self._files: dict[Path, int] = {}
-        """Log and output files of the roles, with their sizes before the first start."""
 
     async def describe(self, head: str, token: str) -> HostFacts:
         """Returns the facts of its node; `head` and `token` are those of `asyncrl.launch.machine`."""
@@ -61,8 +57,6 @@ class PoolActor:
             return -signal.SIGKILL, f"{spec.label} was killed before it started"
         role = self._roles.get(key)
         if role is None:
-            for file in (spec.logs / f"{spec.name}.jsonl", spec.logs / f"{spec.name}.out"):
-                self._files.setdefault(file, file.stat().st_size if file.is_file() else 0)
             role = self._roles[key] = self._launcher.start(spec, resources)
         while (code := role.code) is None:
             await asyncio.sleep(POLL_S)
@@ -82,14 +76,5 @@ class PoolActor:
         immortal = self._launcher.kill(list(roles.values()), show_stacks=show_stacks)
         return [key for key, role in roles.items() if role in immortal]
 
-    async def ping(self, offsets: Mapping[str, int] | None) -> dict[str, tuple[int, bytes]]:
-        """Returns an offset and the bytes from there for each file that roles have written to: the caller's offset, or
-        the size before their first start. Nothing if `offsets` is None."""
-        written: dict[str, tuple[int, bytes]] = {}
-        for file, start in self._files.items() if offsets is not None else ():
-            offset = offsets.get(file.name, start) if offsets else start
-            if file.is_file() and file.stat().st_size > offset:
-                with file.open("rb") as stream:
-                    stream.seek(offset)
-                    written[file.name] = offset, stream.read(MAX_BYTES)
-        return written
+    async def ping(self) -> None:
+        """Shows that its node is alive."""

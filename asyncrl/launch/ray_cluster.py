@@ -11,7 +11,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError
-from asyncrl.launch.machine import Host, HostFacts, other_packages, resolve_host
+from asyncrl.launch.machine import Host, HostFacts, resolve_host
 from asyncrl.launch.placement import num_devices
-from asyncrl.launch.ray_actor import MAX_BYTES, PASSED, PoolActor
+from asyncrl.launch.ray_actor import PASSED, PoolActor
 from asyncrl.wire.sockets import is_loopback
 
 log = structlog.get_logger()
@@ -214,14 +214,10 @@ class RayHost:
     place: Place
     actor: Any
     heard_s: float
-    logs: Path | None = None
-    """Folder for copies of its roles' logs; None if it shares the run folder."""
     lost: str = ""
     """Why it is lost, for good; empty while it is not."""
     ping: Any = None
-    """The pending call that shows that it is alive and brings what its roles have logged."""
-    offsets: dict[str, int] = field(default_factory=dict[str, int])
-    """Copied bytes of each log file."""
+    """The pending call that shows that it is alive."""
 
     def answers(self) -> bool:
         """True unless it is lost or silent."""
@@ -244,43 +240,16 @@ class RayHost:
         if self.ping is not None and ray.wait([self.ping], timeout=0)[0]:
             ping, self.ping = self.ping, None
             try:
-                self.copy_logs(ray.get(ping))
+                ray.get(ping)
                 self.heard_s = now_s
             except ActorUnavailableError as error:
                 log.warning("host cannot be reached", host=self.host.name, error=_first_line(error))
             except RayActorError as error:
                 self.lose(_first_line(error))
         if self.ping is None:
-            self.ping = self.actor.ping.remote(None if self.logs is None else self.offsets)
+            self.ping = self.actor.ping.remote()
         if now_s - self.heard_s > LOST_S:
             self.lose(f"it was silent for {LOST_S:g} s")
-
-    def copy_logs(self, files: Any, *, last: bool = False) -> None:
-        """Appends complete lines of a ping's answer to the copies of its logs; lines longer than MAX_BYTES, and the
-        `last` ones, as they are."""
-        for name, (offset, data) in files.items():
-            complete = data[: data.rfind(b"\n") + 1]
-            if last or (not complete and len(data) == MAX_BYTES):
-                complete = data
-            if complete and self.logs is not None:
-                self.logs.mkdir(parents=True, exist_ok=True)
-                with (self.logs / name).open("ab") as stream:
-                    stream.write(complete)
-            self.offsets[name] = offset + len(complete)
-
-    def drain_logs(self, deadline_s: float) -> None:
-        """Copies the rest of its logs, as far as it answers before the deadline."""
-        while self.logs is not None and not self.lost and time.monotonic() < deadline_s:
-            ref = self.ping or self.actor.ping.remote(self.offsets)
-            try:
-                files = ray.get(ref, timeout=max(0.0, deadline_s - time.monotonic()))
-            except RayError as error:
-                log.warning("the end of a host's logs is not copied", host=self.host.name, error=_first_line(error))
-                return
-            was_pending, self.ping = self.ping is not None, None
-            self.copy_logs(files, last=True)
-            if not files and not was_pending:
-                return
 
 
 @dataclass(slots=True)
@@ -387,12 +356,8 @@ class RayHosts:
                     failures.append(failure)
         return failures
 
-    def close(self, *, timeout_s: float) -> None:
-        """Copies the rest of the logs within `timeout_s`, ends all actors with their children, and returns the
-        bundles."""
-        deadline_s = time.monotonic() + timeout_s
-        for host in self.all:
-            host.drain_logs(deadline_s)
+    def close(self) -> None:
+        """Ends all actors with their children, and returns the bundles."""
         for actor in [host.actor for host in self.all] + [starting.actor for starting in self._starting]:
             ray.kill(actor)
         for group in self._groups:
@@ -441,13 +406,10 @@ class RayHosts:
             facts: HostFacts = ray.get(starting.facts)
         except RayError as error:
             return f"no actor could start on node {node}: {_first_line(error)}"
-        problem = facts.problem
         name, cpus = facts.host.name, facts.host.cpus
-        if others := other_packages({f"{name} (node {node})": facts.versions}):
-            problem = f"other packages than the launcher has: {others}"
-        if problem:
+        if refusal := facts.refusal:
             ray.kill(starting.actor)
-            return problem
+            return f"{refusal} (node {node})"
         self._numbers[name] += 1
         if (number := self._numbers[name]) > 1:
             name = f"{name}-{number}"  # one that no host of the run has had
@@ -457,9 +419,8 @@ class RayHosts:
             self._dealt[facts.host.address] += starting.cpus
             cpus = tuple(sorted({cpus[core % len(cpus)] for core in range(first, first + starting.cpus)}))
         pool = starting.place.group.pool if starting.place.group else ""
-        logs = None if facts.host.shares_run_dir else self._config.run_dir / "logs"
         host = replace(facts.host, name=name, cpus=cpus, pool=pool)
-        self.all.append(RayHost(host, starting.place, starting.actor, now_s, logs))
+        self.all.append(RayHost(host, starting.place, starting.actor, now_s))
         return ""
 
 

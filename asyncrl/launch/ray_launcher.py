@@ -1,16 +1,13 @@
-"""Starts roles on the nodes of a Ray cluster, as child processes of actors that hold its resources, and submits
-`asyncrl launch` as a job of a cluster elsewhere.
+"""Starts roles on the nodes of a Ray cluster, as child processes of actors that hold its resources.
 
 The launcher is the cluster's driver: Ray ends the actors, and the kernel their children, when it dies.
 """
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import itertools
 import os
-import shlex
 import threading
 import time
 from collections.abc import Sequence
@@ -18,15 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import structlog
-from rich.console import Console
 
 from asyncrl.config.config import Config
-from asyncrl.errors import ConfigError, RunError
+from asyncrl.errors import ConfigError
 from asyncrl.launch.launcher import HOST_LOST, KILL_S, Launcher, LocalLauncher, RoleHandle
 from asyncrl.launch.machine import Host, listening_address
 from asyncrl.launch.placement import RoleResources, num_devices
 from asyncrl.launch.worker import EXIT_CRASHED, RoleSpec
-from asyncrl.observe.console import EXIT_FAILED, EXIT_INTERRUPTED, say
 
 if TYPE_CHECKING:
     from asyncrl.launch.ray_cluster import RayHost, RayHosts
@@ -39,11 +34,6 @@ ANSWER_S = 2.0
 """Time for an actor to answer, in addition to a wait that it was asked for."""
 JOB_COPY = "_ray_pkg_"
 """Part of the path of a job's working directory."""
-SCHEME = "ray://"
-DASHBOARD_PORT = 8265
-"""Default port of the cluster's dashboard, which takes jobs."""
-LEFT_OUT = ["/.git", "/.venv", "/build", "/runs", "/sweeps"]
-"""The parts of the working directory that are not sent along; Ray sends 100 MB at most."""
 
 
 class RayRole:
@@ -212,7 +202,7 @@ class RayLauncher(Launcher):
         if self._watcher.is_alive():
             self._watcher.join(5 * TICK_S)
         if self._hosts is not None:
-            self._hosts.close(timeout_s=ANSWER_S)
+            self._hosts.close()
         ray.shutdown()
         self._connected = False
 
@@ -236,53 +226,4 @@ class RayLauncher(Launcher):
 
 def _describe(host: Host) -> str:
     what = f"{len(host.gpus)} GPUs" if host.gpus else f"{len(host.cpus)} cores"
-    apart = "" if host.shares_run_dir else ", without the run folder"
-    return f"{host.name} ({host.pool + ': ' if host.pool else ''}{what} at {host.address}{apart})"
-
-
-def submit_job(address: str, arguments: Sequence[str], console: Console) -> int:
-    """Submits `asyncrl launch` with these arguments to the cluster at `ray://HOST[:PORT]` and prints the job's log
-    until it ends. Returns its exit code.
-
-    Ctrl-C asks whether to stop the job; otherwise it continues. Raises ConfigError if Ray is not installed, and if the
-    cluster cannot be reached or does not take the job.
-    """
-    try:
-        from ray.job_submission import JobSubmissionClient
-    except ModuleNotFoundError:
-        raise ConfigError(f"--cluster {address}: Ray is not installed; pip install 'asyncrl[ray]'") from None
-    url = url_of(address)
-    try:
-        client = JobSubmissionClient(url)
-        job = client.submit_job(
-            entrypoint=shlex.join(["python", "-P", "-m", "asyncrl.cli", "launch", "--cluster", "ray", *arguments]),
-            runtime_env={"working_dir": str(Path.cwd()), "excludes": LEFT_OUT},
-        )
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ConfigError(f"--cluster {address}: {error}") from None
-    say(console, f"job        {job} at {url}")
-    try:
-        asyncio.run(_follow(client, job, console))
-    except KeyboardInterrupt:
-        if console.input("stop the job as well? [y/N] ").strip().lower() != "y":
-            say(console, f"the job continues: ray job logs --follow --address {url} {job}")
-            return EXIT_INTERRUPTED
-        client.stop_job(job)
-        asyncio.run(_follow(client, job, console))
-    info = client.get_job_info(job)
-    if info.driver_exit_code is None:
-        raise RunError(f"job {job} ended as {info.status}: {info.message}")
-    return info.driver_exit_code if info.driver_exit_code >= 0 else EXIT_FAILED
-
-
-def url_of(address: str) -> str:
-    """Returns the URL of the dashboard of `ray://HOST[:PORT]`. Raises ConfigError for another form."""
-    host, _, port = address.removeprefix(SCHEME).partition(":")
-    if not host or "/" in host or not (port or "0").isdecimal():
-        raise ConfigError(f"--cluster {address}: must be ray://HOST or ray://HOST:PORT, the port of Ray's dashboard")
-    return f"http://{host}:{port or DASHBOARD_PORT}"
-
-
-async def _follow(client: Any, job: str, console: Console) -> None:
-    async for text in client.tail_job_logs(job):
-        console.print(text, end="", highlight=False, markup=False, soft_wrap=True)
+    return f"{host.name} ({host.pool + ': ' if host.pool else ''}{what} at {host.address})"

@@ -41,7 +41,7 @@ from asyncrl.launch.checks import check_inputs, check_machine, length_of, run_re
 from asyncrl.launch.fork_server import ForkServer
 from asyncrl.launch.launcher import Launcher, LocalLauncher, find_launcher
 from asyncrl.launch.memory import choose_staging, fit_memory
-from asyncrl.launch.placement import Placement, check_run_dir, check_transport, place_roles
+from asyncrl.launch.placement import Placement, check_transport, place_roles
 from asyncrl.launch.rollback import collapse_error, config_to_resume, is_due, resume_point
 from asyncrl.launch.row_checks import PromptScan
 from asyncrl.launch.run_dir import RunFolder, check_resume, nothing_to_resume, run_endpoints
@@ -109,8 +109,7 @@ def _launch(
     """Returns the exit code, and whether a rollback follows."""
     hosts = launcher.hosts()
     placement = place_roles(config, reward_model=reward_model, hosts=hosts)
-    check_run_dir(config, placement, hosts)
-    check_machine(config, placement, hosts)
+    check_machine(config)
     config = with_start_deadline(config, placement)
     run_recipes(config, console)
     with preloaded(config, placement, launcher):
@@ -136,8 +135,6 @@ def _launch(
             config, checkpoint = resume_point(folder.path, config, console, without_journal=without_journal)
             folder.begin(config, endpoints, hosts)
             configure_logs(folder.path, "launcher")
-            for file in folder.changed:
-                say(console, f"warning: {file} has changed since the run was last started")
             if folder.moved_to is not None:
                 say(console, f"the earlier run of this name is now {folder.moved_to}")
             relative, greedy = inputs.group_relative, inputs.greedy_baseline

@@ -5,9 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import secrets
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -40,7 +38,7 @@ HOSTS = "hosts.json"
 ATTEMPTS = "attempts.json"
 """File with the wall time in seconds of each earlier launch of a resumed run."""
 FILE = "fingerprints.json"
-"""File of the run folder with the fingerprints of its latest launch."""
+"""File of the run folder with the fingerprints of its latest launch's training data."""
 ROWS = "data.train"
 ACCEPTED = "accepted"
 """Key of the file that is set when other training rows are accepted."""
@@ -48,11 +46,8 @@ COMPLETE_BYTES = 64 << 20
 """Larger files are read in part."""
 BLOCKS, BLOCK_BYTES = 64, 1 << 16
 """Parts that are read of a larger file: the first, the last and others at equal distances."""
-CODE = re.compile(r"(.+):[A-Za-z_]\w*")
-"""The user's own function, class or reward: `file.py:NAME` or `module:NAME`."""
-
-Fingerprints = dict[str, list[list[str]]]
-"""By config key, the name and the fingerprint of each file."""
+Fingerprints = list[list[str]]
+"""The name and the fingerprint of each file."""
 FREE_SECTIONS = ("launch", "placement", "observe", "weights", "checkpoint", "journal")
 FREE_KEYS = {
     "steps", "resume", "run", "runs_dir", "eval.every_steps", "data.workers",
@@ -87,8 +82,6 @@ class RunFolder:
         """New path of the earlier run of this name; None when there was none or it is resumed."""
         self.earlier_s: list[float] = []
         """Wall time of each earlier launch of this run."""
-        self.changed: list[str] = []
-        """Files that have changed since the latest of these, as `key: name`."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._lock = os.fdopen(os.open(lock_path(self.path), os.O_RDWR | os.O_CREAT, 0o600), "r+")
@@ -118,7 +111,6 @@ class RunFolder:
     def _prepare(self) -> None:
         if check_resume(self.config):
             self.earlier_s = _attempts_s(self.path)
-            self.changed = changed_files(self.path, self.config)
         elif self.path.exists() and not is_prepared(self.path):
             self.moved_to = next_free_path(self.path.parent, f"{self.path.name}.")
             self.path.rename(self.moved_to)
@@ -134,7 +126,7 @@ class RunFolder:
         a rollback that it asks for is done."""
         if self.earlier_s:
             replace_file(self.path / ATTEMPTS, json.dumps(self.earlier_s) + "\n")
-        replace_file(self.path / FILE, json.dumps(fingerprints(config), indent=2) + "\n")
+        replace_file(self.path / FILE, json.dumps({ROWS: fingerprints(config)}, indent=2) + "\n")
         # A config that is used again starts a new run, whatever started this one.
         saved = config.model_copy(update={"resume": "never"}) if config.resume == "must" else config
         replace_file(self.path / "config.yaml", saved.to_yaml())
@@ -145,8 +137,8 @@ class RunFolder:
     def summary(self, summary: dict[str, Any]) -> dict[str, Any]:
         """The summary with the wall time of all launches of this run; secrets are shown as ***."""
         wall_s, attempts = summary["wall_s"] + sum(self.earlier_s), len(self.earlier_s) + 1
-        more = {"changed_files": self.changed, "rollbacks": read_rollbacks(self.path)}
-        return redact(summary) | {"wall_s": wall_s, "attempts": attempts} | {k: v for k, v in more.items() if v}
+        rollbacks = {"rollbacks": done} if (done := read_rollbacks(self.path)) else {}
+        return redact(summary) | {"wall_s": wall_s, "attempts": attempts} | rollbacks
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Replaces `summary.json` atomically."""
@@ -245,12 +237,11 @@ def check_resume(config: Config) -> bool:
         what=f"run = {config.run!r} cannot be resumed with other settings than it was started with",
         hint="restore them, or start another run with --run NAME and without --resume",
     )
-    changed = [text for text in changed_files(config.run_dir, config) if text.startswith(f"{ROWS}: ")]
-    if changed and not read_json(config.run_dir / FILE).get(ACCEPTED):
+    if changed := changed_rows(config.run_dir, config):
         raise ConfigError(
-            f"{'; '.join(changed)} has other content than when the run was last started, and the run refers to its "
-            "rows by number; restore it, continue with the new rows (--accept-data), or start another run without "
-            "--resume"
+            f"{ROWS}: {', '.join(changed)} has other content than when the run was last started, and the "
+            "run refers to its rows by number; restore it, continue with the new rows (--accept-data), or start a new "
+            "run without --resume"
         )
     return True
 
@@ -301,24 +292,9 @@ def _values(config: Config) -> dict[str, Any]:
 
 
 def fingerprints(config: Config) -> Fingerprints:
-    """Returns those of data, models and the user's own code. Names are without their folders, so that a copied folder
-    has the same ones; files that do not exist are left out."""
-    paths: dict[str, Sequence[Path]] = {
-        ROWS: [Path(file) for file in config.data.train_files],
-        "data.eval": [Path(file) for file in config.data.eval_files],
-    }
-    models = {
-        "model.path": config.model.path, "algorithm.reference": config.algorithm.reference,
-        "critic.path": config.critic.path,
-        "reward_options.reward_model.path": config.reward_options.get("reward_model", {}).get("path"),
-    }  # fmt: skip
-    for key, folder in models.items():
-        files = sorted(Path(folder).iterdir()) if folder and Path(folder).is_dir() else []
-        paths[key] = [path for path in files if not path.name.startswith(".") and path.suffix != ".md"]
-    for key, path in _code(config.model_dump(mode="json"), ""):
-        paths[key] = [*paths.get(key, ()), path]
-    found = {key: [path for path in files if path.is_file()] for key, files in paths.items()}
-    return {key: [[path.name, fingerprint(path)] for path in files] for key, files in found.items() if files}
+    """Returns those of the training data. Names are without their folders, so that a copied folder has the same ones;
+    files that do not exist are left out."""
+    return [[file.name, fingerprint(file)] for file in map(Path, config.data.train_files) if file.is_file()]
 
 
 def fingerprint(path: Path) -> str:
@@ -334,37 +310,20 @@ def fingerprint(path: Path) -> str:
     return f"{size}-{digest.hexdigest()[:32]}"
 
 
-def changed_files(run_dir: Path, config: Config) -> list[str]:
-    """Returns `key: name` of each file that has changed, is new or is missing since the run's latest launch."""
-    if not (run_dir / FILE).is_file():
+def changed_rows(run_dir: Path, config: Config) -> list[str]:
+    """Returns the name of each file of training rows that has changed, is new or is missing since the run's latest
+    launch; none if another launch is to accept that."""
+    saved = read_json(run_dir / FILE) if (run_dir / FILE).is_file() else {}
+    if ROWS not in saved or saved.get(ACCEPTED):
         return []
-    before, now = read_json(run_dir / FILE), fingerprints(config)
-    changed: list[str] = []
-    for key in [key for key in now if key in before]:
-        differing = {tuple(entry) for entry in now[key]} ^ {tuple(entry) for entry in before[key]}
-        changed += [f"{key}: {name}" for name in sorted({name for name, _ in differing})]
-    return changed
+    differing = {tuple(entry) for entry in fingerprints(config)} ^ {tuple(entry) for entry in saved[ROWS]}
+    return sorted({name for name, _ in differing})
 
 
 def accept_rows(run_dir: Path) -> None:
     """Has the next launch continue with other training rows."""
     if (run_dir / FILE).is_file():
         replace_file(run_dir / FILE, json.dumps(read_json(run_dir / FILE) | {ACCEPTED: True}, indent=2) + "\n")
-
-
-def _code(value: Any, key: str) -> Iterator[tuple[str, Path]]:
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            yield from _code(name, key)
-            yield from _code(inner, f"{key}.{name}" if key else name)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _code(inner, key)
-    elif isinstance(value, str) and (match := CODE.fullmatch(value)):
-        where = match.group(1)
-        file = where if where.endswith(".py") else getattr(sys.modules.get(where), "__file__", None)
-        if file:
-            yield key, Path(file)
 
 
 @contextmanager

@@ -25,10 +25,9 @@ from asyncrl.data.hub import fetch
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.launch.checks import check_inputs
 from asyncrl.launch.launcher import HOST_LOST, LocalLauncher, RoleHandle, RoleProcess
-from asyncrl.launch.machine import Host, HostFacts, listening_address, other_packages, own_name, this_machine
+from asyncrl.launch.machine import Host, HostFacts, listening_address, own_name, this_machine
 from asyncrl.launch.placement import RoleResources
 from asyncrl.launch.run_dir import JOB, check_resume, is_prepared, is_running, nothing_to_resume
-from asyncrl.launch.supervisor import LOCAL_RUNS
 from asyncrl.launch.worker import EXIT_CRASHED, RoleSpec
 from asyncrl.observe.console import EXIT_DONE, say
 from asyncrl.util.files import next_free_path, replace_file
@@ -66,7 +65,6 @@ class SlurmLauncher(LocalLauncher):
     def __init__(self) -> None:
         super().__init__()
         self.job = os.environ.get(JOB_ID, "")
-        self._run_dir = Path()
         self._hosts: list[Host] = []
         self._gpus: dict[str, str] = {}
         """CUDA_VISIBLE_DEVICES of each role on another node."""
@@ -93,7 +91,6 @@ class SlurmLauncher(LocalLauncher):
         facts = self._facts(config, names[1:]) if len(names) > 1 else []
         if facts and is_loopback(self.address):
             self.address = listening_address(facts[0].head)
-        self._run_dir = config.run_dir.absolute()
         self._hosts = in_pools(config, [this_machine(self.address), *(told.host for told in facts)])
 
     def _facts(self, config: Config, names: list[str]) -> list[HostFacts]:
@@ -113,10 +110,8 @@ class SlurmLauncher(LocalLauncher):
         facts = {told.host.name: told for told in (msgspec.json.decode(line, type=HostFacts) for line in lines)}
         if missing := [name for name in names if name not in facts]:
             raise ConfigError(f"launch.cluster = 'slurm': {', '.join(missing)} of job {self.job} did not report")
-        if problem := next((told.problem for told in facts.values() if told.problem), ""):
-            raise ConfigError(problem)
-        if others := other_packages({name: told.versions for name, told in facts.items()}):
-            raise ConfigError(f"launch.cluster = 'slurm': other packages than the launcher has: {others}")
+        if refusals := [told.refusal for told in facts.values() if told.refusal]:
+            raise ConfigError(f"launch.cluster = 'slurm': {'; '.join(refusals)}")
         return [facts[name] for name in names]
 
     def hosts(self) -> list[Host]:
@@ -142,11 +137,8 @@ class SlurmLauncher(LocalLauncher):
             log.warning("nodes are not there", nodes={name: states.get(name, "") for name in sorted(gone)})
 
     def start(self, spec: RoleSpec, resources: RoleResources) -> RoleProcess:
-        """on another node as a step of the job. From one that does not share the run folder, srun
-        brings the role's log as standard output, and all other output as standard error."""
+        """On another node, starts it as a step of the job."""
         self._gpus[spec.name] = resources.environment()["CUDA_VISIBLE_DEVICES"]
-        if spec.host and spec.config:
-            spec = replace(spec, run_dir=str(self._run_dir), sends_log=True)
         role = super().start(spec, resources)
         if spec.host:
             role.read_code = code_of_step
@@ -163,10 +155,6 @@ class SlurmLauncher(LocalLauncher):
         place = [f"--nodelist={spec.host}", "--nodes=1", "--ntasks=1", f"--job-name={spec.name}"]
         role = ["env", f"CUDA_VISIBLE_DEVICES={self._gpus[spec.name]}", *PYTHON]
         return [*STEP, *place, *role, "-m", "asyncrl.launch.worker", spec.name, "0", str(BASE)]
-
-    def input(self, spec: RoleSpec) -> bytes:
-        """On a node that does not share the run folder, the role has a separate one."""
-        return super().input(replace(spec, run_dir=f"{LOCAL_RUNS}/{self._run_dir.name}") if spec.sends_log else spec)
 
     def signal(self, roles: Sequence[RoleProcess], number: signal.Signals) -> None:
         """A signal to srun would kill its role: roles elsewhere get it by scancel."""

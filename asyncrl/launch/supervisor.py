@@ -14,8 +14,7 @@ from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
 from asyncrl.launch.launcher import HOST_LOST, Launcher, RoleHandle
 from asyncrl.launch.machine import MIG, Host
-from asyncrl.launch.memory import fit_memory, with_changes
-from asyncrl.launch.placement import Placement, RoleResources, find_room, place_roles, refuse_joiner, why_no_room
+from asyncrl.launch.placement import Placement, RoleResources, find_room
 from asyncrl.launch.worker import EXIT_CONFIG, EXIT_SILENT_PEER, EXIT_TERMINATED, FINAL_CODES, ROLES, RoleSpec
 from asyncrl.observe.logs import last_phase
 from asyncrl.replay.client import LauncherClient
@@ -27,9 +26,7 @@ BACK_OFF_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 RESTART_WINDOW_S = 600.0
 """Time that a restart counts against `launch.max_restarts`."""
 SETTLED_S = 30.0
-"""A role that worked for this long after its start is considered to have failed for a new reason."""
-MAX_ALIKE = 5
-"""Failures for one reason and at one optimizer step after which a role is not started again."""
+"""A role without heartbeats that lived this long has worked."""
 GRACE_S = 1.0
 """Time that the other ranks have, after a learner rank died, to report the cause."""
 NOT_UP_EVERY_S = 60.0
@@ -46,8 +43,6 @@ EVICTED = (EXIT_TERMINATED, HOST_LOST, -signal.SIGTERM)
 """Exit codes of roles whose machine is wanted for something else: they never count as failures of the role."""
 BY_CHANCE = (EXIT_SILENT_PEER, -signal.SIGKILL, *EVICTED)
 """Exit codes of roles that another process ended or did not answer: two in a row need not have the same cause."""
-LOCAL_RUNS = "~/.asyncrl/runs"
-"""Folder for the logs of roles on hosts that do not share the run folder."""
 
 
 class RestartHistory:
@@ -58,15 +53,17 @@ class RestartHistory:
         self._max_restarts = max_restarts
         self._window_s = window_s
         self._times_s: list[float] = []
+        self._step: int | None = None
 
-    def next(self, now_s: float, *, settled: bool) -> float | None:
-        """Counts a restart and returns the seconds to wait before it; None when no more are allowed.
+    def next(self, now_s: float, step: int | None) -> float | None:
+        """Counts a restart at this optimizer step of the run and returns the seconds to wait before it; None when no
+        more are allowed.
 
-        `settled` is True if the role worked well since its last start, which resets the back-off. Restarts without
-        success in between count however long ago they were: a role that never comes up ends the run.
+        A step since the last restart resets the back-off. Restarts without one count however long ago they were: a role
+        that never comes up, or fails at the same step again and again, ends the run.
         """
-        if settled:
-            self._in_a_row = 0
+        if step != self._step:
+            self._step, self._in_a_row = step, 0
         self._times_s = [time_s for time_s in self._times_s if now_s - time_s <= self._window_s]
         if max(len(self._times_s), self._in_a_row) >= self._max_restarts:
             return None
@@ -168,8 +165,6 @@ class RoleGroup:
     """Time of the next start; None while the group is started."""
     healthy: bool = False
     """True once a heartbeat arrived since its start."""
-    made_progress: bool = False
-    """True once it did useful work since its start."""
     last_heartbeat_s: float = 0.0
     session: str = ""
     """The replay queue's id of the generator process that sent the last heartbeat."""
@@ -179,10 +174,6 @@ class RoleGroup:
     """True once any of its starts has worked."""
     former_reason: str = ""
     """The reason for its last failure, with the numbers replaced."""
-    former_step: int | None = None
-    """The optimizer step of the run at its last failure."""
-    alike: int = 0
-    """Its latest failures in a row that had one reason and came at one step."""
     died_s: float | None = None
     """Time at which a dead process of the group was first seen."""
     draining_since_s: float | None = None
@@ -213,35 +204,19 @@ class RoleGroup:
         self.starts += 1
         self.started_s = self.reported_s = now_s
         self.restart_at_s = self.died_s = None
-        self.healthy = self.made_progress = False
+        self.healthy = False
         self.former_session = self.session
 
     def ended(self, codes: tuple[int, ...] = ()) -> RoleHandle | None:
         """The first process that exited with a code that is not in `codes`; None if there is none."""
         return next((role for role in self.processes if role.code is not None and role.code not in codes), None)
 
-    def repeats(self, reason: str, step: int | None, now_s: float, *, by_chance: bool) -> str:
-        """Counts a failure at this optimizer step of the run. Returns why another start would only repeat it, or "":
-        the group failed for this reason the time before and no start has ever worked, unless that was `by_chance`; or
-        it failed for it MAX_ALIKE times, however slowly, and the run made no step in between."""
-        self.proven = self.proven or self._works(now_s)
-        reason = NUMBER.sub("#", reason)
-        again = reason == self.former_reason
-        self.alike = self.alike + 1 if again and step == self.former_step else 1
-        self.former_reason, self.former_step = reason, step
-        if again and not self.proven and not by_chance:
-            return "it has never worked and failed twice for this reason"
-        if self.alike >= MAX_ALIKE:
-            return f"it has failed {self.alike} times for this reason, and no optimizer step ended in between"
-        return ""
-
-    def delay_s(self, now_s: float) -> float | None:
-        """Counts a restart and returns the pause before it; None when no more are allowed."""
-        settled = self._works(now_s) and now_s - self.started_s > SETTLED_S
-        return self.history.next(now_s, settled=settled)
-
-    def _works(self, now_s: float) -> bool:
-        return self.made_progress or (self.role in UNHEARD and now_s - self.started_s > SETTLED_S)
+    def repeats(self, reason: str, now_s: float, *, by_chance: bool) -> bool:
+        """Records a failure. True if another start would only repeat it: no start has ever worked, and the group failed
+        for this reason the time before, unless that was `by_chance`."""
+        self.proven |= self.role in UNHEARD and now_s - self.started_s > SETTLED_S
+        again, self.former_reason = NUMBER.sub("#", reason) == self.former_reason, NUMBER.sub("#", reason)
+        return again and not self.proven and not by_chance
 
 
 class Placer:
@@ -257,26 +232,20 @@ class Placer:
         say: Callable[[str], None],
     ) -> None:
         """`spec` holds the fields that all roles have in common, as on the launcher's own host."""
-        self.placement = placement
-        """The resources of all roles at the start of the run."""
         self._config = config
-        self._own = spec
+        self._own_address = spec.endpoints.host
+        self._gpu_memory_utilization = placement.generators[0].gpu_memory_utilization
         self._launcher = launcher
         self._say = say
 
     def spec(self, spec: RoleSpec, resources: RoleResources, hosts: Sequence[Host]) -> RoleSpec:
         """Returns the spec of a role with these resources on one of these hosts."""
-        address, run_dir, config = self._own.endpoints.host, self._own.run_dir, ""
+        address = self._own_address
         if resources.host:
             # One that is lost by now has no address: before the role starts, `has_hosts` looks again.
-            host = next((host for host in hosts if host.name == resources.host), Host(resources.host, ()))
-            address = host.address
-            if not host.shares_run_dir:
-                run_dir, config = f"{LOCAL_RUNS}/{self._config.run}", self._config.to_yaml()
+            address = next((host for host in hosts if host.name == resources.host), Host(resources.host, ())).address
         endpoints = replace(spec.endpoints, host=address)
-        return replace(
-            spec, cpus=resources.cpus, host=resources.host, endpoints=endpoints, run_dir=run_dir, config=config
-        )
+        return replace(spec, cpus=resources.cpus, host=resources.host, endpoints=endpoints)
 
     def has_hosts(self, group: RoleGroup, groups: Sequence[RoleGroup], now_s: float) -> bool:
         """True if the host of each member of the group is there. A member whose host is lost is placed again, with the
@@ -287,60 +256,36 @@ class Placer:
         hosts = self._launcher.hosts()
         names = {host.name for host in hosts}
         for number, (spec, resources) in enumerate(group.members):
-            room = resources if resources.host in names else None
-            if room is None:
+            room: RoleResources | None = resources
+            if resources.host not in names:
                 members = [resources for other in groups for _, resources in other.members]
                 taken = [resources for resources in members if resources.host in names]
                 room = find_room(self._config, spec.role, hosts, taken)
                 if room is None:
-                    why = why_no_room(self._config, spec.role, hosts, taken)
-                    self._wait_for_room(group, f"{spec.name}, whose host {resources.host} is lost", why, now_s)
+                    self._wait_for_room(group, f"{spec.name}, whose host {resources.host} is lost", now_s)
                     return False
+                room = replace(room, gpu_memory_utilization=resources.gpu_memory_utilization)
                 self._say(f"{spec.name} moves from {resources.host} to {room.host or 'the host of the launcher'}")
             group.members[number] = self.spec(spec, room, hosts), room
         group.homeless_since_s = None
         return True
 
-    def joiners(
-        self, indices: Sequence[int], wanted: int, groups: Sequence[RoleGroup], hosts: Sequence[Host]
-    ) -> tuple[list[RoleResources], str]:
-        """Returns the resources on these hosts of the generators that can join to make it `wanted` generators, in the
-        order of their indices, and why the next one cannot; empty if all can. The other roles keep theirs."""
-        if len(hosts) > 1:
-            return self._rooms(len(indices), groups, hosts)
-        config = with_changes(self._config, {"launch.generators": wanted})
-        reward_model = self.placement.reward_model is not None
-        try:
-            placement = place_roles(config, reward_model=reward_model, hosts=hosts)
-            placement = fit_memory(config, placement, reward_model=reward_model)
-        except ConfigError as error:
-            return [], str(error)
-        joining: list[RoleResources] = []
-        for index in indices:
-            if reason := refuse_joiner(self._config, self.placement, placement, index):
-                return joining, reason
-            joining.append(placement.generators[index])
-        return joining, ""
-
-    def _rooms(self, count: int, groups: Sequence[RoleGroup], hosts: Sequence[Host]) -> tuple[list[RoleResources], str]:
+    def joiners(self, count: int, groups: Sequence[RoleGroup], hosts: Sequence[Host]) -> list[RoleResources]:
+        """Returns the resources on these hosts of the generators that can join, at most `count`: each needs a free
+        GPU where there are GPUs."""
         taken = [resources for group in groups for _, resources in group.members]
         rooms: list[RoleResources] = []
-        for _ in range(count):
-            room = find_room(self._config, "generator", hosts, [*taken, *rooms])
-            if room is None:
-                why = why_no_room(self._config, "generator", hosts, [*taken, *rooms])
-                return rooms, why or "no host has a free GPU for a generator"
-            rooms.append(room)
-        return rooms, ""
+        while len(rooms) < count and (room := find_room(self._config, "generator", hosts, [*taken, *rooms])):
+            rooms.append(replace(room, gpu_memory_utilization=self._gpu_memory_utilization))
+        return rooms
 
-    def _wait_for_room(self, group: RoleGroup, what: str, why: str, now_s: float) -> None:
-        why = f" ({why})" if why else ""
+    def _wait_for_room(self, group: RoleGroup, what: str, now_s: float) -> None:
         if group.homeless_since_s is None:
             group.homeless_since_s = now_s
-            self._say(f"no host has room for {what}{why}; waiting for one")
+            self._say(f"no host has room for {what}; waiting for one")
         limit_s = self._config.launch.start_timeout_s
         if now_s - group.homeless_since_s > limit_s:
-            raise RunError(f"no host had room for {what}, within launch.start_timeout_s = {limit_s:g} s{why}")
+            raise RunError(f"no host had room for {what}, within launch.start_timeout_s = {limit_s:g} s")
 
 
 class Supervisor:
@@ -430,7 +375,7 @@ class Supervisor:
     def update(self, status: dict[str, Any], now_s: float) -> None:
         """Applies a status of the replay queue: heartbeats, and the wanted number of generators. Raises RunError as
         `tick` does, and PeerTimeoutError when the queue stops answering."""
-        self.replay.healthy = self.replay.made_progress = True
+        self.replay.healthy = self.replay.proven = True
         self.replay.last_heartbeat_s = now_s
         if self.answering_s is None:
             self.answering_s = now_s
@@ -484,14 +429,13 @@ class Supervisor:
             self._report_lost(group.index)
         if group.role == "replay":
             self.answering_s = None
-        chance = code in BY_CHANCE
-        if code not in EVICTED and (repeated := group.repeats(reason, self._step, now_s, by_chance=chance)):
-            raise RunError(f"{reason}; {repeated}: another start would only repeat it")
-        delay_s = group.delay_s(now_s)
+        if code not in EVICTED and group.repeats(reason, now_s, by_chance=code in BY_CHANCE):
+            raise RunError(f"{reason}; it has never worked and failed twice for this reason")
+        delay_s = group.history.next(now_s, self._step)
         if delay_s is None:
             too_often = (
                 f"; it was restarted {self.config.launch.max_restarts} times within {RESTART_WINDOW_S:g} s, or without "
-                "having worked (launch.max_restarts)"
+                "an optimizer step in between (launch.max_restarts)"
             )
             raise RunError(reason + (too_often if self.config.launch.max_restarts else ""))
         group.restart_at_s = now_s + delay_s
@@ -592,13 +536,13 @@ class Supervisor:
 
     def _join(self, joiners: list[int], wanted: int) -> None:
         waits_for, hosts = self._launcher.resize(wanted), self._launcher.hosts()
-        placed, reason = self._placer.joiners(joiners, wanted, list(self._groups.values()), hosts)
+        placed = self._placer.joiners(len(joiners), list(self._groups.values()), hosts)
         for index, resources in zip(joiners, placed, strict=False):
             self._add("generator", index, resources, hosts)
-        if reason and not waits_for:
-            self._say(f"no more generators: {reason}")
+        if len(placed) < len(joiners) and not waits_for:
+            self._say("no more generators: no host has a free GPU for one")
             self._client.scale(joiners[len(placed)])
-        elif reason and waits_for != self._waits_for:
+        elif len(placed) < len(joiners) and waits_for != self._waits_for:
             self._say(f"waiting for {waits_for}")
         self._waits_for = waits_for
 
@@ -608,7 +552,7 @@ class Supervisor:
         heard_s = now_s - reported["heard_ago_s"] if reported else 0.0
         # A restarted replay queue reports a heartbeat now for every generator that it knew before.
         if reported and heard_s > group.started_s and reported["session"] not in ("", group.former_session):
-            group.healthy = group.made_progress = True
+            group.healthy = group.proven = True
             group.last_heartbeat_s, group.session = heard_s, reported["session"]
         if self.ending:
             return  # generators that end are not restarted
@@ -621,7 +565,7 @@ class Supervisor:
 
     def _update_learners(self, status: dict[str, Any], now_s: float) -> None:
         group = self.learners
-        group.made_progress = group.made_progress or (self._step is not None and status["step"] > self._step)
+        group.proven |= self._step is not None and status["step"] > self._step
         self._step = status["step"]
         if group.healthy or not group.running or self.answering_s is None:
             return

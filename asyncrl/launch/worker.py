@@ -14,15 +14,14 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
 
 import msgspec
 import structlog
 
 from asyncrl.config.config import Config
-from asyncrl.config.load import load_config, read_config
+from asyncrl.config.load import load_config
 from asyncrl.errors import AsyncrlError, ConfigError, DataError, PeerTimeoutError, is_disk_full
-from asyncrl.launch.machine import check_interfaces, network_environment
+from asyncrl.launch.machine import network_environment
 from asyncrl.observe.logs import configure_logs
 from asyncrl.util.model_files import replayed_routers
 from asyncrl.util.processes import end_with_parent, raise_file_limit, tune_gc
@@ -66,16 +65,11 @@ class RoleSpec:
     """File of the samples that an offline training trains; empty for the batches of the journal."""
     host: str = ""
     """Name of the host that it runs on; empty for the launcher's own."""
-    config: str = ""
-    """The config as YAML, on a host that does not share the run folder; empty for `config.yaml` in the folder."""
-
-    sends_log: bool = False
-    """True if its standard output goes to its log in the run folder, which its host does not share."""
 
     @property
     def home(self) -> Path:
         """The folder with the role's `config.yaml` and `logs/`."""
-        return Path(self.offline or self.run_dir).expanduser()
+        return Path(self.offline or self.run_dir)
 
     @property
     def logs(self) -> Path:
@@ -239,14 +233,11 @@ def run_role(spec: RoleSpec, parent: int) -> int:
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(SHOW_STACKS)
-    config = read_config(spec.config) if spec.config else load_config(spec.home / "config.yaml")
-    copy = _take_stdout() if spec.sends_log else None
-    configure_logs(spec.home, spec.name, host=spec.host, copy=copy)
+    config = load_config(spec.home / "config.yaml")
+    configure_logs(spec.home, spec.name, host=spec.host)
     log.info("started", pid=os.getpid(), cpus=spec.cpus, start=spec.start)
     try:
         os.environ.update(network_environment(spec.endpoints.host))
-        if spec.role in ("generator", "learner", "critic"):
-            check_interfaces(with_gpus=bool(os.environ.get("CUDA_VISIBLE_DEVICES")))
         ROLES[spec.role](config, spec, stop.is_set)
     except AsyncrlError as error:
         log.error("failed", error=str(error), kind=type(error).__name__, exc_info=True)
@@ -259,13 +250,6 @@ def run_role(spec: RoleSpec, parent: int) -> int:
         return EXIT_TERMINATED
     log.info("ended")
     return 0
-
-
-def _take_stdout() -> TextIO:
-    """Returns standard output; what else this process writes there goes to standard error from now on."""
-    stream = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    return stream
 
 
 def exit_code(error: AsyncrlError) -> int:

@@ -12,21 +12,21 @@ from dataclasses import dataclass
 from datetime import datetime
 from heapq import merge
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import structlog
 
 from asyncrl.util.text import printable, redact
 
 
-def configure_logs(run_dir: Path, role: str, *, host: str = "", copy: TextIO | None = None) -> Path:
+def configure_logs(run_dir: Path, role: str, *, host: str = "") -> Path:
     """Sends this process's events, and other libraries' warnings, to `logs/<role>.jsonl`; returns its path. Events have
-    the `host` unless it is the launcher's own. The `copy` has the same lines.
+    the `host` unless it is the launcher's own.
 
     Secrets (asyncrl/util/text.py) are shown as ***."""
     path = run_dir / "logs" / f"{role}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    handlers = [logging.FileHandler(path), *([logging.StreamHandler(copy)] if copy else [])]
+    handler = logging.FileHandler(path)
     shared = [
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
@@ -37,10 +37,9 @@ def configure_logs(run_dir: Path, role: str, *, host: str = "", copy: TextIO | N
         foreign_pre_chain=[structlog.stdlib.add_logger_name, *shared],
         processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, _redacted, render],
     )
-    for handler in handlers:
-        handler.setFormatter(formatter)
+    handler.setFormatter(formatter)
     root = logging.getLogger()
-    root.handlers[:] = handlers
+    root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
     structlog.configure(
         processors=[

@@ -24,7 +24,7 @@ def main(folder: str) -> None:
         immortal = launcher.kill([killed])
         late = launcher.wait([fails], 60.0)
         seen = {
-            "hosts": [own.name, own.replay_only, host.name, host.shares_run_dir],
+            "hosts": [own.name, own.replay_only, host.name],
             "left": [role.name for role in (*immortal, *late, *launcher.end(grace_s=1.0))],
             "ended": [fails.code, fails.cause()],
             "told": launcher.describe(),

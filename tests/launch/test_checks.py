@@ -98,13 +98,6 @@ def test_bad_input(inputs: Path, arguments: list[str], message: str) -> None:
     assert not (inputs / "runs").exists()
 
 
-def test_an_interface_that_a_cluster_profile_names_is_checked(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth77")
-    code, output = launch(inputs)
-    assert code == 2 and output.startswith("error: GLOO_SOCKET_IFNAME = 'eth77' in the environment: this machine has")
-    assert not (inputs / "runs").exists()
-
-
 def test_more_generators_than_the_system_has_files_for(inputs: Path) -> None:
     command = [sys.executable, "-m", "asyncrl.cli", "launch", "--config", "run.yaml"]
     for arguments, files in ([], 259), (["launch.generators=100"], 600):

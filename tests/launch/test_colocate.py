@@ -38,7 +38,7 @@ def on(**overrides: Any) -> Config:
 
 
 def show(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    listed = [gpus._Listed(str(index), f"GPU-{index}", MIB << 20, "580.65") for index in range(count)]
+    listed = [gpus._Listed(str(index), f"GPU-{index}", MIB << 20) for index in range(count)]
     monkeypatch.setattr(gpus, "_listed_gpus", lambda: listed)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
 

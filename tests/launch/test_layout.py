@@ -14,14 +14,12 @@ from asyncrl.launch.layout import (
     CARDS,
     LEAST_SEQUENCES,
     LOWERED_BY,
-    Gpu,
+    GpuModel,
     decode_s,
     parse_cards,
     search,
-    shared_by,
-    stagings,
 )
-from asyncrl.launch.memory import GIB, Models, needs_of_gpus, with_changes
+from asyncrl.launch.memory import GIB, Models, needs_of_gpus
 from tests.helpers.cli import asyncrl
 
 LLAMA_70B = LLAMA_8B | {
@@ -94,27 +92,9 @@ def test_it_prefers_speed_among_what_needs_no_offload() -> None:
     assert launch.learners + launch.generators == 8 and min(launch.learners, launch.generators) >= 2
     assert eight.generator.sequences >= LEAST_SEQUENCES
     assert eight.config.replay.groups_per_step % launch.learners == 0
-    slow, _ = search(base, models, 8, Gpu(memory_bytes=CARDS["H100-80"].memory_bytes, flops=1e14))
+    slow, _ = search(base, models, 8, GpuModel(memory_bytes=CARDS["H100-80"].memory_bytes, flops=1e14))
     assert slow is not None and slow.config.launch.learners > launch.learners, "cards that compute slowly need learners"
     assert slow.tokens_per_s < eight.tokens_per_s
-
-
-def test_sequences_are_shared_where_they_fit_in_no_other_way_without_offload(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    out = tmp_path / "plan.yaml"
-    shape = shape_of(QWEN2_7B)
-    code, output = plan("--model", shape.folder, "--gpus", "8xH100-80", "--tokens", "131072", "--out", str(out))
-    assert code == 0, output
-    config = load_config(out, ["data.train=train.parquet"])
-    learner = config.learner
-    assert (learner.sequence_parallel, learner.offload) == (2, "none") and "sequences shared by 2" in output
-    assert config.launch.learners % 2 == 0 and config.replay.groups_per_step % config.num_shards == 0
-    models, card = Models(shape), CARDS["H100-80"]
-    placement = fitted(monkeypatch, config, 8, round(card.memory_bytes) >> 20, models)
-    assert not any(used.missing_bytes for used in needs_of_gpus(config, placement, models))
-    alone = with_changes(config, {"learner.sequence_parallel": 1})
-    assert any(used.missing_bytes for used in needs_of_gpus(alone, placement, models))
 
 
 def test_the_queue_is_counted_with_what_routing_replay_adds(tmp_path: Path) -> None:
@@ -130,20 +110,6 @@ def test_the_queue_is_counted_with_what_routing_replay_adds(tmp_path: Path) -> N
         code, output = plan(*arguments)
         assert code == 0 and expected in output, output  # 4 x 512 trajectories of 1,024 tokens of 13, and of 45 bytes
         assert ("routing: 32 bytes a token" in output) == bool(text)
-
-
-def test_other_stagings_are_those_that_the_config_allows() -> None:
-    settings = {"model.path": "m", "data.train": "d"}
-    assert "buckets" in stagings(load_config(None, settings))
-    assert "whole" in stagings(load_config(None, settings | {"weights.staging": "buckets"}))
-    assert "buckets" not in stagings(load_config(None, settings | {"learner.lora": {"rank": 4}}))
-
-
-def test_heads_decide_by_how_many_ranks_sequences_are_shared() -> None:
-    base = load_config(None, {"model.path": "m", "data.train": "d"})
-    assert shared_by(base, shape_of(QWEN2_7B)) == [2, 4]  # 28 heads, 4 for keys and values
-    assert shared_by(base, shape_of(LLAMA_8B)) == [2, 4, 8]
-    assert shared_by(with_changes(base, {"critic.ranks": 1}), shape_of(LLAMA_8B)) == []
 
 
 def test_without_a_layout_it_names_the_nearest_and_what_lowers_it() -> None:
@@ -215,6 +181,6 @@ def test_every_key_that_is_advised_exists() -> None:
 
 
 def test_steps_of_many_sequences_of_a_small_model_take_the_time_of_the_engines_thread() -> None:
-    gpu, small = Gpu(), shape_of(QWEN2_15B)
+    gpu, small = GpuModel(), shape_of(QWEN2_15B)
     few, many = (decode_s(small, gpu, tp=1, sequences=sequences, context_tokens=10) for sequences in (64, 2048))
     assert few > 64 * gpu.host_sequence_s and many == 2048 * gpu.host_sequence_s

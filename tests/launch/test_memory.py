@@ -88,7 +88,7 @@ def torch_for_gpus_without_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def show(monkeypatch: pytest.MonkeyPatch, count: int, mib: int) -> None:
-    listed = [gpus._Listed(str(index), f"GPU-{index}", mib << 20, "580.65") for index in range(count)]
+    listed = [gpus._Listed(str(index), f"GPU-{index}", mib << 20) for index in range(count)]
     monkeypatch.setattr(gpus, "_listed_gpus", lambda: listed)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 

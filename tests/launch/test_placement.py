@@ -26,7 +26,6 @@ from asyncrl.launch.launcher import LocalLauncher
 from asyncrl.launch.machine import (
     Gpu,
     Host,
-    check_interfaces,
     find_port,
     listening_address,
     network_environment,
@@ -35,12 +34,9 @@ from asyncrl.launch.machine import (
 from asyncrl.launch.placement import (
     Placement,
     RoleResources,
-    check_run_dir,
     check_transport,
     find_room,
     place_roles,
-    refuse_joiner,
-    why_no_room,
 )
 from asyncrl.launch.supervisor import RestartHistory, RoleGroup
 from asyncrl.launch.worker import RoleSpec
@@ -178,32 +174,6 @@ def test_gloo_and_nccl_listen_on_the_interface_of_the_host(monkeypatch: pytest.M
     assert network_environment("10.9.9.9") == {}
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "with_gpus", "is_there"),
-    [
-        ("GLOO_SOCKET_IFNAME", "eth7", False, False),
-        ("GLOO_SOCKET_IFNAME", "l", False, False),
-        ("GLOO_SOCKET_IFNAME", "eth7,lo", False, True),
-        ("NCCL_SOCKET_IFNAME", "eth7", True, False),
-        ("NCCL_SOCKET_IFNAME", "=l", True, False),
-        ("NCCL_SOCKET_IFNAME", "eth7,l", True, True),  # prefixes
-        ("NCCL_SOCKET_IFNAME", "^docker", True, True),
-        ("NCCL_SOCKET_IFNAME", "eth7", False, True),  # NCCL is not used
-    ],
-)
-def test_an_interface_of_the_environment_that_is_not_there_is_named(
-    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, with_gpus: bool, is_there: bool
-) -> None:
-    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo")])
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    monkeypatch.setenv(variable, value)
-    if is_there:
-        check_interfaces(with_gpus=with_gpus)
-        return
-    with pytest.raises(ConfigError, match=rf"^{variable} = '{value}' in the environment: this machine has no such"):
-        check_interfaces(with_gpus=with_gpus)
-
-
 def test_the_deadline_for_starts_is_that_of_the_device_unless_it_is_set() -> None:
     default, explicit = small_config(), small_config(launch__start_timeout_s=77.0)
     placement = place_roles(default)
@@ -244,7 +214,7 @@ def test_roles_get_the_gpus_that_the_user_gave(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_the_list_of_nvidia_smi_bounds_the_gpus_and_has_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    listed = [gpus._Listed("0", "GPU-aa11", 80 << 30, "580.65"), gpus._Listed("1", "GPU-bb22", 40 << 30, "580.65")]
+    listed = [gpus._Listed("0", "GPU-aa11", 80 << 30), gpus._Listed("1", "GPU-bb22", 40 << 30)]
     monkeypatch.setattr(gpus, "_listed_gpus", lambda: listed)
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
     show(monkeypatch, "1,7,0")
@@ -261,21 +231,16 @@ def test_the_list_of_nvidia_smi_bounds_the_gpus_and_has_their_memory(monkeypatch
     assert visible_gpus() == []
 
 
-def test_gpus_that_cannot_be_used_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_is_named_twice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     show(monkeypatch, "3,3")
     with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES=3,3: names 3 twice"):
-        visible_gpus()
-    monkeypatch.setattr(gpus, "_listed_gpus", lambda: [gpus._Listed("0", "GPU-aa", 80 << 30, "550.54.15")])
-    monkeypatch.setattr("importlib.metadata.version", lambda package: "13.0.96")
-    show(monkeypatch, "0")
-    with pytest.raises(ConfigError, match=r"driver is 550.54.15, but CUDA 13.0.96, .* needs 580 or newer"):
         visible_gpus()
 
 
 def test_nvidia_smi_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.undo()
     tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho '0, GPU-aa11, 81559, 580.65.06'\necho '1, GPU-bb22, 143771, 580.65.06'\n")
+    tool.write_text("#!/bin/sh\necho '0, GPU-aa11, 81559'\necho '1, GPU-bb22, 143771'\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert [(line.uuid, line.memory_bytes >> 20) for line in gpus._listed_gpus() or []] == [
@@ -361,27 +326,6 @@ def test_nccl_needs_a_gpu_for_each_that_sends_or_receives_weights(monkeypatch: p
     with pytest.raises(ConfigError, match=rule):
         check_transport(config, place_roles(config))
     assert not place_roles(small_config(launch__generators=3)).sends_between_gpus
-
-
-@pytest.mark.parametrize(
-    ("visible", "first", "settings", "reason"),
-    [
-        ("0,1,2", 1, {}, ""),
-        ("0,1", 1, {}, "generator-1 would share GPU 1 with generator-0, and weights are sent between GPUs, which"),
-        ("0,1", 1, {"weights__transport": "gloo"}, "generator-1 would share GPU 1 with generator-0, whose engine has"),
-        ("0,1", 1, {"weights__transport": "gloo", "generator__kv_cache_bytes": 1 << 26}, ""),
-        ("0", 1, {"generator__kv_cache_bytes": 1 << 26}, ""),
-        ("0", 2, {}, ""),
-    ],
-)
-def test_a_generator_joins_only_where_there_is_a_gpu_for_it(
-    monkeypatch: pytest.MonkeyPatch, visible: str, first: int, settings: dict[str, object], reason: str
-) -> None:
-    show(monkeypatch, visible)
-    config = small_config(launch__generators=first, **settings)
-    wanted = place_roles(small_config(launch__generators=2, **settings))
-    said = refuse_joiner(config, place_roles(config), wanted, 1)
-    assert said.startswith(reason) and bool(said) == bool(reason)
 
 
 class Environments(LocalLauncher):
@@ -473,9 +417,9 @@ POOLS = {
 }
 
 
-def host(name: str, *, cpus: int = 2, gpus: int = 0, pool: str = "", shares_run_dir: bool = True) -> Host:
+def host(name: str, *, cpus: int = 2, gpus: int = 0, pool: str = "") -> Host:
     cards = tuple(Gpu(str(number)) for number in range(gpus))
-    return Host(name, tuple(range(cpus)), cards, f"10.0.0.{len(name)}", pool, shares_run_dir)
+    return Host(name, tuple(range(cpus)), cards, f"10.0.0.{len(name)}", pool)
 
 
 def config_of(generators: int, learners: int, **others: Any) -> Config:
@@ -609,36 +553,3 @@ def test_without_gpus_the_least_loaded_host_of_the_pool_gets_it() -> None:
     room = find_room(config, "generator", hosts[:3], taken(placement, hosts[:3]))
     assert room is not None and room.host == "b1"
     assert find_room(config, "learner", hosts[2:], []) is None
-
-
-def test_learners_need_the_run_folder() -> None:
-    hosts = [host("", cpus=1), host("apart", cpus=8, shares_run_dir=False)]
-    config = config_of(2, 2)
-    with pytest.raises(ConfigError, match=r"runs_dir = .*: apart does not share the run folder .* set runs_dir to a"):
-        check_run_dir(config, place_roles(config, hosts=hosts), hosts)
-    check_run_dir(config, place_roles(config, hosts=[host("")]), [host("")])
-
-
-def test_generators_need_the_run_folder_where_their_weights_are_in_it() -> None:
-    hosts = [host(""), host("apart", shares_run_dir=False)]
-    files = config_of(1, 1, weights__transport="files")
-    with pytest.raises(ConfigError, match=r"apart does not share the run folder .*, from which generators read the w"):
-        check_run_dir(files, place_roles(files, hosts=hosts), hosts)
-    elsewhere = config_of(1, 1, weights__transport="files", weights__url="/shared")
-    check_run_dir(elsewhere, place_roles(elsewhere, hosts=hosts), hosts)
-    assert find_room(files, "generator", hosts[1:], []) is None
-    assert find_room(elsewhere, "generator", hosts[1:], []) is not None
-
-
-@pytest.mark.parametrize("role", ["learner", "critic"])
-def test_a_role_that_needs_the_run_folder_gets_a_host_that_shares_it(role: str) -> None:
-    hosts = [host("n1"), host("apart", cpus=8, shares_run_dir=False)]
-    busy = place_roles(config_of(1, 1), hosts=hosts[:1])
-    room = find_room(config_of(1, 1), role, hosts, taken(busy, hosts))
-    assert room is not None and room.host == "n1", "although the other one is less loaded"
-    assert find_room(config_of(1, 1), role, hosts[1:], []) is None
-    assert why_no_room(config_of(1, 1), role, hosts[1:], []).startswith("apart would have room, but does not share")
-    assert find_room(config_of(1, 1), "generator", hosts[1:], []) is not None
-    assert why_no_room(config_of(1, 1), "generator", hosts[1:], []) == ""
-    full = [host("full", gpus=1, shares_run_dir=False)]
-    assert why_no_room(config_of(1, 1), role, full, taken(place_roles(config_of(1, 1), hosts=full), full)) == ""

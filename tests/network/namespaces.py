@@ -81,7 +81,7 @@ class Namespaces(LocalLauncher):
 def address_of(host: dict[str, Any], named: str) -> str:
     """The address of a host on the interface or network `named`, as the host reports it."""
     command = ["nsenter", "--target", str(host["pid"]), "--net", "env", f"SLURMD_NODENAME={host['name']}"]
-    command += [sys.executable, "-m", "asyncrl.launch.machine", named, os.devnull]
+    command += [sys.executable, "-m", "asyncrl.launch.machine", named, __file__]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=FACTS_S, check=True)
     facts = msgspec.json.decode(done.stdout, type=HostFacts)
     if facts.problem:
