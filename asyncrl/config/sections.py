@@ -359,7 +359,7 @@ class EnvironmentConfig(Section):
     """Turns of the policy after which an episode is truncated, unless its environment has its number."""
     max_observation_tokens: int = Field(default=2048, ge=1)
     """Longer observations keep their two ends."""
-    tool_format: Literal["auto", "hermes", "qwen3_coder", "deepseek", "kimi", "json", "none"] = "auto"
+    tool_format: Literal["auto", "hermes", "qwen3_coder", "json", "none"] = "auto"
     """The form in which the model writes calls of tools. Auto is the response template of its tokenizer or, if it has
     none, the form in which its chat template shows earlier calls."""
     history: Literal["keep", "template"] = "keep"

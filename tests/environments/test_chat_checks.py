@@ -20,7 +20,6 @@ from asyncrl.environments.dialogue.dialogue import Dialogue
 from asyncrl.errors import ConfigError
 from asyncrl.launch.checks import check_environments
 from tests.helpers.chat_models import (
-    CALLING,
     FAMILIES,
     HARMONY,
     HARMONY_TOKENS,
@@ -67,7 +66,7 @@ def checked(config: Config) -> str:
     return "\n".join(line for line in output.getvalue().splitlines() if not line.startswith("importing "))
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *CALLING])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_good_templates_are_accepted_without_a_word(tmp_path: Path, family: str) -> None:
     save_chat_model(tmp_path, family)
     assert checked(make(tmp_path)) == ""

@@ -10,12 +10,11 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from asyncrl.environments import Message, ToolCall
-from asyncrl.environments.dialogue.checks import call_turn
 from asyncrl.environments.dialogue.dialogue import MARK, ChatDialogue, Dialogue
 from asyncrl.environments.dialogue.rendering import DialogueError
 from asyncrl.errors import ConfigError
 from asyncrl.util.model_files import TEMPLATE_COLUMN
-from tests.helpers.chat_models import CALLING, FAMILIES, QWEN, save_chat_model
+from tests.helpers.chat_models import FAMILIES, QWEN, save_chat_model
 
 TOOL: dict[str, Any] = {
     "type": "function",
@@ -319,20 +318,6 @@ def test_a_template_without_turns_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     with pytest.raises(ConfigError, match="the tokenizer has no chat template"):
         load(tmp_path)
-
-
-@pytest.mark.parametrize("family", CALLING)
-def test_calls_between_special_tokens_are_read(tmp_path: Path, family: str) -> None:
-    """Two calls in a turn, text before them, and one that was cut."""
-    save_chat_model(tmp_path, family)
-    dialogue = load(tmp_path)
-    one = call_turn(dialogue, TOOL, {"expression": "12*34"})
-    read = dialogue.read([*dialogue.rendering.encode("Well." + one + one), dialogue.ends.last], [TOOL])
-    assert [call.arguments for call in read.calls] == [{"expression": "12*34"}] * 2
-    assert (read.message["content"], read.problems) == ("Well.", ())
-    cut = one[: one.index("12*34")]  # names of special tokens contain random digits
-    read = dialogue.read(dialogue.rendering.encode(cut), [TOOL])
-    assert read.calls == () and len(read.problems) == 1
 
 
 def test_options_of_the_template_are_those_of_the_run_and_of_the_row(tmp_path: Path) -> None:

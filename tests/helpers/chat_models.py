@@ -114,44 +114,6 @@ MISTRAL = """\
 {%- endfor %}
 """
 """Has no generation prompt, checks the ids of calls, and refuses other roles."""
-DEEPSEEK = """\
-{{- bos_token }}
-{%- for tool in tools or [] %}{{- '## ' + (tool | tojson) }}{%- endfor %}
-{%- for message in messages %}
-    {%- if message.role == 'user' %}{{- '<｜User｜>' + message.content }}
-    {%- elif message.tool_calls %}
-        {{- '<｜Assistant｜>' + message.content + '<｜tool▁calls▁begin｜>' }}
-        {%- for call in message.tool_calls %}
-            {{- '<｜tool▁call▁begin｜>' CALL '<｜tool▁call▁end｜>' }}
-        {%- endfor %}
-        {{- '<｜tool▁calls▁end｜><｜end▁of▁sentence｜>' }}
-    {%- elif message.role == 'assistant' %}{{- '<｜Assistant｜>' + message.content + '<｜end▁of▁sentence｜>' }}
-    {%- elif message.role == 'tool' %}{{- '<｜tool▁output▁begin｜>' + message.content + '<｜tool▁output▁end｜>' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<｜Assistant｜>' }}{%- endif %}
-"""
-ARGUMENTS = "(call.function.arguments | tojson)"
-DEEPSEEK_V3 = DEEPSEEK.replace(
-    "CALL", f"+ 'function<｜tool▁sep｜>' + call.function.name + '\\n```json\\n' + {ARGUMENTS} + '\\n```' +"
-)
-DEEPSEEK_V31 = DEEPSEEK.replace("CALL", f"+ call.function.name + '<｜tool▁sep｜>' + {ARGUMENTS} +")
-KIMI = """\
-{%- for tool in tools or [] %}{{- '<|im_system|>tool<|im_middle|>' + (tool | tojson) + '<|im_end|>' }}{%- endfor %}
-{%- for message in messages %}
-    {{- '<|im_' + message.role + '|>' + message.role + '<|im_middle|>' + message.content }}
-    {%- if message.tool_calls %}
-        {{- '<|tool_calls_section_begin|>' }}
-        {%- for call in message.tool_calls %}
-            {{- '<|tool_call_begin|>functions.' + call.function.name + ':' + loop.index0 | string }}
-            {{- '<|tool_call_argument_begin|>' + (call.function.arguments | tojson) + '<|tool_call_end|>' }}
-        {%- endfor %}
-        {{- '<|tool_calls_section_end|>' }}
-    {%- endif %}
-    {{- '<|im_end|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_assistant|>assistant<|im_middle|>' }}{%- endif %}
-"""
 HARMONY = """\
 {%- for tool in tools or [] %}{{- '<|start|>developer<|message|>' + (tool | tojson) + '<|end|>' }}{%- endfor %}
 {%- for message in messages %}
@@ -168,15 +130,6 @@ HARMONY = """\
 """
 """gpt-oss: a turn has channels."""
 MISTRAL_TOKENS = ["INST", "/INST", "TOOL_CALLS", "TOOL_RESULTS", "/TOOL_RESULTS", "AVAILABLE_TOOLS", "/AVAILABLE_TOOLS"]
-DEEPSEEK_TOKENS = [
-    *("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<｜tool▁sep｜>"),
-    *(f"<｜tool▁{name}▁{end}｜>" for name in ("calls", "call", "output") for end in ("begin", "end")),
-]
-KIMI_TOKENS = [
-    *("im_system", "im_user", "im_assistant", "im_tool", "im_middle", "im_end"),
-    *("tool_calls_section_begin", "tool_calls_section_end"),
-    *("tool_call_begin", "tool_call_argument_begin", "tool_call_end"),
-]
 HARMONY_TOKENS = [f"<|{name}|>" for name in ("start", "message", "end", "channel", "call", "return")]
 FAMILIES: dict[str, tuple[str, Sequence[str], str, str]] = {
     "qwen": (QWEN, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], "<|endoftext|>", "<|im_end|>"),
@@ -194,14 +147,6 @@ FAMILIES: dict[str, tuple[str, Sequence[str], str, str]] = {
     ),
 }
 """Template, special tokens, and which of them begin a text and end a turn."""
-CALLING = {
-    **{
-        name: (template, DEEPSEEK_TOKENS, "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>")
-        for name, template in (("deepseek-v3", DEEPSEEK_V3), ("deepseek-v3.1", DEEPSEEK_V31))
-    },
-    "kimi": (KIMI, [f"<|{name}|>" for name in KIMI_TOKENS], "<|im_system|>", "<|im_end|>"),
-}
-"""The same of families that write calls in other ways."""
 TAGS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
 """Tokens of the first family that are not special."""
 SPLIT = (
@@ -225,7 +170,7 @@ def save_chat_model(
 ) -> None:
     """Writes tokenizer and config of a model without weights. `stop` is its end-of-sequence token, by default that
     which ends a turn."""
-    own, known, begin, end = (FAMILIES | CALLING)[family]
+    own, known, begin, end = FAMILIES[family]
     save_tokenizer(folder, [*known, *special], TAGS if family == "qwen" else [], vocabulary)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -10,17 +10,15 @@ from typing import Any, NamedTuple, cast
 from asyncrl.environments.environment import Message, Schema, ToolCall
 from asyncrl.util.text import END_THINK, THINK
 
-DEEPSEEK_CALL, DEEPSEEK_SEPARATOR, DEEPSEEK_END = (
-    f"<\uff5ctool\u2581{name}\uff5c>" for name in ("call\u2581begin", "sep", "call\u2581end")
-)
-KIMI_CALL, KIMI_ARGUMENTS, KIMI_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
-TAGS = {
-    *(THINK, END_THINK, "<tool_call>", "</tool_call>"),
-    *(DEEPSEEK_CALL, DEEPSEEK_SEPARATOR, DEEPSEEK_END, KIMI_CALL, KIMI_ARGUMENTS, KIMI_END),
-}
+TAGS = {THINK, END_THINK, "<tool_call>", "</tool_call>"}
 """Tags that formats read, also where they are special tokens."""
+CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>\s*|\Z)", re.DOTALL)
 PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)</parameter>", re.DOTALL)
+
+
+Call = tuple[str, dict[str, Any], str | None]
+"""Name and arguments of a call, and its id where the format has one."""
 
 
 class Read(NamedTuple):
@@ -37,8 +35,7 @@ class ParsedTurn(NamedTuple):
 
     content: str
     """The text outside of calls, including anything that only looks like a call."""
-    calls: Sequence[tuple[str, dict[str, Any], str | None]]
-    """Name, arguments, and the id where the format has one."""
+    calls: Sequence[Call]
     problems: Sequence[str] = ()
 
 
@@ -47,23 +44,13 @@ Format = Callable[[str, Sequence[Schema]], ParsedTurn]
 
 def hermes(text: str, tools: Sequence[Schema]) -> ParsedTurn:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them."""
-    return _each_call(text, _of_json)
+    return _each_call(text, lambda body: _call_of(_loads(body)))
 
 
 def qwen3_coder(text: str, tools: Sequence[Schema]) -> ParsedTurn:
     """`<tool_call><function=NAME><parameter=NAME>VALUE</parameter></function></tool_call>`, any number of them."""
     types = {name: _types(schema) for name, schema in by_name(tools).items()}
     return _each_call(text, lambda body: _of_xml(body, types))
-
-
-def deepseek(text: str, tools: Sequence[Schema]) -> ParsedTurn:
-    """The calls of DeepSeek V3 (a name and a block of JSON behind "function") and V3.1 (a name and JSON)."""
-    return _each_call(text, _of_deepseek, DEEPSEEK_CALL, DEEPSEEK_END)
-
-
-def kimi(text: str, tools: Sequence[Schema]) -> ParsedTurn:
-    """The calls of Kimi K2: an id such as `functions.NAME:0`, and JSON."""
-    return _each_call(text, _of_kimi, KIMI_CALL, KIMI_END)
 
 
 def json_only(text: str, tools: Sequence[Schema]) -> ParsedTurn:
@@ -88,8 +75,6 @@ def no_calls(text: str, tools: Sequence[Schema]) -> ParsedTurn:
 FORMATS: Mapping[str, Format] = {
     "hermes": hermes,
     "qwen3_coder": qwen3_coder,
-    "deepseek": deepseek,
-    "kimi": kimi,
     "json": json_only,
     "none": no_calls,
 }
@@ -100,7 +85,7 @@ def format_of(template: str) -> Format:
     """The format that a template uses to show the calls of earlier turns."""
     if "<tool_call>" in template:
         return qwen3_coder if "<function=" in template else hermes
-    return deepseek if DEEPSEEK_CALL in template else kimi if KIMI_CALL in template else json_only
+    return json_only
 
 
 def split_reasoning(text: str, *, opened: bool) -> tuple[str, str]:
@@ -147,13 +132,8 @@ def cleaned(value: Any) -> Any:
     return [cleaned(item) for item in cast("list[Any]", value)] if isinstance(value, list) else value
 
 
-def _each_call(
-    text: str,
-    read: Callable[[str], tuple[str, dict[str, Any], str | None]],
-    begin: str = "<tool_call>",
-    end: str = "</tool_call>",
-) -> ParsedTurn:
-    calls: list[tuple[str, dict[str, Any], str | None]] = []
+def _each_call(text: str, read: Callable[[str], Call]) -> ParsedTurn:
+    calls: list[Call] = []
     problems: list[str] = []
 
     def take(match: re.Match[str]) -> str:
@@ -164,33 +144,11 @@ def _each_call(
             return match[0]
         return ""
 
-    rest = re.sub(rf"{re.escape(begin)}(.*?)(?:{re.escape(end)}|\Z)", take, text, flags=re.DOTALL)
+    rest = CALL.sub(take, text)
     return ParsedTurn(rest.strip() if calls else rest, calls, problems)
 
 
-def _of_json(body: str) -> tuple[str, dict[str, Any], str | None]:
-    return _call_of(_loads(body))
-
-
-def _of_deepseek(body: str) -> tuple[str, dict[str, Any], str | None]:
-    name, separator, arguments = body.partition(DEEPSEEK_SEPARATOR)
-    if name.strip() == "function" and "```json" in arguments:
-        name, separator, arguments = arguments.partition("```json")
-        arguments = arguments.rpartition("```")[0]
-    if not separator:
-        raise ValueError("nothing separates its name from its arguments")
-    return _call_of({"name": name.strip(), "arguments": arguments})
-
-
-def _of_kimi(body: str) -> tuple[str, dict[str, Any], str | None]:
-    call_id, separator, arguments = body.partition(KIMI_ARGUMENTS)
-    if not separator:
-        raise ValueError("nothing separates its id from its arguments")
-    name = call_id.strip().removeprefix("functions.").rpartition(":")[0]
-    return _call_of({"name": name, "arguments": arguments, "id": call_id.strip()})
-
-
-def _of_xml(body: str, types: Mapping[str, Mapping[str, Any]]) -> tuple[str, dict[str, Any], str | None]:
+def _of_xml(body: str, types: Mapping[str, Mapping[str, Any]]) -> Call:
     match = FUNCTION.fullmatch(body)
     if match is None:
         raise ValueError("it is not <function=NAME>...</function>")
@@ -219,7 +177,7 @@ def _types(function: Mapping[str, Any]) -> dict[str, Any]:
     return {name: schema.get("type") for name, schema in properties.items()}
 
 
-def _call_of(value: Any) -> tuple[str, dict[str, Any], str | None]:
+def _call_of(value: Any) -> Call:
     if not isinstance(value, dict):
         raise ValueError("it is no JSON object")
     call = cast("dict[str, Any]", value)
