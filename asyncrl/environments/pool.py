@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -62,35 +61,17 @@ class _Host:
     """Time of the last message; 0 before the first."""
     stuck: int = 0
     """Its calls that do not return, as last reported."""
-    live: dict[str, str] = field(default_factory=dict[str, str])
-    """Its episodes, and the group of each."""
-    groups: Counter[str] = field(default_factory=Counter[str])
-    """Number of its episodes in each group."""
-    started: list[EpisodeStart] = field(default_factory=list[EpisodeStart])
-    said: list[SampledTurn] = field(default_factory=list[SampledTurn])
+    live: set[str] = field(default_factory=set[str])
+    """Its episodes."""
+    request: HostRequest = field(default_factory=lambda: HostRequest([], [], []))
+    """The next message to it, and the tokens of its turns."""
     tokens: list[NDArray[np.int32]] = field(default_factory=list[NDArray[np.int32]])
-    dropped: list[str] = field(default_factory=list[str])
-
-    def add(self, start: EpisodeStart, group: str) -> None:
-        """Starts an episode of the group."""
-        self.live[start.episode] = group
-        self.groups[group] += 1
-        self.started.append(start)
-
-    def forget(self, episode: str) -> None:
-        """Removes an episode, unless it is not there."""
-        group = self.live.pop(episode, None)
-        if group is not None:
-            self.groups[group] -= 1
-            if not self.groups[group]:
-                del self.groups[group]
 
     def flush(self) -> None:
-        """Sends the collected turns in one message."""
-        if self.started or self.said or self.dropped:
-            turns = HostRequest(self.started, self.said, self.dropped)
-            self.connection.send(turns, pack_lists(self.tokens))
-            self.started, self.said, self.tokens, self.dropped = [], [], [], []
+        """Sends the request, unless it is empty."""
+        if self.request != (empty := HostRequest([], [], [])):
+            self.connection.send(self.request, pack_lists(self.tokens))
+            self.request, self.tokens = empty, []
 
 
 class EnvironmentPool:
@@ -115,20 +96,18 @@ class EnvironmentPool:
         """Episodes in progress."""
         return len(self._owner)
 
-    def start(self, episode: str, prompt: Prompt, *, seed: int, evaluation: bool, group: str | None = None) -> None:
-        """Starts an episode, in the host of its group's other members, or in that with the fewest episodes. `seed` is
-        the seed of its task."""
-        group = episode if group is None else group
-        host = min(self._hosts, key=lambda host: (group not in host.groups, len(host.live)))
-        self._owner[episode] = host
-        host.add(EpisodeStart(episode, prompt, seed, evaluation), group)
+    def start(self, episode: str, prompt: Prompt, *, seed: int, evaluation: bool) -> None:
+        """Starts an episode, in the host with the fewest. `seed` is the seed of its task."""
+        host = self._owner[episode] = min(self._hosts, key=lambda host: len(host.live))
+        host.live.add(episode)
+        host.request.started.append(EpisodeStart(episode, prompt, seed, evaluation))
 
     def said(
         self, episode: str, tokens: Sequence[int] | NDArray[np.int32], status: TurnStatus, *, branch: int = 0
     ) -> None:
         """Passes on the policy's turn."""
         host = self._owner[episode]
-        host.said.append(SampledTurn(episode, branch, status))
+        host.request.turns.append(SampledTurn(episode, branch, status))
         host.tokens.append(np.asarray(tokens, dtype=np.int32))
 
     def drop(self, episodes: Iterable[str]) -> None:
@@ -136,8 +115,8 @@ class EnvironmentPool:
         for episode in episodes:
             host = self._owner.pop(episode, None)
             if host is not None:
-                host.forget(episode)
-                host.dropped.append(episode)
+                host.live.discard(episode)
+                host.request.dropped.append(episode)
 
     def flush(self) -> None:
         """Sends the collected turns, in one message to each host."""
@@ -198,7 +177,7 @@ class EnvironmentPool:
     def _forget(self, host: _Host, ends: list[EpisodeEnded]) -> list[tuple[EpisodeEnded, NDArray[np.int32]]]:
         """Removes episodes that have ended. Returns their ends, without observations."""
         for end in ends:
-            host.forget(end.episode)
+            host.live.discard(end.episode)
             self._owner.pop(end.episode, None)
         return [(end, NO_TOKENS) for end in ends]
 

@@ -250,7 +250,7 @@ class Episodes:
         episode = self._live[key]
         group, lease = episode.group, episode.group.lease
         seed = group.task_seed(self._config.seed)
-        self._pool.start(key, lease.prompt, seed=seed, evaluation=lease.evaluation, group=group.name)
+        self._pool.start(key, lease.prompt, seed=seed, evaluation=lease.evaluation)
         episode.asked()
 
     def _add(self, episode: _Episode, reply: NextTurn, observation: list[int]) -> None:

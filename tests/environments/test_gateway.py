@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,12 +12,12 @@ import aiohttp
 import openai
 import pytest
 
-from asyncrl.environments.episode import Limits, PolicyTurn
+from asyncrl.environments.episode import Limits
 from asyncrl.environments.gateway.api import Access, GatewayError, chat_request
 from asyncrl.environments.gateway.server import Gateway
 from asyncrl.environments.gateway.session import Session
 from asyncrl.wire.service_messages import NextTurn
-from tests.helpers.dialogues import CharacterDialogue, turn
+from tests.helpers.dialogues import Branches, CharacterDialogue, policy_turn, turn
 
 WINDOW = 400
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
@@ -25,34 +25,17 @@ USER = {"role": "user", "content": "hello"}
 
 
 @dataclass
-class Policy:
-    """Says the texts in turn. Keeps the branches as a generator does, from the wishes alone."""
+class Policy(Branches):
+    """Says the texts in turn."""
 
-    texts: Iterable[str]
-    branches: dict[int, list[int]] = field(default_factory=dict)
-    prompts: list[list[int]] = field(default_factory=list)
-    wishes: list[NextTurn] = field(default_factory=list)
+    texts: Iterator[str] = field(default_factory=lambda: iter(()))
     delay_s: float = 0.0
     session: Session = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.texts = iter(self.texts)
-
     def say(self, wish: NextTurn, tokens: list[int]) -> None:
-        if wish.branch not in self.branches:
-            self.branches[wish.branch] = self.branches.get(wish.source, [])[: wish.keep]
-        branch = self.branches[wish.branch]
-        assert len(branch) == wish.keep, "generator and host must agree on the length of a branch"
-        branch += tokens
-        self.prompts.append(list(branch))
-        self.wishes.append(wish)
-        asyncio.get_running_loop().call_later(self.delay_s, self._hear, wish, next(iter(self.texts)))
-
-    def _hear(self, wish: NextTurn, text: str) -> None:
-        cut = text.endswith("~")
-        said = [*map(ord, text[:-1])] if cut else turn(text)
-        self.branches[wish.branch] += said
-        self.session.receive(wish.branch, PolicyTurn(said, "truncated" if cut else "completed"))
+        said = policy_turn(next(self.texts))
+        self.add(wish, tokens, said.tokens)
+        asyncio.get_running_loop().call_later(self.delay_s, self.session.receive, wish.branch, said)
 
 
 def play(
@@ -61,7 +44,7 @@ def play(
     """Returns the agent's result, the policy, and the turns that nobody has read."""
 
     async def run() -> tuple[Any, Policy, list[int]]:
-        policy, dialogue = Policy(texts, delay_s=delay_s), CharacterDialogue()
+        policy, dialogue = Policy(texts=iter(texts), delay_s=delay_s), CharacterDialogue()
         policy.session = Session("7.0.1", dialogue, Limits(WINDOW, 50, turns, 10.0, 10.0), policy.say)
         gateway = Gateway()
         await gateway.start()

@@ -16,16 +16,13 @@ import numpy as np
 import psutil
 import pytest
 
-from asyncrl.environments.episode import Limits, PolicyTurn
+from asyncrl.environments.episode import Limits
 from asyncrl.environments.gateway.api import Access
-from asyncrl.environments.gateway.server import Gateway
 from asyncrl.environments.programs import program as program_module
 from asyncrl.environments.programs.program import load_agent
-from asyncrl.environments.programs.program_player import ProgramPlayer
 from asyncrl.errors import ConfigError
 from asyncrl.types import Prompt
-from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, NextTurn
-from tests.helpers.dialogues import CharacterDialogue, turn
+from tests.helpers.programs import play_program
 
 PROMPT = Prompt(7, np.array(list(map(ord, "hello")), np.int32), "42", "test")
 PROGRAM = '''
@@ -107,30 +104,12 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def play(name: str, *, python: str | None = None, times: int = 1, timeout_s: float = 20.0, **options: Any) -> Any:
     """The ends of episodes of a program at once; the policy says 42."""
-
-    async def run() -> list[EpisodeEnded]:
-        agent, dialogue = load_agent(name, options, python), CharacterDialogue()
-        gateway = Gateway()
-        await gateway.start()
-
-        def say(player: ProgramPlayer, wish: NextTurn, tokens: list[int]) -> None:
-            asyncio.get_running_loop().call_later(
-                0.01, player.receive, wish.branch, PolicyTurn(turn("42"), "completed")
-            )
-
-        limits = Limits(400, 50, 5, timeout_s, timeout_s)
-        players = [
-            ProgramPlayer(EpisodeStart(f"0.0.{n}", PROMPT), agent, dialogue, limits, gateway, say)
-            for n in range(times)
-        ]  # fmt: skip
-        try:
-            return await asyncio.gather(*(player.play() for player in players))
-        finally:
-            await agent.close()
-            await gateway.close()
-
     before = set(psutil.Process().children(recursive=True))
-    ended = asyncio.run(run())
+    limits = Limits(400, 50, 5, timeout_s, timeout_s)
+    played = play_program(
+        f"agent:{name}", [PROMPT] * times, lambda episode, turn: "42", python=python, options=options, limits=limits
+    )
+    ended = [one.ended for one in played]
     left = [child for child in psutil.Process().children(recursive=True) if child not in before]
     assert not psutil.wait_procs(left, timeout=5.0)[1], "what a program has started ends with its episode"
     return ended if times > 1 else ended[0]
@@ -260,15 +239,19 @@ def test_programs_that_cannot_start_are_named(program: str, monkeypatch: pytest.
 @pytest.mark.parametrize("stream", ["", " >&2"])
 def test_what_a_command_writes_without_end_is_bounded(stream: str) -> None:
     async def play() -> int:
-        program = load_agent(f'yes "a line of the log"{stream}', {}, None)
+        program, before = load_agent(f'yes "a line of the log"{stream}', {}, None), set(psutil.Process().children())
         running = asyncio.ensure_future(program.run({}, Access("http://127.0.0.1:1/v1", "key")))
-        while not (commands := psutil.Process().children(recursive=True)[1:]):
+
+        def agents() -> set[psutil.Process]:
+            return set(psutil.Process().children()) - before
+
+        while not (commands := [command for agent in agents() for command in agent.children()]):
             await asyncio.sleep(0.05)
-        (agent,) = psutil.Process().children()
+        (agent,) = agents()
         await asyncio.sleep(0.3)
-        before = agent.memory_info().rss
+        used_bytes = agent.memory_info().rss
         await asyncio.sleep(1.0)
-        grown = agent.memory_info().rss - before
+        grown = agent.memory_info().rss - used_bytes
         running.cancel()
         await asyncio.wait({running})
         assert not psutil.wait_procs(commands, timeout=5.0)[1]

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from asyncrl.environments.gateway.session import Session
 from asyncrl.environments.table import Named
 from asyncrl.wire.service_messages import EpisodeEnded, NextTurn
 from tests.helpers.chat_models import FAMILIES, OPENING, QWEN, TEXT_ARGUMENTS, THINKING, save_chat_model
+from tests.helpers.dialogues import Branches
 from tests.helpers.played import play_row
 
 ASK: list[Message] = [{"role": "system", "content": "You help."}, {"role": "user", "content": "What is 12*34?"}]
@@ -63,35 +63,18 @@ class Desk(Environment):
         return Step(f"Question {action.turn}?", reward=0.5, done=action.turn == 4)
 
 
-@dataclass
-class Policy:
-    """Says the texts in turn, each character in a token of its own. Keeps the branches as a generator does."""
+class Policy(Branches):
+    """Says the texts in turn, each character in a token of its own."""
 
-    dialogue: ChatDialogue
-    texts: Sequence[str]
-    prompt: list[int] = field(default_factory=list)
-    branches: dict[int, list[int]] = field(default_factory=dict)
-    wishes: list[NextTurn] = field(default_factory=list)
-    prompts: list[list[int]] = field(default_factory=list)
-    said: list[list[int]] = field(default_factory=list)
-    trained: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    """Begin and end of each turn in its branch."""
+    def __init__(self, dialogue: ChatDialogue, texts: Sequence[str], prompt: Sequence[int] = ()) -> None:
+        super().__init__(list(prompt))
+        self.dialogue, self.texts = dialogue, texts
 
     def turn(self, wish: NextTurn, observation: Sequence[int]) -> PolicyTurn:
-        if wish.branch not in self.branches:
-            source = self.branches.get(wish.source, self.prompt)
-            self.branches[wish.branch] = source[: wish.keep]
-        branch = self.branches[wish.branch]
-        assert len(branch) == wish.keep, "generator and host must agree on the length of a branch"
-        branch += observation
         text = self.texts[len(self.said)]
         said = characters(self.dialogue, text.removesuffix("~"))
         said = said if text.endswith("~") else [*said, self.dialogue.ends.last]
-        self.wishes.append(wish)
-        self.prompts.append(list(branch))
-        self.said.append(said)
-        self.trained.setdefault(wish.branch, []).append((len(branch), len(branch) + len(said)))
-        branch += said
+        self.add(wish, observation, said)
         return PolicyTurn(said, "truncated" if text.endswith("~") else "completed")
 
 
@@ -153,8 +136,8 @@ def check_prompts(folder: Path, policy: Policy, **options: Any) -> None:
 
 def check_trained_once(policy: Policy) -> None:
     """Each turn is trained in one branch, and what a branch begins with is context."""
-    turns = [policy.branches[branch][slice(*span)] for branch, spans in policy.trained.items() for span in spans]
-    assert turns == policy.said
+    for wish, prompt, said in zip(policy.wishes, policy.prompts, policy.said, strict=True):
+        assert policy.branches[wish.branch][len(prompt) : len(prompt) + len(said)] == said
 
 
 def runs(tokens: Sequence[int], part: Sequence[int]) -> int:

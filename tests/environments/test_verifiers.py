@@ -8,17 +8,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
 from asyncrl.config.sections import Options
-from asyncrl.environments.environment import Task
 from asyncrl.environments.player import Limits
 from asyncrl.environments.programs.program import load_verifiers
 from asyncrl.errors import ConfigError
+from asyncrl.types import Prompt
 from tests.helpers.cli import asyncrl
 from tests.helpers.doc_files import write_doc_files
-from tests.helpers.programs import Played, play_program
+from tests.helpers.programs import LIMITS, PlayedProgram, play_program
 from tests.helpers.verifiers_python import verifiers_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -33,22 +34,26 @@ def tasksets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @cache
-def tasks_of(name: str, python: str, options: str = "{}") -> list[Task]:
-    """The tasks of the rows that `asyncrl data verifiers` writes."""
+def prompts_of(name: str, python: str, options: str = "{}") -> list[Prompt]:
+    """The rows that `asyncrl data verifiers` writes."""
     out, given = Path(f"{name}.parquet"), [f"{key}={json.dumps(value)}" for key, value in json.loads(options).items()]
     code, output = asyncrl("data", "verifiers", "--env", name, "--python", python, "--out", str(out), *given)
     assert code == 0 and "rows written" in output, output
     return [
-        Task(row["prompt"], row["reward_model"]["ground_truth"], name, row["extra_info"], {}, number, 5)
+        Prompt(
+            number, np.zeros(0, np.int32), row["reward_model"]["ground_truth"], name, row["extra_info"], row["prompt"]
+        )
         for number, row in enumerate(pq.read_table(out).to_pylist())
     ]
 
 
-def play(name: str, python: str, policy: Callable[[int, int], str], **more: Any) -> list[Played]:
+def play(name: str, python: str, policy: Callable[[int, int], str], **more: Any) -> list[PlayedProgram]:
     options: Options = more.pop("options", {})
-    limits = more.pop("limits", None)
-    tasks = tasks_of(name, python, json.dumps({key: options[key] for key in ("numbers", "taskset") if key in options}))
-    return play_program(f"verifiers:{name}", tasks, policy, python=python, options=options, limits=limits)
+    limits = more.pop("limits", LIMITS)
+    prompts = prompts_of(
+        name, python, json.dumps({key: options[key] for key in ("numbers", "taskset") if key in options})
+    )
+    return play_program(f"verifiers:{name}", prompts, policy, python=python, options=options, limits=limits)
 
 
 def test_tasksets_are_played_by_a_harness_in_the_process(tasksets: str) -> None:
@@ -82,9 +87,7 @@ def test_limits_end_a_taskset_as_truncated(tasksets: str) -> None:
             {"agent": {"harness": {"id": "bash"}}},
             "harness 'bash' of agent runs programs that the policy writes",
         ),
-        ("sums", {"agent": {"harness": {"id": "null"}}}, "harness 'null' of agent needs uv"),
         ("sums", {"id": "user-sim"}, "2 of its agents have no endpoint of their own (assistant, user), but one"),
-        ("sums", {"taskset": {"sizes": 3}}, "sizes"),
     ],
 )
 def test_tasksets_that_cannot_be_loaded_say_why(

@@ -54,7 +54,7 @@ class FakePool:
     """Polls before a wish comes."""
     said_tokens: list[tuple[str, list[int], str]] = field(default_factory=list)
 
-    def start(self, episode: str, prompt: Prompt, *, seed: int, evaluation: bool, group: str) -> None:
+    def start(self, episode: str, prompt: Prompt, *, seed: int, evaluation: bool) -> None:
         self.tries[episode] = self.tries.get(episode, -1) + 1
         self.started_s.setdefault(episode, []).append(time.monotonic())
         self.turns[episode], self.seeds[episode], self.lengths[episode] = 0, seed, len(prompt.tokens)
@@ -257,9 +257,9 @@ def test_slots_are_free_while_episodes_wait_for_their_environment(
 ) -> None:
     for limit, live in ((None, 20), (6, 6)):
         pool = FakePool(delay=10**6)
-        pool.start = lambda episode, prompt, seed, evaluation, group, pool=pool: (
+        pool.start = lambda episode, prompt, seed, evaluation, pool=pool: (
             FakePool.start(  # type: ignore[method-assign]
-                pool, episode, prompt, seed=seed, evaluation=evaluation, group=group
+                pool, episode, prompt, seed=seed, evaluation=evaluation
             )
             or pool.wishes.append((0, pool.wishes.pop()[1]))
         )
@@ -423,7 +423,7 @@ def test_a_rewritten_conversation_is_a_row_of_its_own_and_what_nobody_read_is_lo
     """Turn 0 in branch 0; turn 1 behind a rewritten prompt; turn 2 behind the first, in two branches; turn 3 unread."""
 
     class Rewriting(FakePool):
-        def start(self, episode: str, prompt: Prompt, *, seed: int, evaluation: bool, group: str) -> None:
+        def start(self, episode: str, prompt: Prompt, *, seed: int, evaluation: bool) -> None:
             self.lengths[episode] = self.turns[episode] = 0
             self._ask(episode, [], len(prompt.tokens), 0, 0)
 

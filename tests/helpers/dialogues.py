@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.environments.dialogue.dialogue import Dialogue
 from asyncrl.environments.dialogue.formats import Read, to_message
 from asyncrl.environments.environment import ToolCall
+from asyncrl.environments.episode import PolicyTurn
+from asyncrl.wire.service_messages import NextTurn
 
 END = 0
 ROLES = {"system": 1, "user": 2, "assistant": 3, "tool": 4}
@@ -53,3 +56,34 @@ class CharacterDialogue(Dialogue):
 def turn(text: str) -> list[int]:
     """The tokens of a turn that ended."""
     return [*map(ord, text), END]
+
+
+def policy_turn(text: str) -> PolicyTurn:
+    """A turn of the policy; a text that ends in ~ is cut there."""
+    if text.endswith("~"):
+        return PolicyTurn([*map(ord, text[:-1])], "truncated")
+    return PolicyTurn(turn(text), "completed")
+
+
+@dataclass
+class Branches:
+    """The branches of an episode as a generator keeps them, from the requests for turns alone."""
+
+    prompt: list[int] = field(default_factory=list)
+    branches: dict[int, list[int]] = field(default_factory=dict)
+    prompts: list[list[int]] = field(default_factory=list)
+    """The tokens before each turn."""
+    wishes: list[NextTurn] = field(default_factory=list)
+    said: list[list[int]] = field(default_factory=list)
+
+    def add(self, wish: NextTurn, observation: Sequence[int], said: Sequence[int]) -> None:
+        """Adds a turn and the tokens before it."""
+        if wish.branch not in self.branches:
+            self.branches[wish.branch] = self.branches.get(wish.source, self.prompt)[: wish.keep]
+        branch = self.branches[wish.branch]
+        assert len(branch) == wish.keep, "generator and host must agree on the length of a branch"
+        branch += observation
+        self.prompts.append(list(branch))
+        branch += said
+        self.wishes.append(wish)
+        self.said.append(list(said))

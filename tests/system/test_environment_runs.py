@@ -133,17 +133,6 @@ def test_rewards_and_environments_by_data_source_are_added(
 
 
 @pytest.mark.slow
-def test_environments_that_never_work_end_the_run_with_their_error(
-    launch: Callable[..., Launched], settings: list[str], tmp_path: Path
-) -> None:
-    (tmp_path / "broken.py").write_text(FRAGILE.replace("0.05", "2.0"))
-    run = launch("--steps", "5", *SMALL, *settings, f"environment.name={tmp_path / 'broken.py'}:Fragile")
-    code, output = run.end(timeout_s=150)
-    assert code == 1
-    assert "the environments of the last 16 groups have failed" in output and "OSError: the tool failed" in output
-
-
-@pytest.mark.slow
 def test_play_prints_turns_rewards_and_errors(asyncrl: Callable[..., str], settings: list[str], tmp_path: Path) -> None:
     guess = [settings[0], "environment.name=guess", "model.path=demo/model"]
     shown = asyncrl("play", "--config", "guess", *guess, "--rows", "1", "--say", "10", "--say", "25")

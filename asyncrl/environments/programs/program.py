@@ -113,11 +113,14 @@ class Program:
             assert process.stdout is not None
             try:
                 line = await asyncio.wait_for(process.stdout.readline(), START_S)
+                if problem := _problem(line, b""):
+                    raise ProgramLostError(f"{self._python} cannot load it: {problem}")
             except TimeoutError:
                 process.kill()
                 raise ProgramLostError(f"{self._python} has not loaded it within {START_S:g} s") from None
-            if problem := _problem(line, b""):
-                raise ProgramLostError(f"{self._python} cannot load it: {problem}")
+            except asyncio.CancelledError:
+                process.kill()
+                raise
             self._process = process
             self._reader = asyncio.ensure_future(self._read(process))
             return process
