@@ -58,7 +58,7 @@ def make_tiny_model(path: Path, *, demo: str = SUMS, seed: int = 0, steps: int |
     tokenizer = make_tokenizer()
     model = make_model()
     if demo == SUMS:
-        shown = {"accuracy": warm_start(model, tokenizer, steps=steps or STEPS, seed=seed)}
+        shown = {"accuracy": warm_start(model, tokenizer, steps=STEPS if steps is None else steps, seed=seed)}
     else:
         shown = {"loss": warm_start_on_episodes(model, tokenizer, DEMOS[demo], steps=steps, seed=seed)}
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -140,7 +140,7 @@ def warm_start_on_episodes(
     """Trains on drawn episodes, on the policy's text in them; returns the loss of the last batch."""
     random = Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0, betas=(0.9, 0.98))
-    steps, loss = steps or demo.steps, torch.zeros(())
+    steps, loss = demo.steps if steps is None else steps, torch.zeros(())
     for step in range(steps):
         set_lr(optimizer, step, steps)
         tokens, labels = _padded([demo.episode(random) for _ in range(EPISODES)], tokenizer)

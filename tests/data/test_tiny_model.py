@@ -24,6 +24,14 @@ def test_folder_loads_and_is_the_same_for_a_seed(tmp_path: Path) -> None:
     assert one.config.vocab_size >= len(tokenizer)
 
 
+def test_no_steps_leave_the_model_untrained(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path / "model", steps=0)
+    torch.manual_seed(0)
+    untrained = make_model().state_dict()
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in untrained.items())
+
+
 @pytest.mark.slow
 def test_warm_start_moves_towards_the_share_it_shows() -> None:
     tokenizer = make_tokenizer()
