@@ -95,8 +95,6 @@ def _indices(status: dict[str, Any]) -> set[int]:
 
 
 EVERY_S = 0.5
-READ_S = 2.0
-"""Time for reading the rewards so far."""
 REWARD = "reward/mean"
 
 
@@ -107,7 +105,7 @@ def top(run_dir: Path, console: Console) -> None:
     placement = place_roles(config, reward_model=uses_reward_model(config), hosts=read_hosts(run_dir))
     bottleneck = BottleneckMonitor(config, placement, first_s=0.0)
     curves = Curves(run_dir / METRICS_FILE, wanted=REWARD.__eq__)
-    curves.read(READ_S)
+    curves.read()
     view = LiveView(
         console,
         run=run_dir.name,

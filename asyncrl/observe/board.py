@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import secrets
@@ -9,7 +10,6 @@ import socket
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -22,18 +22,17 @@ import pyarrow as pa
 import uvicorn
 from rich.console import Console
 from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
-from starlette.datastructures import MutableHeaders
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, RedirectResponse, Response
-from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.responses import Response
+from starlette.routing import Mount, Route
 
 from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.launch.run_dir import is_running
 from asyncrl.observe.curves import Row, decode_row, spread
-from asyncrl.observe.document import RUNNING, SAMPLE_FIELDS, UNFINISHED, PageSamples, curves_of, run_document
+from asyncrl.observe.document import RUNNING, UNFINISHED, PageSamples, curves_of, run_document, sample_rows
 from asyncrl.observe.page import SCRIPTS, STYLES, render_page, web_file
 from asyncrl.observe.run_report import RunSummary, read_summary, trace_of
 from asyncrl.observe.sample_search import RunTexts, find_group, page_samples
@@ -47,7 +46,6 @@ MAX_WATCHED = 16
 """Runs whose documents are kept: as many as are compared on two pages."""
 BOARD_SCRIPTS = (*SCRIPTS, "board.js")
 TOKEN_BYTES = 16
-MAX_CONNECTIONS = 64
 STOP_S = 2
 
 
@@ -60,6 +58,25 @@ class Board:
         self._lock = threading.Lock()
         self._watched: OrderedDict[str, WatchedRun] = OrderedDict()
         self._reading = threading.Lock()
+
+    def app(self, token: str) -> Starlette:
+        """The web application, whose addresses begin with the token."""
+        routes = [
+            Route("/", self.page),
+            Route("/web/{name}", self.web),
+            Route("/runs", self.runs),
+            Route("/run/{name}/since/{revision:int}", self.run),
+            Route("/run/{name}/group/{ticket:int}", self.group),
+            Route("/run/{name}/evaluated/{version:int}/{row:int}", self.evaluated),
+        ]
+        return Starlette(
+            routes=[Mount(f"/{token}", routes=routes)],
+            middleware=[
+                Middleware(TrustedHostMiddleware, allowed_hosts=HOSTS, www_redirect=False),
+                Middleware(GZipMiddleware, compresslevel=1),
+            ],
+            exception_handlers={404: _not_found, NotFoundError: _not_found, AsyncrlError: _refused},
+        )
 
     def page(self, request: Request) -> Response:
         return Response(render_page("board.html.j2", styles=STYLES, scripts=BOARD_SCRIPTS), media_type="text/html")
@@ -74,10 +91,7 @@ class Board:
         return _json({"runs": self._runs.cards()})
 
     def run(self, request: Request) -> Response:
-        since = request.query_params.get("since", "0")
-        if not since.isdecimal() or len(since) > 15:
-            raise ConfigError(f"since = {since[:30]!r}: must be a revision, as in an earlier answer")
-        return _json(self._watch(request.path_params["name"]).changes(int(since)))
+        return _json(self._watch(request.path_params["name"]).since(request.path_params["revision"]))
 
     def group(self, request: Request) -> Response:
         run_dir = self._path(request.path_params["name"])
@@ -117,48 +131,17 @@ class NotFoundError(ConfigError):
     """A request names an unknown thing."""
 
 
-def board_app(board: Board) -> Starlette:
-    """The web application, without its guard."""
-    routes = [
-        Route("/", _answered(board.page)),
-        Route("/web/{name}", _answered(board.web)),
-        Route("/runs", _answered(board.runs)),
-        Route("/run/{name}", _answered(board.run)),
-        Route("/run/{name}/group/{ticket:int}", _answered(board.group)),
-        Route("/run/{name}/evaluated/{version:int}/{row:int}", _answered(board.evaluated)),
-    ]
-    return Starlette(routes=routes)
+def _not_found(request: Request, error: Exception) -> Response:
+    known = isinstance(error, NotFoundError)
+    return _json({"error": str(error) if known else "not found; use the address that `asyncrl board` has printed"}, 404)
 
 
-def _answered(handle: Callable[[Request], Response]) -> Callable[[Request], Any]:
-    """The handler, in a thread; an error of asyncrl is its answer."""
-
-    async def answer(request: Request) -> Response:
-        try:
-            return await run_in_threadpool(handle, request)
-        except AsyncrlError as error:
-            return _json({"error": str(error)}, 404 if isinstance(error, NotFoundError) else 400)
-
-    return answer
+def _refused(request: Request, error: Exception) -> Response:
+    return _json({"error": str(error)}, 400)
 
 
 def _json(value: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
-
-
-def listen(port: int) -> socket.socket:
-    """A listening socket on the loopback interface, with port 0 at any free port. Raises ConfigError."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((HOST, port))
-        listener.listen(MAX_CONNECTIONS)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"--port {port}: {error.strerror}; give another one, or leave it out for a free one"
-        ) from None
-    return listener
 
 
 def check_folder(folder: Path) -> None:
@@ -173,18 +156,24 @@ def check_folder(folder: Path) -> None:
 
 
 class BoardServer:
-    """A board on an open port, which `run` serves until `stop`, or Ctrl-C in the main thread."""
+    """A board on an open port of the loopback interface, which `run` serves until `stop`, or Ctrl-C in the main
+    thread."""
 
     def __init__(self, folder: Path, port: int) -> None:
-        """Raises ConfigError as `check_folder` and `listen` do."""
+        """With port 0 at any free port. Raises ConfigError as `check_folder` does, and for a port that is taken."""
         check_folder(folder)
         token = secrets.token_urlsafe(TOKEN_BYTES)
-        self._listener = listen(port)
+        try:
+            self._listener = socket.create_server((HOST, port))
+        except OSError as error:
+            raise ConfigError(
+                f"--port {port}: {error.strerror}; give another one, or leave it out for a free one"
+            ) from None
         self.address = f"http://{HOST}:{self._listener.getsockname()[1]}/{token}/"
         self._board = Board(folder)
         self._server = uvicorn.Server(uvicorn.Config(
-            Guard(board_app(self._board), token), http="h11", ws="none", lifespan="off", log_config=None,
-            access_log=False, server_header=False, proxy_headers=False, timeout_graceful_shutdown=STOP_S,
+            self._board.app(token), http="h11", ws="none", lifespan="off", log_config=None, access_log=False,
+            server_header=False, proxy_headers=False, headers=HEADERS, timeout_graceful_shutdown=STOP_S,
         ))  # fmt: skip
 
     def run(self) -> None:
@@ -211,53 +200,15 @@ def serve_board(folder: Path, port: int, console: Console) -> None:
 HOST = "127.0.0.1"
 HOSTS = (HOST, "localhost")
 """Names under which a browser may ask. Another one belongs to a site whose name leads here (DNS rebinding)."""
-METHODS = ("GET", "HEAD")
-HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
-    "connect-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Referrer-Policy": "no-referrer",  # the address has the token
-    "X-Content-Type-Options": "nosniff",
-    "Cache-Control": "no-store",
-}
-
-
-class Guard:
-    """Passes a request on, without the token in its path, if it is one to read and has the token."""
-
-    def __init__(self, app: ASGIApp, token: str) -> None:
-        self._app = TrustedHostMiddleware(self._check_token, allowed_hosts=HOSTS, www_redirect=False)
-        self._inner = app
-        self._token = token.encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            await self._app(scope, receive, _with_headers(send))
-
-    async def _check_token(self, scope: Scope, receive: Receive, send: Send) -> None:
-        token, slash, rest = scope["path"].removeprefix("/").partition("/")
-        if not secrets.compare_digest(token.encode(errors="replace"), self._token):
-            answer = JSONResponse({"error": "not found; use the address that `asyncrl board` has printed"}, 404)
-        elif scope["method"] not in METHODS:
-            answer = JSONResponse({"error": f"{scope['method']}: the board is read only"}, 405)
-        elif not slash:
-            answer = RedirectResponse(f"/{token}/")
-        else:
-            await self._inner({**scope, "path": f"/{rest}", "raw_path": f"/{rest}".encode()}, receive, send)
-            return
-        await answer(scope, receive, send)
-
-
-def _with_headers(send: Send) -> Send:
-    async def send_with_headers(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            headers = MutableHeaders(scope=message)
-            for name, value in HEADERS.items():
-                headers[name] = value
-        await send(message)
-
-    return send_with_headers
+HEADERS = [
+    ("Content-Security-Policy", "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
+     "connect-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"),
+    ("Cross-Origin-Opener-Policy", "same-origin"),
+    ("Cross-Origin-Resource-Policy", "same-origin"),
+    ("Referrer-Policy", "no-referrer"),  # the address has the token
+    ("X-Content-Type-Options", "nosniff"),
+    ("Cache-Control", "no-store"),
+]  # fmt: skip
 
 
 def trained_group(run_dir: Path, ticket: int) -> list[dict[str, Any]]:
@@ -279,8 +230,7 @@ def evaluated_group(run_dir: Path, *, version: int, row: int) -> list[dict[str, 
 
 
 def _rows(samples: Samples) -> list[dict[str, Any]]:
-    names = [name for name in (*SAMPLE_FIELDS, "raw") if name in samples.columns]
-    rows = samples.table.select(names).to_pylist(maps_as_pydicts="strict")
+    rows = sample_rows(samples)
     return [row | {"versions": versions} for row, versions in zip(rows, _versions(samples), strict=True)]
 
 
@@ -297,8 +247,6 @@ def _versions(samples: Samples) -> list[list[tuple[int, int]]]:
     return found
 
 
-READ_BUDGET_S = 1.0
-"""Time for reading metrics before a request is answered with the rows read so far."""
 LOOK_EVERY_S = 0.5
 """Least time between two looks at the files, however many pages are open."""
 LEAST_PAUSE_S = 2.0
@@ -306,7 +254,7 @@ PAUSE_FACTOR = 10.0
 """Trace and samples are read again after this many times the time that it took to read them."""
 
 _revisions = count(1)
-"""Shared by all runs, so that a run that was forgotten and is read again has higher ones than before."""
+"""Shared by all runs, so that a run that was forgotten and is read again has other ones than before."""
 
 
 class WatchedRun:
@@ -315,7 +263,7 @@ class WatchedRun:
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._lock = threading.Lock()
-        self._looked_s = 0.0
+        self._looked_s = -math.inf
         self._summary = RunSummary(run_dir)
         self._curves = curves_of(run_dir)
         self._trace: pa.Table | None = None
@@ -325,25 +273,17 @@ class WatchedRun:
         self._next_s = 0.0
         """Earliest time to read them again."""
         self._shown_summary: dict[str, Any] | None = None
-        self._sections: dict[str, tuple[int, Any]] = {}
-        """Parts of the document, with the revision in which each changed last."""
+        self._document: dict[str, Any] = {}
         self._revision = 0
-        self._is_complete = False
 
-    def changes(self, since: int) -> dict[str, Any]:
-        """The parts of the document that have changed after this revision, and the present revision. The first answers
-        have what can be read soon: as long as "is_complete" is false, there is more."""
+    def since(self, revision: int) -> dict[str, Any]:
+        """The present revision, and the document unless it is the one of the given revision."""
         with self._lock:
-            if time.monotonic() - self._looked_s >= LOOK_EVERY_S or not self._is_complete:
+            if time.monotonic() - self._looked_s >= LOOK_EVERY_S:
                 self._look()
                 self._looked_s = time.monotonic()
-            sections = {name: value for name, (revision, value) in self._sections.items() if revision > since}
-            return {
-                "revision": self._revision,
-                "fraction_read": self._curves.fraction_read,
-                "is_complete": self._is_complete,
-                "sections": sections,
-            }
+            document = None if revision == self._revision else self._document
+            return {"revision": self._revision, "document": document}
 
     def close(self) -> None:
         """Closes the connection to the run, if there is one."""
@@ -352,21 +292,11 @@ class WatchedRun:
 
     def _look(self) -> None:
         summary = self._summary.read()
-        changed = self._curves.read(READ_BUDGET_S)
-        self._is_complete = bool(self._revision) and self._curves.fraction_read == 1.0
-        if self._is_complete:
-            changed |= self._read_trace_and_samples()
-        if not changed and summary == self._shown_summary:
-            return
-        self._shown_summary = summary
-        document = run_document(self._run_dir, summary, self._trace, self._samples, curves=self._curves)
-        is_moving = summary["status"] == RUNNING and self._curves.num_steps
-        document["progress"] = f"step {self._curves.last_step:,}" if is_moving else ""
-        revision = next(_revisions)
-        for name, value in document.items():
-            if name not in self._sections or self._sections[name][1] != value:
-                self._sections[name] = revision, value
-                self._revision = revision
+        changed = self._curves.read()
+        changed |= self._read_trace_and_samples()
+        if changed or summary != self._shown_summary:
+            self._shown_summary, self._revision = summary, next(_revisions)
+            self._document = run_document(self._run_dir, summary, self._trace, self._samples, curves=self._curves)
 
     def _read_trace_and_samples(self) -> bool:
         traces = sorted(self._run_dir.glob("trace.*"))
@@ -404,22 +334,6 @@ _STEPS = re.compile(r"^steps: (\d+)$", re.MULTILINE)
 """The number of steps in a resolved config: to parse the YAML of a hundred runs takes seconds."""
 
 
-class Point(msgspec.Struct):
-    """The fields of a row that the curve of a card is made of; others are not decoded."""
-
-    step: int
-    reward: float | None = msgspec.field(name=REWARD, default=None)
-
-
-def point_of(line: bytes) -> Point:
-    """The point of a row. Raises ValueError."""
-    try:
-        return msgspec.json.decode(line, type=Point)
-    except msgspec.DecodeError:
-        row = decode_row(line)  # it may have NaN, which msgspec refuses
-        return Point(int(row["step"]), row.get(REWARD))
-
-
 def card_of(run_dir: Path, *, running: bool) -> dict[str, Any]:
     """A run in the list: its state, its last step and its rewards. The time that it takes does not depend on the run's
     length."""
@@ -454,17 +368,17 @@ def card_of(run_dir: Path, *, running: bool) -> dict[str, Any]:
 def sampled_rewards(file: Path) -> tuple[list[float], Row]:
     """At most CARD_POINTS rewards from blocks that are evenly spread over the file, and the last row with one. Raises
     ValueError if a line is not JSON."""
-    rewards, last_line = dict[int, float](), b""
+    rewards, last = dict[float, float](), Row()
     if file.is_file():
         with file.open("rb") as content:
             span = os.fstat(content.fileno()).st_size - BLOCK_BYTES
             for number in range(CARD_POINTS if span > 0 else 1):
                 content.seek(begin := number * max(span, 0) // (CARD_POINTS - 1))
                 for line in content.read(BLOCK_BYTES).splitlines(keepends=True)[1 if begin else 0 :]:
-                    if line.endswith(b"\n") and (point := point_of(line)).reward is not None:
-                        rewards[point.step], last_line = point.reward, line
+                    if line.endswith(b"\n") and REWARD in (row := decode_row(line)):
+                        rewards[row["step"]], last = row[REWARD], row
     ordered = [rewards[step] for step in sorted(rewards)]
-    return spread(ordered, CARD_POINTS), decode_row(last_line) if last_line else {}
+    return spread(ordered, CARD_POINTS), last
 
 
 class RunList:

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.observe.logs import LineReader
 from asyncrl.util.files import read_lines
 
 MAX_POINTS = 1000
@@ -41,14 +41,12 @@ class Curves:
     def __init__(self, file: Path, *, wanted: Callable[[str], bool]) -> None:
         """Keeps the metrics whose names are `wanted`."""
         self._file = file
+        self._reader = LineReader(file, CHUNK_BYTES)
         self._wanted = wanted
         self._start_over()
 
     def _start_over(self) -> None:
-        self._id: int | None = None
-        self._offset = 0
-        self._is_complete = True
-        self.size_bytes = 0
+        self._start = self._reader.num_starts
         self.num_steps = 0
         self.bucket_steps = 1
         """Steps of a bucket."""
@@ -64,51 +62,27 @@ class Curves:
         self._sums: dict[str, NDArray[np.float64]] = {}
         self._counts: dict[str, NDArray[np.float64]] = {}
 
-    @property
-    def fraction_read(self) -> float:
-        """Fraction of the file that has been read; 1 if no complete line is left."""
-        return 1.0 if self._is_complete or not self.size_bytes else self._offset / self.size_bytes
-
-    def read(self, budget_s: float = math.inf) -> bool:
-        """Reads appended rows, for about `budget_s`; returns True if anything changed. A file that was replaced or
-        cut is read from its start."""
-        if not self._file.is_file():
-            changed = self._id is not None
-            self._start_over()
-            return changed
-        deadline_s, before = time.monotonic() + budget_s, (self._id, self._offset, self.fault)
-        with self._file.open("rb") as file:
-            status = self._file.stat()
-            if status.st_ino != self._id or status.st_size < self._offset:
+    def read(self) -> bool:
+        """Reads appended rows; returns True if there were any. A file that was replaced or cut is read from its
+        start."""
+        changed = False
+        for chunk in self._reader.chunks():
+            changed = True
+            if self._start != self._reader.num_starts:
                 self._start_over()
-                self._id = status.st_ino
-            self.size_bytes = status.st_size
-            file.seek(self._offset)
-            self._is_complete = False
-            while not self._is_complete:
-                self._is_complete = bool(self.fault) or not self._read_chunk(file)
-                if time.monotonic() >= deadline_s:
-                    break
-        return (self._id, self._offset, self.fault) != before
+            if not self.fault:
+                self._add_lines(chunk)
+        return changed
 
-    def _read_chunk(self, file: BinaryIO) -> bool:
-        """Reads the complete lines of the next bytes; False if there are none."""
-        chunk = file.read(CHUNK_BYTES)
-        end = chunk.rfind(b"\n") + 1
-        while not end and len(chunk) % CHUNK_BYTES == 0 and (more := file.read(CHUNK_BYTES)):
-            chunk += more  # a line that is longer than a chunk
-            end = chunk.rfind(b"\n") + 1
+    def _add_lines(self, chunk: bytes) -> None:
         rows: list[Row] = []
-        for line in chunk[:end].splitlines():
+        for line in chunk.splitlines():
             try:
                 rows.append(decode_row(line))
             except ValueError as error:
                 self.fault = f"{self._file}: the line after {self.num_steps + len(rows):,} rows is not JSON: {error}"
                 break
         self._add([row for row in rows if OF_STEP in row or "reward/mean" in row])
-        self._offset += end
-        file.seek(self._offset)
-        return end > 0
 
     def _add(self, rows: Sequence[Row]) -> None:
         if not rows:

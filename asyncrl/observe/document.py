@@ -85,6 +85,7 @@ def run_document(
     document = {
         "name": run_dir.name,
         "status": summary.get("status", ""),
+        "progress": f"step {curves.last_step:,}" if summary.get("status") == RUNNING and curves.num_steps else "",
         "verdict": summary.get("bottleneck", summary.get("error", "")),
         "error": summary.get("error", ""),
         "collapse": summary.get("collapse", {}).get("sentence", "") or rollback_line(summary),
@@ -95,8 +96,8 @@ def run_document(
         "group_times": [] if trace is None else group_times(trace),
         "timeline": None if trace is None else timeline(trace, latest=summary.get("status") == RUNNING),
         "samples": {
-            "trained": _plain(samples.trained) if samples else [],
-            "evaluated": _plain(samples.evaluated) if samples else [],
+            "trained": _cut_rows(samples.trained) if samples else [],
+            "evaluated": _cut_rows(samples.evaluated) if samples else [],
         },
         "staleness": _staleness(curves.latest),
         "ledger": _ledger(summary["ledger"]) if "ledger" in summary else [],
@@ -239,24 +240,24 @@ def _time(times: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _plain(samples: Samples) -> list[dict[str, Any]]:
+def sample_rows(samples: Samples) -> list[dict[str, Any]]:
+    """The fields of decoded samples that pages show, with complete texts."""
     names = [name for name in (*SAMPLE_FIELDS, "raw") if name in samples.columns]
-    rows = samples.table.select(names).to_pylist(maps_as_pydicts="strict")
-    return [{name: _cut(value) for name, value in row.items()} for row in rows]
+    return samples.table.select(names).to_pylist(maps_as_pydicts="strict")
+
+
+def _cut_rows(samples: Samples) -> list[dict[str, Any]]:
+    return [{name: _cut(value) for name, value in row.items()} for row in sample_rows(samples)]
 
 
 def _cut(value: Any) -> Any:
     """A text, or the texts of a conversation, without the middle of those that are long; others as they are."""
     if isinstance(value, list):
         return [line | {"text": _cut(line["text"])} for line in value]
-    return _cut_text(value) if isinstance(value, str) else value
-
-
-def _cut_text(text: str) -> str:
-    if len(text) <= MAX_CHARACTERS:
-        return text
+    if not isinstance(value, str) or len(value) <= MAX_CHARACTERS:
+        return value
     half = MAX_CHARACTERS // 2
-    return f"{text[:half]} [... {len(text) - 2 * half:,} characters ...] {text[-half:]}"
+    return f"{value[:half]} [... {len(value) - 2 * half:,} characters ...] {value[-half:]}"
 
 
 def _staleness(rows: Collection[dict[str, float]]) -> dict[str, Any]:

@@ -124,19 +124,27 @@ class LineReader:
     """Reads the complete lines of a file that grows, from where it stopped the last time. A file that was replaced or
     cut is read from its start."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self._path, self._chunk_bytes = path, chunk_bytes
         self._inode = self._offset = 0
+        self.num_starts = 0
+        """How often `lines` began at the start of a file."""
 
     def lines(self, *, with_rest: bool) -> Iterator[str]:
         """Yields the lines up to the present end; `with_rest` also a last one that no newline ends."""
+        for chunk in self.chunks(with_rest=with_rest):
+            yield from chunk.decode(errors="replace").removesuffix("\n").split("\n")
+
+    def chunks(self, *, with_rest: bool = False) -> Iterator[bytes]:
+        """Yields the same as pieces of several lines."""
         try:
             status = self._path.stat()
         except FileNotFoundError:  # the run's folder was moved aside
             return
         if status.st_ino != self._inode or status.st_size < self._offset:
             self._inode, self._offset = status.st_ino, 0
-        most_bytes = CHUNK_BYTES
+            self.num_starts += 1
+        most_bytes = self._chunk_bytes
         while self._offset < status.st_size:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
@@ -149,7 +157,7 @@ class LineReader:
                 return
             complete = chunk[:end] if end else chunk
             self._offset += len(complete)
-            yield from complete.decode(errors="replace").removesuffix("\n").split("\n")
+            yield complete
 
 
 class RoleLog:

@@ -51,7 +51,7 @@ def test_only_the_address_with_the_token_is_answered(board: Client) -> None:
         assert status == 404 and b"use the address that" in body, wrong
         assert "content-security-policy" in headers
     status, _, headers = board.request(path[:-1])
-    assert (status, headers["location"]) == (307, path)
+    assert (status, headers["location"]) == (307, f"http://127.0.0.1:{board.port}{path}")
 
 
 def test_other_hosts_and_requests_that_would_change_something_are_refused(board: Client) -> None:
@@ -76,13 +76,10 @@ def test_no_path_of_a_request_leads_out_of_the_folder(board: Client, runs: Path)
         "one%00",
     )
     for name in outside:
-        status, body, _ = board.request(f"/{board.token}/run/{name}")
-        assert status == 404 and b"sections" not in body, name
+        status, body, _ = board.request(f"/{board.token}/run/{name}/since/0")
+        assert status == 404 and b"document" not in body, name
     for name in ("..%2f__init__.py", "../page.py", "report.js", "uplot.LICENSE", "%2fetc%2fpasswd"):
         assert board.request(f"/{board.token}/web/{name}")[0] == 404, name
-    for query in ("since=-1", "since=x", "since=1e3", "since=" + "9" * 400):
-        status, body, _ = board.request(f"/{board.token}/run/one?{query}")
-        assert status == 400 and b"must be a revision" in body, query
 
 
 def test_the_list_has_every_run_with_its_state(board: Client, runs: Path) -> None:
@@ -122,24 +119,22 @@ def test_a_card_of_a_long_run_reads_a_part_of_its_file(tmp_path: Path) -> None:
     assert CARD_POINTS / 2 < len(card["curve"]) <= CARD_POINTS and card["curve"] == sorted(card["curve"])
 
 
-def sections_of(board: Client, name: str, since: int = 0) -> tuple[dict[str, Any], int]:
-    answer = board.get(f"run/{name}?since={since}")
-    while not answer["is_complete"]:
-        answer = board.get(f"run/{name}?since={since}")
-    return answer["sections"], answer["revision"]
+def document_of(board: Client, name: str, since: int = 0) -> tuple[dict[str, Any], int]:
+    answer = board.get(f"run/{name}/since/{since}")
+    return answer["document"], answer["revision"]
 
 
-def test_a_run_is_sent_once_and_then_what_has_changed(board: Client, runs: Path) -> None:
-    document, revision = sections_of(board, "two")
+def test_a_run_is_sent_when_it_has_changed(board: Client, runs: Path) -> None:
+    document, revision = document_of(board, "two")
     assert {"name", "status", "charts", "tiles", "samples", "ledger", "config", "timeline"} <= document.keys()
-    assert sections_of(board, "two", revision) == ({}, revision)
+    assert document_of(board, "two", revision) == (None, revision)
     append_metrics(runs / "two", rows_of(3, first=41))
     time.sleep(0.6)
-    changed, later = sections_of(board, "two", revision)
-    assert later > revision and {"charts", "tiles"} >= changed.keys() >= {"charts"}
+    changed, later = document_of(board, "two", revision)
+    assert later > revision
     (reward,) = (line for line in changed["charts"][0]["charts"][0]["lines"] if line[0] == "reward/mean")
     assert reward[1][-1] == 43
-    assert board.get("run/none", status=404) == {"error": "none: there is no such run any more"}
+    assert board.get("run/none/since/0", status=404) == {"error": "none: there is no such run any more"}
 
 
 def test_secrets_do_not_leave_the_board(board: Client, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +144,7 @@ def test_secrets_do_not_leave_the_board(board: Client, runs: Path, monkeypatch: 
         (runs / "one" / name).write_text(text.replace("learner-bound", "0123456789abcdef") + "\n")
     with (runs / "one" / "config.yaml").open("a") as file:
         file.write("left_over: 0123456789abcdef\n")
-    document, _ = sections_of(board, "one")
+    document, _ = document_of(board, "one")
     assert "***" in document["config"] and document["verdict"] == "***"
     assert "0123456789abcdef" not in json.dumps([document, board.get("runs")])
 
@@ -203,7 +198,7 @@ def test_a_live_run_has_what_its_queue_tells(tmp_path: Path, monkeypatch: pytest
 
 def test_complete_samples_of_steps_and_evaluations(board: Client, runs: Path) -> None:
     add_samples(runs / "two", completion_tokens=6000)
-    document, _ = sections_of(board, "two")
+    document, _ = document_of(board, "two")
     short = next(row for row in document["samples"]["trained"] if row["ticket"] == 3 and row["index"] == 0)
     assert "characters ..." in short["completion"]
     group = board.get("run/two/group/3")["samples"]
@@ -217,9 +212,9 @@ def test_complete_samples_of_steps_and_evaluations(board: Client, runs: Path) ->
 
 def test_a_run_with_trace_has_a_timeline_and_the_report_the_same_document(board: Client, runs: Path) -> None:
     make_run(runs / "traced")
-    document, _ = sections_of(board, "traced")
+    document, _ = document_of(board, "traced")
     report = documents.document_of(runs / "traced")
-    assert document["timeline"] and document.pop("progress") == ""
+    assert document["timeline"]
     assert document == json.loads(json.dumps(report))
 
 
@@ -231,9 +226,7 @@ def test_wrong_folders_and_ports_are_refused(runs: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         code, output = asyncrl("board", ".", "--port", str(port), cwd=runs)
-    assert (code, output) == (
-        2, f"error: --port {port}: Address already in use; give another one, or leave it out for a free one\n",
-    )  # fmt: skip
+    assert code == 2 and output.startswith(f"error: --port {port}: Address already in use") and "give another" in output
 
 
 def test_the_command_prints_its_address_and_ends_on_ctrl_c(runs: Path) -> None:

@@ -1,9 +1,7 @@
-"""The board and the report in a real browser: a run that moves, a sample that opens, runs that are compared, and many
-long ones."""
+"""The board and the report in a real browser: a run that moves, a sample that opens, runs that are compared."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,9 +20,6 @@ from tests.plan.made_runs import make_run
 pytestmark = [pytest.mark.slow, pytest.mark.browser, pytest.mark.timeout(300)]
 
 CHARTS = "document.querySelectorAll('.chart canvas').length"
-FIRST_CURVE_S, LATER_S, TYPED_S = 6.0, 1.5, 0.5
-"""Longest times on two cores: until the first curve of 100,000 steps, of another run that was read before, and of a key
-in the search of 100 runs."""
 
 
 @pytest.fixture(scope="module")
@@ -153,70 +148,3 @@ def test_a_collapse_is_at_the_top_of_the_page_and_in_the_list(browser: Browser, 
         browser.wait_for("document.querySelector('.warning.alarm')")
         assert browser.run("return document.querySelector('.warning.alarm').textContent") == collapse["sentence"]
         assert browser.run("return document.querySelector('.verdict')") is None, "not twice"
-
-
-def timed(browser: Browser, script: str, condition: str) -> float:
-    """Seconds from a script to a condition."""
-    begun_s = time.monotonic()
-    browser.run(script)
-    browser.wait_for(condition, timeout_s=60)
-    return time.monotonic() - begun_s
-
-
-def test_a_hundred_runs_of_100_000_steps_stay_fluid(
-    browser: Browser, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    first = made_run(tmp_path / "runs" / "run-000", steps=100_000, status="finished")
-    lines = (first / "metrics.jsonl").read_bytes()
-    for number in range(1, 100):
-        run = made_run(tmp_path / "runs" / f"run-{number:03d}", steps=0, status="finished")
-        (run / "metrics.jsonl").write_bytes(lines)
-    with serving(tmp_path / "runs") as board:
-        browser.open("about:blank")
-        begun_s = time.monotonic()
-        browser.open(board.address)
-        browser.wait_for("document.querySelectorAll('table.runs svg').length === 100", timeout_s=60)
-        list_s = time.monotonic() - begun_s
-        search = "const box = document.querySelector('input[type=search]'); box.value = arguments[0]; "
-        search += "box.dispatchEvent(new Event('input'))"
-        typed_s = timed(
-            browser,
-            search.replace("arguments[0]", "'run-07'"),
-            "document.querySelectorAll('table.runs a').length === 10",
-        )
-        curve_s = timed(browser, "location.hash = '#run/run-000'", CHARTS)
-        browser.wait_for("document.querySelector('main > p.note').hidden", timeout_s=60)
-        read_s = timed(
-            browser, "location.hash = '#compare/run-000/run-001'", "document.querySelectorAll('h1').length === 2"
-        )
-        again_s = timed(
-            browser, "location.hash = '#run/run-001'", f"document.querySelectorAll('h1').length === 1 && {CHARTS}"
-        )
-        frame_s = longest_frame_s(browser)
-    with capsys.disabled():
-        print(
-            f"\n100 runs of 100,000 steps: list {list_s:.2f} s, search {typed_s:.2f} s, first curve {curve_s:.2f} s, "
-            f"another run compared {read_s:.2f} s, again {again_s:.2f} s, longest frame while zooming {frame_s:.2f} s"
-        )
-    assert list_s < FIRST_CURVE_S and typed_s < TYPED_S and curve_s < FIRST_CURVE_S and again_s < LATER_S
-    assert frame_s < TYPED_S
-
-
-def longest_frame_s(browser: Browser) -> float:
-    """The longest pause between two frames while a chart is zoomed and the page is scrolled."""
-    browser.run("""
-        window.frames_ms = []; let last = performance.now();
-        const tick = (now) => {
-          window.frames_ms.push(now - last); last = now;
-          if (window.frames_ms.length < 60) requestAnimationFrame(tick);
-        };
-        requestAnimationFrame(tick);
-        const over = document.querySelector('.chart .u-over'), box = over.getBoundingClientRect();
-        const at = (type, x, target) => target.dispatchEvent(new MouseEvent(type,
-          { clientX: box.left + x, clientY: box.top + 50, bubbles: true, buttons: 1, button: 0 }));
-        at('mousemove', 40, over); at('mousedown', 40, over);
-        at('mousemove', 140, document); at('mouseup', 140, document);
-        scrollBy(0, 800); setTimeout(() => scrollBy(0, 800), 200);
-    """)
-    browser.wait_for("window.frames_ms.length >= 60")
-    return max(browser.run("return window.frames_ms")) / 1000

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from asyncrl.observe import curves as curves_module
 from asyncrl.observe.curves import MAX_POINTS, RATE_POINTS, Curves
 
 Rows = list[dict[str, float]]
@@ -64,8 +63,6 @@ def test_a_file_that_was_replaced_or_cut_is_read_from_its_start(tmp_path: Path) 
     append(tmp_path / "new", make_rows(9))
     (tmp_path / "new").rename(file)
     assert curves.read() and curves.num_steps == 9
-    file.unlink()
-    assert curves.read() and curves.num_steps == 0
 
 
 def test_an_incomplete_line_waits_and_a_damaged_one_is_told(tmp_path: Path) -> None:
@@ -73,7 +70,7 @@ def test_an_incomplete_line_waits_and_a_damaged_one_is_told(tmp_path: Path) -> N
     append(file, make_rows(2), '{"step": 3, "rew')
     curves = curves_of(file)
     curves.read()
-    assert curves.num_steps == 2 and curves.fraction_read == 1.0 and not curves.fault
+    assert curves.num_steps == 2 and not curves.fault
     append(file, [], 'ard/mean": 1.0}\n[1]\n{"step": 5, "reward/mean": 1.0}\n')
     curves.read()
     assert curves.num_steps == 3 and "the line after 3 rows is not JSON" in curves.fault
@@ -86,16 +83,3 @@ def test_values_that_are_not_finite_and_rows_of_evaluations_are_no_points(tmp_pa
     curves = curves_of(file)
     curves.read()
     assert curves.line("reward/mean") == ([1], [1.0]) and curves.num_steps == 2
-
-
-def test_a_long_file_is_read_in_portions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(curves_module, "CHUNK_BYTES", 200)
-    file = tmp_path / "metrics.jsonl"
-    append(file, [*make_rows(40), make_rows(1, 41)[0] | {"long": 0.1, "x" * 900: 1.0}])
-    curves = curves_of(file)
-    fractions: list[float] = []
-    while curves.fraction_read < 1.0 or not fractions:
-        curves.read(0.0)
-        fractions.append(curves.fraction_read)
-    assert len(fractions) > 10 and fractions == sorted(fractions)
-    assert curves.num_steps == 41

@@ -86,15 +86,13 @@ def test_lines_are_whole_however_the_file_grows(
     """The file is written piece by piece and read after each, in chunks shorter than its lines."""
     path = tmp_path_factory.mktemp("log") / "replay.jsonl"
     content = ("\n".join(lines) + ("\n" if ended and lines else "")).encode()
-    reader, found = LineReader(path), list[str]()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(log_entries, "CHUNK_BYTES", chunk_bytes)
-        for size in [*pieces, len(content) + 1]:
-            with path.open("ab") as file:
-                file.write(content[:size])
-            content = content[size:]
-            found += reader.lines(with_rest=False)
-        found += reader.lines(with_rest=True)
+    reader, found = LineReader(path, chunk_bytes), list[str]()
+    for size in [*pieces, len(content) + 1]:
+        with path.open("ab") as file:
+            file.write(content[:size])
+        content = content[size:]
+        found += reader.lines(with_rest=False)
+    found += reader.lines(with_rest=True)
     if not ended and lines and not lines[-1]:
         lines = lines[:-1]  # nothing is after the last newline
     assert found == lines

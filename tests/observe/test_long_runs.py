@@ -93,9 +93,7 @@ def test_pages_of_400_000_evaluated_completions(tmp_path: Path, what: str) -> No
             write_report(run_dir / "report.html", [document])
         """,
         "board": """
-            watched = WatchedRun(run_dir)
-            watched.changes(0)
-            assert watched.changes(0)["sections"]["samples"]["evaluated"]
+            assert WatchedRun(run_dir).since(0)["document"]["samples"]["evaluated"]
         """,
     }[what]
     mib, _ = measure(tmp_path, imports, code)

@@ -1,7 +1,7 @@
 // The board: a list of runs, one run, or several compared, as the address says: #, #run/NAME, #compare/NAME/NAME.
 "use strict";
 
-const POLL_MS = 2000, ENDED_POLL_MS = 10000, READING_MS = 100, TIMEOUT_MS = 30000, MAX_COMPARED = PALETTE.length;
+const POLL_MS = 2000, ENDED_POLL_MS = 10000, TIMEOUT_MS = 30000, MAX_COMPARED = PALETTE.length;
 const page = document.getElementById("page"), notice = element("p", { class: "warning", hidden: true });
 document.body.prepend(notice);
 
@@ -107,19 +107,13 @@ class RunsView {
   }
 
   async poll() {
-    const answers = await Promise.all(this.names.map((name, at) => fetchJson(`${pathOf(name)}?since=${this.revisions[at]}`)));
-    let isOther = false;
-    answers.forEach(({ revision, sections }, at) => {
-      isOther ||= revision !== this.revisions[at];
+    const answers = await Promise.all(this.names.map((name, at) => fetchJson(`${pathOf(name)}/since/${this.revisions[at]}`)));
+    answers.forEach(({ revision, document }, at) => {
       this.revisions[at] = revision;
-      this.documents[at] = { ...this.documents[at], ...sections };
+      this.documents[at] = document ?? this.documents[at];
     });
-    const fraction = Math.min(...answers.map((answer) => answer.fraction_read));
-    const isComplete = answers.every((answer) => answer.is_complete);
-    this.waiting.hidden = isComplete;
-    this.waiting.textContent = fraction < 1 ? `reading the metrics: ${(100 * fraction).toFixed(0)} %` : "reading samples and trace …";
-    if (isOther) this.page.update([...this.documents]);
-    if (!isComplete) return READING_MS;
+    this.waiting.hidden = true;
+    if (answers.some(({ document }) => document)) this.page.update([...this.documents]);
     return this.documents.some((run) => run.status === "running") ? POLL_MS : ENDED_POLL_MS;
   }
 
