@@ -32,7 +32,7 @@ from starlette.routing import Mount, Route
 from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.launch.run_dir import is_running
 from asyncrl.observe.curves import Row, decode_row, spread
-from asyncrl.observe.document import RUNNING, UNFINISHED, PageSamples, curves_of, run_document, sample_rows
+from asyncrl.observe.document import REWARD, RUNNING, UNFINISHED, PageSamples, curves_of, run_document, sample_rows
 from asyncrl.observe.page import SCRIPTS, STYLES, render_page, web_file
 from asyncrl.observe.run_report import RunSummary, read_summary, trace_of
 from asyncrl.observe.sample_search import RunTexts, find_group, page_samples
@@ -329,7 +329,6 @@ CARD_POINTS = 60
 BLOCK_BYTES = 16 << 10
 """Bytes of metrics.jsonl that are read for a point of a card's curve."""
 MAX_VERDICT_CHARACTERS = 300
-REWARD = "reward/mean"
 _STEPS = re.compile(r"^steps: (\d+)$", re.MULTILINE)
 """The number of steps in a resolved config: to parse the YAML of a hundred runs takes seconds."""
 

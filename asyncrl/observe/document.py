@@ -30,7 +30,7 @@ from asyncrl.util.text import redact
 if TYPE_CHECKING:
     import pyarrow as pa
 
-REWARD_PART = "reward_part/"
+REWARD, REWARD_PART = "reward/mean", "reward_part/"
 RUNNING, UNFINISHED = "running", "unfinished"
 """Status of a run in progress, and of one that ended without a summary: it was killed."""
 UNANSWERED = "unanswered"
@@ -121,15 +121,14 @@ def _config_text(file: Path) -> str:
 def _tiles(curves: Curves, summary: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The answers of the first screen: title, value, what it is, and the curve or the factors under it."""
     tiles: list[dict[str, Any]] = []
-    if (ends := curves.ends("reward/mean")) is not None:
-        first, last = (summary.get(f"reward_{name}") for name in ("first", "last"))
-        first, last = ends[0] if first is None else first, ends[1] if last is None else last
+    if (ends := curves.ends(REWARD)) is not None:
+        first, last = ends
         evaluations = summary.get("eval", [])
         note = "mean reward, first and last steps"
         if evaluations:
             first_eval, last_eval = (evaluations[at].get("reward", math.nan) for at in (0, -1))
             note += f"; evaluation {first_eval:.3f} to {last_eval:.3f}"
-        tiles.append(_tile("Is it learning?", f"{first:.3f} → {last:.3f}", note, "reward/mean"))
+        tiles.append(_tile("Is it learning?", f"{first:.3f} → {last:.3f}", note, REWARD))
     if "tokens_per_s" in summary:
         steps = summary.get("steps", curves.num_steps)
         note = f"trained tokens per second; {steps:,} steps"

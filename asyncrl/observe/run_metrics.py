@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Sequence
-from typing import Any, Protocol, Self
+from collections import Counter, deque
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import structlog
@@ -13,7 +13,6 @@ from msgspec import field
 from asyncrl.config.config import Config
 from asyncrl.observe.collapse import CollapseWatch
 from asyncrl.observe.stats import (
-    DownsampledSeries,
     GeneratorState,
     GoodputSums,
     OutcomeStats,
@@ -24,7 +23,6 @@ from asyncrl.observe.stats import (
 from asyncrl.types import EPISODE_ENDS, MAX_COUNT, MAX_NUMBER, EpisodeEnd
 from asyncrl.util.durable import Durable
 from asyncrl.util.processes import (
-    ACTIVITIES,
     GENERATOR_ACTIVITIES,
     GENERATOR_PHASES,
     LEARNER_PHASES,
@@ -40,6 +38,8 @@ LEARNER_TIMES = {
     "waiting": "learner/wait_s", "working": "learner/step_s", "syncing": "learner/sync_s", "writing": "learner/write_s",
 }  # fmt: skip
 """The learner's metric of each activity."""
+LEARNER_SECONDS = LEARNER_TIMES | {name: f"learner/{name}_s" for name in LEARNER_PHASES}
+"""The same, and that of each phase of its steps."""
 WAIT = "environment/wait_s"
 SKIPPED_UPDATES = ("learner/skipped_updates", "critic/skipped_updates")
 COSTS = ("generator/step_base_s", "generator/step_sequence_s", "generator/request_s", "generator/reward_s")
@@ -65,52 +65,35 @@ class TrainedGroup(Protocol):
     def finished(self) -> GroupHeader: ...
 
 
-class StalenessBreakdown(Durable):
-    """Sums over trained groups: where their staleness arose, and the time in each phase."""
+def breakdown_of(groups: Sequence[TrainedGroup], version: int, trained_s: float) -> dict[str, float]:
+    """Sums over groups that are trained together at `version`: their number and action tokens, the learner steps from
+    the version that sampled a token to the newest of its group and from there to `version` (over action tokens), and
+    the seconds of being generated, in the queue and with the learner."""
+    sums = Counter[str]()
+    for group in groups:
+        header, tokens = group.finished, sum(group.by_version.values())
+        newest = header.end_version
+        sums.update({
+            "groups": 1,
+            "tokens": tokens,
+            "in_flight": sum((newest - sampled) * count for sampled, count in group.by_version.items()),
+            "in_queue": (version - newest) * tokens,
+            "generate_s": header.finished_s - header.started_s,
+            "queue_s": group.taken_s - header.finished_s,
+            "train_s": trained_s - group.taken_s,
+        })  # fmt: skip
+    return dict[str, float](sums)
 
-    groups: int = 0
-    tokens: int = 0
-    in_flight: int = 0
-    """Learner steps from the version that sampled a token to the newest of its group, summed over action tokens."""
-    in_queue: int = 0
-    """Learner steps from the newest version of the group to the one it was trained at, summed likewise."""
-    seconds: dict[str, float] = field(default_factory=lambda: {"generate": 0.0, "queue": 0.0, "train": 0.0})
-    """Seconds of being generated, in the queue, and with the learner."""
 
-    @classmethod
-    def of(cls, groups: Sequence[TrainedGroup], version: int, trained_s: float) -> Self:
-        """The sums over groups that are trained together at `version`."""
-        sums = cls()
-        for group in groups:
-            header, tokens = group.finished, sum(group.by_version.values())
-            newest = header.end_version
-            sums.groups += 1
-            sums.tokens += tokens
-            sums.in_flight += sum((newest - sampled) * count for sampled, count in group.by_version.items())
-            sums.in_queue += (version - newest) * tokens
-            sums.seconds["generate"] += header.finished_s - header.started_s
-            sums.seconds["queue"] += group.taken_s - header.finished_s
-            sums.seconds["train"] += trained_s - group.taken_s
-        return sums
+def staleness_parts(breakdown: Mapping[str, float]) -> dict[str, float]:
+    """Means over action tokens, in learner steps; their sum is the mean staleness."""
+    return {name: breakdown.get(name, 0) / max(breakdown.get("tokens", 0), 1) for name in ("in_flight", "in_queue")}
 
-    def join(self, other: StalenessBreakdown) -> None:
-        """Adds the sums of other groups."""
-        self.groups += other.groups
-        self.tokens += other.tokens
-        self.in_flight += other.in_flight
-        self.in_queue += other.in_queue
-        self.seconds = {name: seconds + other.seconds[name] for name, seconds in self.seconds.items()}
 
-    @property
-    def staleness(self) -> dict[str, float]:
-        """Means over action tokens, in learner steps; their sum is the mean staleness."""
-        tokens = max(self.tokens, 1)
-        return {"in_flight": self.in_flight / tokens, "in_queue": self.in_queue / tokens}
-
-    @property
-    def phases_s(self) -> dict[str, float]:
-        """Mean seconds of a group in each phase."""
-        return {name: seconds / max(self.groups, 1) for name, seconds in self.seconds.items()}
+def group_phases_s(breakdown: Mapping[str, float]) -> dict[str, float]:
+    """Mean seconds of a group in each phase."""
+    groups = max(breakdown.get("groups", 0), 1)
+    return {name: breakdown.get(f"{name}_s", 0.0) / groups for name in ("generate", "queue", "train")}
 
 
 class RewardsSinceStep(Durable):
@@ -210,7 +193,8 @@ class RunSums(Durable):
 
     first_lease_s: float | None = None
     last_step_s: float | None = None
-    step_rewards: DownsampledSeries = field(default_factory=DownsampledSeries)
+    reward: float | None = None
+    """Mean reward of the last step that had one."""
     rewards_since_step: RewardsSinceStep = field(default_factory=RewardsSinceStep)
     outcomes: dict[str, OutcomeStats] = field(default_factory=dict[str, OutcomeStats])
     """Stats by outcome: "trained", or the reason of the refund."""
@@ -218,12 +202,11 @@ class RunSums(Durable):
     greedy_tokens: int = 0
     """Tokens of the greedy completions of scored groups; the ledger does not count them."""
     histogram: list[int] = field(default_factory=list[int])
-    breakdown: StalenessBreakdown = field(default_factory=StalenessBreakdown)
+    breakdown: dict[str, float] = field(default_factory=dict[str, float])
+    """As `breakdown_of`."""
     learner_wait_s: float = 0.0
-    learner_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(ACTIVITIES, 0.0))
-    """Seconds of learner rank 0, by activity."""
-    learner_phases_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LEARNER_PHASES, 0.0))
-    """Seconds of each phase of its steps."""
+    learner_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LEARNER_SECONDS, 0.0))
+    """Seconds of learner rank 0, by activity and by phase of its steps."""
     learner_peaks_bytes: dict[str, int] = field(default_factory=dict[str, int])
     """Highest peak of the memory of learner and critic, over all starts."""
     syncs: int = 0
@@ -282,7 +265,7 @@ class RunMetrics(RunSums, kw_only=True):
     ) -> dict[str, float]:
         """The metrics of a step that trains these groups and is committed at `now_s`; `tokens` and `samples` are what
         the steps before have trained, and `generators` the wanted number. Changes nothing."""
-        counts, breakdown = staleness_counts(groups, step - 1), StalenessBreakdown.of(groups, step - 1, now_s)
+        counts, breakdown = staleness_counts(groups, step - 1), breakdown_of(groups, step - 1, now_s)
         staleness = np.arange(len(counts))
         tokens += int(counts.sum())
         samples += sum(group.finished.num_members for group in groups)
@@ -292,12 +275,12 @@ class RunMetrics(RunSums, kw_only=True):
             "reward/mean": self._reward or 0.0,
             "staleness/mean": float((counts * staleness).sum() / max(int(counts.sum()), 1)),
             "staleness/max": float(staleness[counts > 0].max(initial=0)),
-            **{f"staleness/{name}": mean for name, mean in breakdown.staleness.items()},
-            **{f"group/{name}_s": mean_s for name, mean_s in breakdown.phases_s.items()},
+            **{f"staleness/{name}": mean for name, mean in staleness_parts(breakdown).items()},
+            **{f"group/{name}_s": mean_s for name, mean_s in group_phases_s(breakdown).items()},
             "time/elapsed_s": elapsed_s,
             "generator/idle_fraction": fractions(self.generator_s)["waiting"],
             "generator/busy_s": sum(g.busy_s for g in every),
-            "generator/tokens": float(sum(g.tokens for g in every)),
+            "generator/tokens": float(sum(g.stats.tokens for g in every)),
             "generator/recomputed_tokens": float(self.recomputed_tokens),
         }
         measured |= {f"throughput/{name}": rate for name, rate in self.rates(tokens, samples, elapsed_s).items()}
@@ -318,15 +301,14 @@ class RunMetrics(RunSums, kw_only=True):
         self.histogram.extend([0] * (len(counts) - len(self.histogram)))
         for staleness, count in enumerate(counts.tolist()):
             self.histogram[staleness] += count
-        self.breakdown.join(StalenessBreakdown.of(groups, step - 1, now_s))
+        for name, value in breakdown_of(groups, step - 1, now_s).items():
+            self.breakdown[name] = self.breakdown.get(name, 0) + value
         waited_s = metrics.get("learner/wait_s", 0.0) + metrics.get("learner/sync_s", 0.0)
         if not waited_s >= 0.0:  # a learner's metric may have any value, including NaN
             waited_s = 0.0
         self.learner_wait_s += min(waited_s, now_s - (self.last_step_s or self.first_lease_s or 0.0))
-        for name, metric in LEARNER_TIMES.items():
+        for name, metric in LEARNER_SECONDS.items():
             self.learner_s[name] += _bounded(metrics.get(metric, 0.0))
-        for name in LEARNER_PHASES:
-            self.learner_phases_s[name] += _bounded(metrics.get(f"learner/{name}_s", 0.0))
         for role in ("learner", "critic"):
             if peak := _bounded(metrics.get(f"{role}/peak_memory_bytes", 0.0)):
                 self.learner_peaks_bytes[role] = max(self.learner_peaks_bytes.get(role, 0), int(peak))
@@ -337,8 +319,7 @@ class RunMetrics(RunSums, kw_only=True):
         self.recent.append((now_s, int(counts.sum())))
         while now_s - self.recent[0][0] >= RATE_WINDOW_S:
             self.recent.popleft()
-        if (reward := self._reward) is not None:
-            self.step_rewards.add(reward)
+        self.reward = self._reward
         self.rewards_since_step = RewardsSinceStep()
         self.last_metrics = metrics
         self.collapse = self.collapse_after(step, metrics)
@@ -371,7 +352,7 @@ class RunMetrics(RunSums, kw_only=True):
     @property
     def recomputed_tokens(self) -> int:
         """Tokens whose keys and values engines have computed again."""
-        return sum(g.recomputed_tokens for g in self.generators.values())
+        return sum(g.stats.recomputed_tokens for g in self.generators.values())
 
     @property
     def learner_idle(self) -> float:
@@ -400,7 +381,7 @@ class RunMetrics(RunSums, kw_only=True):
 
     def _costs(self) -> dict[str, float]:
         """Means over the generators that know their engine costs; empty if none does."""
-        known = [g.costs for g in self.generators.values() if len(g.costs) == len(COSTS)]
+        known = [g.stats.costs for g in self.generators.values() if len(g.stats.costs) == len(COSTS)]
         costs = {name: sum(column) / len(column) for name, column in zip(COSTS, zip(*known, strict=True), strict=False)}
         return costs | ({"weights/stall_ms": self.stall_ms_mean} if known else {})
 
@@ -410,8 +391,8 @@ class RunMetrics(RunSums, kw_only=True):
         up = [g for g in self.generators.values() if g.last_heartbeat_s is not None]
         return {
             "generator/environments_fraction": self.generator_environments,
-            "environment/live_episodes": float(sum(g.live_episodes for g in up)),
-            "environment/waiting_episodes": float(sum(g.waiting_episodes for g in up)),
+            "environment/live_episodes": float(sum(g.stats.live_episodes for g in up)),
+            "environment/waiting_episodes": float(sum(g.stats.waiting_episodes for g in up)),
         }
 
     def _count_syncs(self, broadcasts: float) -> None:
@@ -425,7 +406,7 @@ class RunMetrics(RunSums, kw_only=True):
     def _reward(self) -> float | None:
         """Mean reward of the trajectories scored since the last step, or of that step if there are none."""
         reward = self.rewards_since_step.reward
-        return self.step_rewards.latest if reward is None else reward
+        return self.reward if reward is None else reward
 
 
 def staleness_counts(groups: Sequence[TrainedGroup], version: int) -> np.ndarray:
@@ -445,27 +426,26 @@ def generator_metrics(generators: Collection[GeneratorState]) -> dict[str, float
     phases_s = _phases_s(generators)
     table = {f"generator/{name}_fraction": seconds / total_s for name, seconds in phases_s.items() if total_s}
     if engine_s := phases_s["engine"]:
-        table["generator/engine_cpu_fraction"] = sum(g.engine_cpu_s for g in generators) / engine_s
+        table["generator/engine_cpu_fraction"] = sum(g.stats.engine_cpu_s for g in generators) / engine_s
     return table
 
 
 def peaks_bytes(reported: ReportedStats) -> dict[str, int]:
     """Peak of the memory by role: of this process, of the generator with the highest one, and of the roles that have
     reported theirs; without learner and critic."""
-    highest = max((g.peak_memory_bytes for g in reported.generators.values()), default=0)
+    highest = max((g.stats.peak_memory_bytes for g in reported.generators.values()), default=0)
     generator = {"generator": highest} if highest else {}
     return {"replay": peak_memory_bytes(), **generator, **reported.peaks_bytes}
 
 
-def times(
-    generators: Collection[GeneratorState], learner_s: dict[str, float], learner_phases_s: dict[str, float]
-) -> dict[str, dict[str, Any]]:
+def times(generators: Collection[GeneratorState], learner_s: dict[str, float]) -> dict[str, dict[str, Any]]:
     """By role the fraction of its time in each activity and, as "phases", in each phase of its work; `learner_s` are
-    the seconds of learner rank 0 by activity."""
+    the seconds of learner rank 0 by activity and phase."""
     table: dict[str, dict[str, Any]] = {}
+    by_activity, by_phase = ({name: learner_s[name] for name in names} for names in (LEARNER_TIMES, LEARNER_PHASES))
     for role, seconds, phases_s in (
         ("generator", _activities_s(generators), _phases_s(generators)),
-        ("learner", learner_s, learner_phases_s),
+        ("learner", by_activity, by_phase),
     ):
         total_s = sum(seconds.values())
         phases = {name: part / total_s if total_s else 0.0 for name, part in phases_s.items()}
@@ -485,16 +465,16 @@ def rates(
         table[f"trained_{unit}_per_s_per_device"] = count / elapsed_s / learners
     generators_s = sum(sum(g.seconds.values()) for g in generators)
     for unit in ("tokens", "samples") if generators_s else ():
-        table[f"generated_{unit}_per_s_per_device"] = sum(getattr(g, unit) for g in generators) / generators_s
+        table[f"generated_{unit}_per_s_per_device"] = sum(getattr(g.stats, unit) for g in generators) / generators_s
     return table
 
 
 def _activities_s(generators: Collection[GeneratorState]) -> dict[str, float]:
-    return {name: sum(getattr(g, f"{name}_s") for g in generators) for name in GENERATOR_ACTIVITIES}
+    return {name: sum(g.seconds[name] for g in generators) for name in GENERATOR_ACTIVITIES}
 
 
 def _phases_s(generators: Collection[GeneratorState]) -> dict[str, float]:
-    return {name: sum(getattr(g, f"{name}_s") for g in generators) for name in GENERATOR_PHASES}
+    return {name: sum(g.phases_s[name] for g in generators) for name in GENERATOR_PHASES}
 
 
 def _bounded(value: float) -> float:

@@ -14,12 +14,12 @@ from asyncrl.errors import AsyncrlError, ConfigError, DataError, observer_failur
 from asyncrl.launch.bottleneck import BottleneckMonitor
 from asyncrl.launch.run_dir import RunFolder, is_running, read_endpoints
 from asyncrl.observe.console import show_end
-from asyncrl.observe.document import RUNNING, UNANSWERED, UNFINISHED, run_document
+from asyncrl.observe.document import REWARD, RUNNING, UNANSWERED, UNFINISHED, curves_of, run_document
 from asyncrl.observe.page import write_report
 from asyncrl.observe.sample_search import page_samples
 from asyncrl.observe.trace import read_trace
-from asyncrl.observe.trackers import METRICS_FILE, tracker_summary
-from asyncrl.plan.measured import MAX_GROUPS, read_metrics_tail
+from asyncrl.observe.trackers import tracker_summary
+from asyncrl.plan.measured import MAX_GROUPS
 from asyncrl.plan.verdict import Idle, after_collapse, guess
 from asyncrl.replay.client import LauncherClient
 from asyncrl.util.files import check_writable, read_json
@@ -132,8 +132,12 @@ def report_end(
         summary |= {"trackers": trackers} if (trackers := tracker_summary(folder.path)) else {}
     failures = observer_failures + Counter(last_report.get("observer_failures"))
     with observing("metrics"):
-        for row in read_metrics_tail(folder.path / METRICS_FILE)[-1:]:
+        curves = curves_of(folder.path)
+        curves.read()
+        for row in list(curves.latest)[-1:]:
             failures["learner"] += int(row.get("learner/observer_failures", 0))
+        if (ends := curves.ends(REWARD)) is not None:
+            summary["reward_first"], summary["reward_last"] = ends
     summary["observer_failures"] = dict(+failures)
     with observing("summary"):
         show_end(console, summary)

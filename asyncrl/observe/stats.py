@@ -18,7 +18,6 @@ from asyncrl.wire.frames import Array
 from asyncrl.wire.messages import GeneratorStats, GroupHeader
 
 QUANTILES = {"p50": 0.5, "p95": 0.95}
-CURVE_POINTS = 4096
 BIAS_FRACTION = 0.2
 """Relative difference of the mean lengths below which there is no alarm."""
 BIAS_ERRORS = 3.0
@@ -43,46 +42,6 @@ def quantiles(name: str, values: Sequence[float]) -> dict[str, float]:
         for quantile, part in QUANTILES.items()
         if ordered
     }
-
-
-class DownsampledSeries(Durable):
-    """A series reduced to at most CURVE_POINTS sums of neighbors, for the means of its start and end."""
-
-    stride: int = 1
-    """Number of values in a point."""
-    points: list[list[float]] = field(default_factory=list[list[float]])
-    """Sum and count of each point."""
-    latest: float | None = None
-
-    def add(self, value: float) -> None:
-        """Appends a value."""
-        self.latest = value
-        if self.points and self.points[-1][1] < self.stride:
-            self.points[-1][0] += value
-            self.points[-1][1] += 1.0
-            return
-        self.points.append([value, 1.0])
-        if len(self.points) > CURVE_POINTS:
-            self.stride *= 2
-            pairs = [self.points[i : i + 2] for i in range(0, len(self.points), 2)]
-            self.points = [[sum(point[0] for point in pair), sum(point[1] for point in pair)] for pair in pairs]
-
-    def first_tenth(self) -> float | None:
-        """Mean of the first tenth of the values, at least one; None when there is none."""
-        return self._tenth(self.points)
-
-    def last_tenth(self) -> float | None:
-        """Mean of the last tenth of the values, as `first_tenth`."""
-        return self._tenth(self.points[::-1])
-
-    def _tenth(self, points: list[list[float]]) -> float | None:
-        wanted = max(1, int(sum(count for _, count in points)) // 10)
-        total = counted = 0.0
-        for point_sum, count in points:
-            if counted >= wanted:
-                break
-            total, counted = total + point_sum, counted + count
-        return total / counted if counted else None
 
 
 class RunningMoments(Durable):
@@ -194,53 +153,38 @@ def count_rewards(outcomes: Iterable[OutcomeStats]) -> dict[str, int]:
     return {"scored": scored, "failed": failed, "all_zero": all_zero}
 
 
-TIMES = tuple(f"{name}_s" for name in (*GENERATOR_ACTIVITIES, *GENERATOR_PHASES))
-SUMS = ("tokens", "samples", *TIMES, "engine_cpu_s", "recomputed_tokens", "rewards_failed")
+SUMS = (
+    "tokens", "samples", *(f"{name}_s" for name in (*GENERATOR_ACTIVITIES, *GENERATOR_PHASES, "engine_cpu")),
+    "recomputed_tokens", "rewards_failed",
+)  # fmt: skip
+"""Fields of `GeneratorStats` that are added over the sessions of a generator."""
 
 
 class GeneratorState(Durable):
-    """Self-reported stats of a generator, summed over its sessions."""
+    """What a generator reports."""
 
     session: str = ""
     last_heartbeat_s: float | None = None
     """None if it is not up."""
     version: int = NO_VERSION
-    tokens: int = 0
-    samples: int = 0
-    waiting_s: float = 0.0
-    working_s: float = 0.0
-    syncing_s: float = 0.0
-    writing_s: float = 0.0
-    environments_s: float = 0.0
-    engine_s: float = 0.0
-    requests_s: float = 0.0
-    rewards_s: float = 0.0
-    messages_s: float = 0.0
-    engine_cpu_s: float = 0.0
-    peak_memory_bytes: int = 0
-    """The highest of all sessions."""
-    live_episodes: int = 0
-    """This and the next field are from the last heartbeat."""
-    waiting_episodes: int = 0
-    recomputed_tokens: int = 0
-    rewards_failed: int = 0
+    stats: GeneratorStats = field(default_factory=GeneratorStats.of)
+    """The latest stats, with the sums and the highest peak of the memory of all its sessions, without durations of
+    swaps."""
     before: list[int | float] = field(default_factory=lambda: [0] * len(SUMS))
     """The sums at the start of the session."""
     stalls: int = 0
     stall_ms_sum: float = 0.0
     stall_ms_max: float = 0.0
-    costs: list[float] = field(default_factory=list[float])
-    """Latest costs, as in `GeneratorStats`; empty until known."""
 
     def heartbeat(self, session: str, version: int, stats: GeneratorStats, now_s: float) -> None:
         """Records the stats of an ask. A new session counts from 0 and adds to the sums of those before."""
         if session != self.session:
-            self.session, self.before = session, [getattr(self, name) for name in SUMS]
-        self.last_heartbeat_s, self.version, self.costs = now_s, version, stats.costs
-        for name, before in zip(SUMS, self.before, strict=True):
-            setattr(self, name, min(before + getattr(stats, name), MAX_NUMBER))
-        self.peak_memory_bytes = max(self.peak_memory_bytes, stats.peak_memory_bytes)
-        self.live_episodes, self.waiting_episodes = stats.live_episodes, stats.waiting_episodes
+            self.session, self.before = session, [getattr(self.stats, name) for name in SUMS]
+        self.last_heartbeat_s, self.version = now_s, version
+        pairs = zip(SUMS, self.before, strict=True)
+        sums = {name: min(before + getattr(stats, name), MAX_NUMBER) for name, before in pairs}
+        peak_bytes = max(self.stats.peak_memory_bytes, stats.peak_memory_bytes)
+        self.stats = replace(stats, **sums, peak_memory_bytes=peak_bytes, stall_ms=[], weights=None)
         for stall_ms in stats.stall_ms:
             self.stalls += 1
             self.stall_ms_sum += stall_ms
@@ -259,7 +203,12 @@ class GeneratorState(Durable):
     @property
     def seconds(self) -> dict[str, float]:
         """Seconds of each activity."""
-        return {name: getattr(self, f"{name}_s") for name in GENERATOR_ACTIVITIES}
+        return {name: getattr(self.stats, f"{name}_s") for name in GENERATOR_ACTIVITIES}
+
+    @property
+    def phases_s(self) -> dict[str, float]:
+        """Seconds of each phase of its work."""
+        return {name: getattr(self.stats, f"{name}_s") for name in GENERATOR_PHASES}
 
 
 class ReportedStats(Durable):
@@ -339,7 +288,7 @@ class GoodputSums(Durable):
             "bare_tokens_per_s": mean_bare_tokens_per_s(every, slots=slots),
             "offered_s": self.offered_s,
             "busy_s": sum(g.busy_s for g in every),
-            "generated": sum(g.tokens for g in every),
+            "generated": sum(g.stats.tokens for g in every),
             "finished": self.finished,
         }
         if not min(known.values()) > 0:
@@ -351,13 +300,13 @@ class GoodputSums(Durable):
 
 def mean_bare_tokens_per_s(generators: Iterable[GeneratorState], *, slots: int) -> float:
     """Mean of `bare_tokens_per_s` over the time of the generators that know their costs; 0 if none does."""
-    known = [g for g in generators if len(g.costs) >= 3 and g.tokens and g.samples]
+    known = [g for g in generators if len(g.stats.costs) >= 3 and g.stats.tokens and g.stats.samples]
     rates = [
         bare_tokens_per_s(
-            *g.costs[:3],
+            *g.stats.costs[:3],
             slots=slots,
-            mean_tokens=g.tokens / g.samples,
-            bare_fraction=bare_fraction({name: getattr(g, f"{name}_s") for name in (*ENGINE_PHASES, *LOOP_PHASES)}),
+            mean_tokens=g.stats.tokens / g.stats.samples,
+            bare_fraction=bare_fraction(g.phases_s),
         )
         for g in known
     ]

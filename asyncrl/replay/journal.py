@@ -45,7 +45,7 @@ from asyncrl.wire.frames import DTYPES, Array
 
 log = structlog.get_logger()
 
-FORMAT = 12
+FORMAT = 13
 """The number of the format of journals, and of the queue's part of checkpoints."""
 FRAMES = {
     "tokens": DTYPES["i4"],

@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.observe.collapse import COLLAPSE
-from asyncrl.observe.run_metrics import RATE_WINDOW_S, RunMetrics, peaks_bytes, times
+from asyncrl.observe.run_metrics import (
+    RATE_WINDOW_S,
+    RunMetrics,
+    group_phases_s,
+    peaks_bytes,
+    staleness_parts,
+    times,
+)
 from asyncrl.observe.stats import bias_alarms, count_rewards
 from asyncrl.replay.evaluation import eval_metrics
 from asyncrl.replay.ledger import Ledger, State
@@ -29,7 +36,7 @@ def run_status(run: RunMetrics, ledger: Ledger, now_s: float) -> dict[str, Any]:
     learners = {rank: now_s - heard_s for rank, heard_s in known if heard_s is not None}
     return {
         "step": ledger.steps,
-        "reward": run.step_rewards.latest,
+        "reward": run.reward,
         "rewards": count_rewards(run.outcomes.values()),
         "staleness_mean": run.last_metrics.get("staleness/mean", 0.0),
         "staleness_max": len(run.histogram) - 1 if run.histogram else 0,
@@ -40,11 +47,11 @@ def run_status(run: RunMetrics, ledger: Ledger, now_s: float) -> dict[str, Any]:
         "generators": {
             str(index): {
                 "version": g.version,
-                "tokens": g.tokens,
+                "tokens": g.stats.tokens,
                 "idle": g.idle,
                 "environments": fractions(g.seconds)["environments"],
-                "live_episodes": g.live_episodes,
-                "waiting_episodes": g.waiting_episodes,
+                "live_episodes": g.stats.live_episodes,
+                "waiting_episodes": g.stats.waiting_episodes,
                 "heard_ago_s": silent_s,
                 "session": g.session,
             }
@@ -67,8 +74,6 @@ def run_summary(run: RunMetrics, ledger: Ledger, *, stop_reason: str) -> dict[st
     return {
         "steps": ledger.steps,
         "policy_version": ledger.steps,
-        "reward_first": run.step_rewards.first_tenth(),
-        "reward_last": run.step_rewards.last_tenth(),
         "tokens_generated": ledger.generated.tokens,
         "greedy_tokens": run.greedy_tokens,
         "tokens_trained": ledger.trained.tokens,
@@ -78,7 +83,7 @@ def run_summary(run: RunMetrics, ledger: Ledger, *, stop_reason: str) -> dict[st
             "limit": run.config.replay.max_staleness,
             "max": len(run.histogram) - 1 if run.histogram else 0,
             "mean": mean_staleness(run.histogram),
-            **run.breakdown.staleness,
+            **staleness_parts(run.breakdown),
             "histogram": run.histogram,
         },
         "idle": {
@@ -89,15 +94,15 @@ def run_summary(run: RunMetrics, ledger: Ledger, *, stop_reason: str) -> dict[st
         **({"goodput": goodput} if (goodput := goodput_of(run.last_metrics)) else {}),
         "rates": run.rates(ledger.trained.tokens, ledger.trained.trajectories, run.training_s),
         "peak_memory_bytes": peaks_bytes(run.reported) | run.learner_peaks_bytes,
-        "time": times(run.generators.values(), run.learner_s, run.learner_phases_s),
-        "phases_s": run.breakdown.phases_s,
+        "time": times(run.generators.values(), run.learner_s),
+        "phases_s": group_phases_s(run.breakdown),
         "weight_sync": {
             "count": run.syncs + run.syncs_before,
             "stall_ms_mean": run.stall_ms_mean,
             "stall_ms_max": max((g.stall_ms_max for g in run.generators.values()), default=0.0),
         },
         "recomputed_tokens": run.recomputed_tokens,
-        "rewards_failed": sum(g.rewards_failed for g in run.generators.values()),
+        "rewards_failed": sum(g.stats.rewards_failed for g in run.generators.values()),
         "ledger": ledger.summary(),
         "outcomes": {name: outcome.summary() for name, outcome in sorted(run.outcomes.items())},
         "bias": bias_alarms(run.outcomes),

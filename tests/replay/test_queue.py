@@ -101,7 +101,7 @@ def test_group_without_signal_is_refunded_and_replaced(tmp_path: Path) -> None:
     finish(queue, replacement)
     assert train(queue, 1) == [1, 2]
     assert queue.summary()["ledger"]["refunded"] == {"zero_variance": 1}
-    assert queue.summary()["reward_first"] == pytest.approx(4 / 6), "scored groups count, trained or not"
+    assert queue.status()["reward"] == pytest.approx(4 / 6), "scored groups count, trained or not"
 
 
 def test_group_without_signal_is_trained_when_so_configured(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_failed_rewards_refund_the_group_and_do_not_count(tmp_path: Path) -> Non
     (lease,) = ask(queue, num_groups=1)
     finish(queue, lease, status="failed", rewards=(math.nan, math.nan))
     assert queue.summary()["ledger"]["refunded"] == {"failed": 1}
-    assert queue.summary()["reward_first"] is None
+    assert queue.status()["reward"] is None
     assert queue.summary()["outcomes"]["failed"]["rewards_failed"] == 2
 
 

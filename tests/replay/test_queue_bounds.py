@@ -128,8 +128,8 @@ def test_sums_over_sessions_stay_in_the_wire(queue: ReplayQueue) -> None:
     state = GeneratorState()
     for number in range(8):
         state.heartbeat(str(number), 0, GeneratorStats.of(tokens=MAX_NUMBER), 0.0)
-    assert state.tokens == MAX_NUMBER
-    msgpack.packb(state.tokens)
+    assert state.stats.tokens == MAX_NUMBER
+    msgpack.packb(state.stats.tokens)
 
 
 def test_former_sessions_are_forgotten_in_the_end(queue: ReplayQueue) -> None:

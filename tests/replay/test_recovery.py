@@ -729,13 +729,13 @@ def test_statistics_of_a_repeated_ask_count_once_and_sessions_add_up(tmp_path: P
         ask_queue(queue, 0, 0, 1, session="a", number=1, stats=told)
     more = GeneratorStats.of(tokens=4, recomputed_tokens=2, stall_ms=[7.0])
     ask_queue(queue, 0, 0, 1, session="b", number=1, stats=more)
-    assert queue.measure.generators[0].tokens == 14
+    assert queue.measure.generators[0].stats.tokens == 14
     assert queue.summary()["weight_sync"]["stall_ms_mean"] == 6.0
     assert queue.summary()["recomputed_tokens"] == 5
     train(queue, 1)
     kill_queue(queue)
     queue = open_queue(tmp_path, small_config())
-    assert queue.measure.generators[0].tokens == 14
+    assert queue.measure.generators[0].stats.tokens == 14
     queue.store.close()
 
 

@@ -7,7 +7,16 @@ from dataclasses import dataclass, field
 import pytest
 from msgspec import structs
 
-from asyncrl.observe.run_metrics import RunMetrics, StalenessBreakdown, generator_metrics, peaks_bytes, rates, times
+from asyncrl.observe.run_metrics import (
+    RunMetrics,
+    breakdown_of,
+    generator_metrics,
+    group_phases_s,
+    peaks_bytes,
+    rates,
+    staleness_parts,
+    times,
+)
 from asyncrl.observe.stats import GeneratorState, ReportedStats
 from asyncrl.replay.codec import pack_group
 from asyncrl.types import MAX_NUMBER, Lease
@@ -41,7 +50,8 @@ def test_phases_are_fractions_of_the_time_of_all_generators() -> None:
 def test_phases_and_samples_add_up_over_sessions_and_the_memory_is_the_highest() -> None:
     (state,) = generators(STATS)
     state.heartbeat("next", 0, GeneratorStats.of(samples=3, engine_s=1.0, peak_memory_bytes=650), 1.0)
-    assert (state.samples, state.engine_s, state.messages_s, state.peak_memory_bytes) == (33, 6.0, 1.5, 700)
+    stats = state.stats
+    assert (stats.samples, stats.engine_s, stats.messages_s, stats.peak_memory_bytes) == (33, 6.0, 1.5, 700)
 
 
 def test_rates_are_by_second_and_by_device() -> None:
@@ -73,7 +83,7 @@ def test_the_learner_s_phases_are_summed_and_its_peaks_kept_whatever_it_sends() 
         {"learner/forward_s": -1.0, "learner/peak_memory_bytes": float("nan")},
     )):  # fmt: skip
         run.committed(step + 1, [], metrics, float(step), generators=1)
-    assert (run.learner_phases_s["forward"], run.learner_phases_s["backward"]) == (1.5, 0.0)
+    assert (run.learner_s["forward"], run.learner_s["backward"]) == (1.5, 0.0)
     assert run.learner_peaks_bytes == {"learner": 500, "critic": 70}
     run.committed(4, [], {"learner/peak_memory_bytes": float("inf")}, 4.0, generators=1)
     assert run.learner_peaks_bytes["learner"] == MAX_NUMBER
@@ -97,19 +107,19 @@ def trained(version: int, times_s: tuple[float, float, float], by_version: dict[
 
 
 def test_staleness_is_split_at_the_newest_token() -> None:
-    ages = StalenessBreakdown.of([trained(5, (1.0, 3.0, 3.5), {3: 10, 5: 30})], 6, 4.5)
-    assert ages.staleness == {"in_flight": 20 / 40, "in_queue": 1.0}
-    assert ages.phases_s == {"generate": 2.0, "queue": 0.5, "train": 1.0}
-    ages.join(StalenessBreakdown.of([trained(6, (0.0, 1.0, 1.0), {6: 40})], 6, 2.0))
-    assert ages.staleness == {"in_flight": 20 / 80, "in_queue": 40 / 80}
-    assert ages.phases_s == pytest.approx({"generate": 1.5, "queue": 0.25, "train": 1.0})
-    assert set(StalenessBreakdown().staleness.values()) == set(StalenessBreakdown().phases_s.values()) == {0.0}
+    groups = [trained(5, (1.0, 3.0, 3.5), {3: 10, 5: 30})]
+    sums = breakdown_of(groups, 6, 4.5)
+    assert staleness_parts(sums) == {"in_flight": 20 / 40, "in_queue": 1.0}
+    assert group_phases_s(sums) == {"generate": 2.0, "queue": 0.5, "train": 1.0}
+    sums = breakdown_of([*groups, trained(6, (1.5, 2.5, 2.5), {6: 40})], 6, 4.5)
+    assert staleness_parts(sums) == {"in_flight": 20 / 80, "in_queue": 40 / 80}
+    assert group_phases_s(sums) == pytest.approx({"generate": 1.5, "queue": 0.25, "train": 1.5})
+    assert set(staleness_parts({}).values()) == set(group_phases_s({}).values()) == {0.0}
 
 
 def test_phases_of_the_summary_are_fractions_of_a_role_s_time() -> None:
     phases_s = dict.fromkeys(LEARNER_PHASES, 0.0) | {"forward": 1.0, "optimizer": 0.5}
-    learner_s = {"waiting": 1.0, "working": 2.0, "syncing": 0.5, "writing": 0.5}
-    found = times(generators(STATS), learner_s, phases_s)
+    found = times(generators(STATS), phases_s | {"waiting": 1.0, "working": 2.0, "syncing": 0.5, "writing": 0.5})
     assert found["learner"]["working"] == 0.5 and found["learner"]["seconds"] == 4.0
     phases = found["learner"]["phases"]
     assert (phases["forward"], phases["optimizer"], phases["critic"]) == (0.25, 0.125, 0.0)

@@ -7,7 +7,7 @@ from enum import Enum
 from itertools import count
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 import pytest
@@ -21,6 +21,7 @@ from asyncrl.replay.results import RowResults
 from asyncrl.replay.state import GroupEvent, QueueSnapshot, QueueState, Snapshot, event_of, record_of
 from asyncrl.types import Lease, PromptPosition
 from asyncrl.util.durable import of_bytes
+from asyncrl.wire.messages import FolderName
 from tests.helpers.replay import EndlessPrompts, ask_queue, make_group, small_config
 
 LEAST_FIELDS = 90
@@ -30,6 +31,8 @@ LEAST_FIELDS = 90
 def example(kind: Any, numbers: Iterator[int]) -> Any:
     """A value of the type. No two are the same, and every field of a struct differs from its default."""
     origin, args = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return "v000001-00000000" if kind is FolderName else example(args[0], numbers)
     if origin in (Union, UnionType):
         return example(next(arg for arg in args if arg is not NoneType), numbers)
     if origin is Literal:

@@ -16,8 +16,6 @@ from hypothesis import strategies as st
 
 from asyncrl.errors import RunError
 from asyncrl.observe.stats import (
-    CURVE_POINTS,
-    DownsampledSeries,
     OutcomeStats,
     RunningMoments,
     bias_alarms,
@@ -30,7 +28,6 @@ from asyncrl.replay import queue_store as clock_module
 from asyncrl.replay.codec import pack_group
 from asyncrl.replay.queue_store import RunClock
 from asyncrl.types import Lease
-from asyncrl.util.durable import of_bytes, to_bytes
 from tests.helpers.replay import EndlessPrompts, make_group
 
 FLOATS = st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=50)
@@ -45,22 +42,6 @@ def test_mean_does_not_depend_on_the_order(values: list[float], seed: int) -> No
 
 def test_a_value_that_is_not_finite_shows_in_the_mean() -> None:
     assert math.isnan(exact_mean([1.0, math.nan, 2.0]))
-
-
-@pytest.mark.parametrize("length", [1, 5, 30, CURVE_POINTS, CURVE_POINTS + 1, 100_003])
-def test_curve_stays_small_and_knows_its_ends(length: int) -> None:
-    curve = DownsampledSeries()
-    values = np.linspace(0.0, 1.0, length)
-    for value in values.tolist():
-        curve.add(value)
-    assert len(curve.points) <= CURVE_POINTS
-    tenth = max(1, length // 10)
-    tolerance = 1e-12 if length <= CURVE_POINTS else 1e-3
-    assert curve.first_tenth() == pytest.approx(values[:tenth].mean(), abs=tolerance)
-    assert curve.last_tenth() == pytest.approx(values[-tenth:].mean(), abs=tolerance)
-    assert curve.latest == values[-1]
-    stored = to_bytes(DownsampledSeries, curve)
-    assert of_bytes(DownsampledSeries, stored) == curve
 
 
 @given(first=FLOATS, second=FLOATS)
