@@ -30,7 +30,6 @@ from asyncrl.launch.memory import (
     Need,
     Shape,
     cache_bytes,
-    engine_host_parts,
     generator_need,
     host_parts,
     item_bytes,
@@ -38,13 +37,9 @@ from asyncrl.launch.memory import (
     longest_tokens,
     with_changes,
 )
-from asyncrl.replay.journal import FRAME_BYTES
-from asyncrl.util.model_files import replayed_routers
 from asyncrl.util.text import did_you_mean
 
 DEFAULT_TOKENS = 8192
-SHOWN = 6
-"""Number of options that do not fit in the output."""
 LOWERED_BY = {
     "activations": "learner.gradient_checkpointing=true, a smaller learner.tokens_per_microbatch or a larger "
     "learner.sequence_parallel",
@@ -85,10 +80,6 @@ def show_layout(
         raise ConfigError(_refusal(refused, gpus))
     for line in _describe(layout):
         _print(console, line)
-    if refused:
-        _print(console, "\ndoes not fit, nearest first:")
-        for side in refused[:SHOWN]:
-            _print(console, f"  {_why(side)}")
     _write(console, layout.config, out, f"# {card}: {gpus}. Computed by asyncrl plan --model {path} --gpus {gpus}\n")
 
 
@@ -117,31 +108,10 @@ def _describe(layout: Layout) -> Iterator[str]:
     in_host = launch.learners * sum(host_parts(layout.config, layout.shape, launch.learners).values())
     if in_host:
         yield f"\nhost memory of all learner ranks: {in_host / GIB:.0f} GiB (learner.offload)"
-    in_host = sum(engine_host_parts(layout.config, layout.shape).values())
-    if in_host:
-        yield f"\nhost memory of each generator: {in_host / GIB:.0f} GiB of base weights (learner.lora.load: merged)"
-    yield from _queue(layout.config)
     yield (
         f"\ngenerators {layout.generated_per_s:,.0f} tokens/s, learner {layout.trained_per_s:,.0f} tokens/s (roofline, "
         "not measured)"
     )
-
-
-def _queue(config: Config) -> Iterator[str]:
-    model, replay = config.model, config.replay
-    routers = replayed_routers(config.algorithm.routing_replay, model.path, trust_remote_code=model.trust_remote_code)
-    routing = 0 if routers is None else routers.token_bytes
-    trajectories = (replay.max_staleness + 1) * replay.groups_per_step * config.generator.group_size
-    held = trajectories * longest_tokens(config) * (FRAME_BYTES + routing)
-    yield (
-        f"\nreplay queue: at most {held / GIB:.1f} GiB of groups, with trajectories of the greatest length; "
-        f"{replay.max_bytes / GIB:.1f} GiB are kept (replay.max_bytes)"
-    )
-    if routers is not None:
-        yield (
-            f"\nrouting: {routing} bytes a token in messages, queue and journal, in addition to {FRAME_BYTES} "
-            "(algorithm.routing_replay)"
-        )
 
 
 def _sizes(side: Side) -> str:

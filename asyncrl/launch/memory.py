@@ -362,13 +362,6 @@ def staging_parts(config: Config, shape: Shape, *, on_gpu: bool) -> Parts:
     return {"staged weights": staging, "process": STAGING_MARGIN_BYTES}
 
 
-def engine_host_parts(config: Config, shape: Shape) -> Parts:
-    """Returns what a generator keeps in host memory: the base weights that adapters are merged into."""
-    lora = config.learner.lora
-    is_merged = lora.rank and lora.load == "merged"
-    return {"base weights": item_bytes(config.model.dtype) * shape.parameters} if is_merged else {}
-
-
 def _adapter_bytes(config: Config, shape: Shape) -> int:
     lora, size = config.learner.lora, item_bytes(config.model.dtype)
     if not uses_adapter(config):

@@ -39,9 +39,7 @@ TOGETHER = ("learner", "critic")
 """Roles whose ranks are restarted together: each rank waits for the others in every step."""
 NOT_MISSED = ("generator", "reward_model")
 """Roles that are not restarted when nothing is left to generate."""
-EVICTED = (EXIT_TERMINATED, HOST_LOST, -signal.SIGTERM)
-"""Exit codes of roles whose machine is wanted for something else: they never count as failures of the role."""
-BY_CHANCE = (EXIT_SILENT_PEER, -signal.SIGKILL, *EVICTED)
+BY_CHANCE = (EXIT_SILENT_PEER, EXIT_TERMINATED, HOST_LOST, -signal.SIGKILL, -signal.SIGTERM)
 """Exit codes of roles that another process ended or did not answer: two in a row need not have the same cause."""
 
 
@@ -211,12 +209,11 @@ class RoleGroup:
         """The first process that exited with a code that is not in `codes`; None if there is none."""
         return next((role for role in self.processes if role.code is not None and role.code not in codes), None)
 
-    def repeats(self, reason: str, now_s: float, *, by_chance: bool) -> bool:
-        """Records a failure. True if another start would only repeat it: no start has ever worked, and the group failed
-        for this reason the time before, unless that was `by_chance`."""
+    def repeats(self, reason: str, now_s: float) -> bool:
+        """Records a failure. True if no start has ever worked and the group failed for this reason the time before."""
         self.proven |= self.role in UNHEARD and now_s - self.started_s > SETTLED_S
         again, self.former_reason = NUMBER.sub("#", reason) == self.former_reason, NUMBER.sub("#", reason)
-        return again and not self.proven and not by_chance
+        return again and not self.proven
 
 
 class Placer:
@@ -429,7 +426,7 @@ class Supervisor:
             self._report_lost(group.index)
         if group.role == "replay":
             self.answering_s = None
-        if code not in EVICTED and group.repeats(reason, now_s, by_chance=code in BY_CHANCE):
+        if group.repeats(reason, now_s) and code not in BY_CHANCE:
             raise RunError(f"{reason}; it has never worked and failed twice for this reason")
         delay_s = group.history.next(now_s, self._step)
         if delay_s is None:

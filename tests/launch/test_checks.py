@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -139,20 +138,6 @@ def test_bad_input_of_eval(inputs: Path, arguments: list[str], message: str) -> 
     assert message in output
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--model", "."], "data.eval: required, but not set; give Parquet files as data.eval=FILE"),
-        (["--model", "nowhere", "data.eval=data.parquet"], "--model nowhere: no such folder"),
-        (["--model", ".", "data.eval=data.parquet"], "model.path = '.': config.json is missing"),
-    ],
-)
-def test_bad_input_of_eval_without_a_config(inputs: Path, arguments: list[str], message: str) -> None:
-    code, output = asyncrl("eval", *arguments, cwd=inputs)
-    assert (code, output.startswith("error: ")) == (2, True), output
-    assert message in output
-
-
 pytestmark = pytest.mark.timeout(240)
 
 NOT_UTF8 = b"\xff\xfe is no text"
@@ -240,18 +225,9 @@ def test_model_of_the_hub(folder: Path) -> None:
     assert "OWNER/NAME of the hub" in refused_launch(folder, "model.path=qwen")
 
 
-def test_a_taken_port(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.launch.run_dir.is_loopback", lambda host: False)  # loopback addresses have no ports
-    with socket.create_server(("127.0.0.1", 0)) as holder:
-        address = f"127.0.0.1:{holder.getsockname()[1]}"
-        output = refused_launch(folder, f"launch.address={address}")
-    assert f"launch.address = '{address}': port " in output and "or leave it out for a free one" in output, output
-
-
-@pytest.mark.parametrize("arguments", [["--generators", "100000"], ["launch.generators=1025"]])
-def test_generators_have_an_upper_bound(folder: Path, arguments: list[str]) -> None:
-    (_, output) = asyncrl("launch", "--config", "run.yaml", *arguments, cwd=folder)
-    assert re.search(r"launch\.generators = 10\d+: at most 1024: each is a process of this machine", output), output
+def test_generators_have_an_upper_bound(folder: Path) -> None:
+    (_, output) = asyncrl("launch", "--config", "run.yaml", "--generators", "1025", cwd=folder)
+    assert "launch.generators = 1025: at most 1024: each is a process of this machine" in output
 
 
 def test_scale_has_the_same_bound(folder: Path) -> None:
@@ -269,7 +245,7 @@ def test_scale_has_the_same_bound(folder: Path) -> None:
         ("import nowhere_to_be_found", "ModuleNotFoundError: No module named 'nowhere_to_be_found'"),
     ],
 )
-@pytest.mark.parametrize("key", ["rewards=mine.py:score", "rewards=mine:score", "algorithm.loss=mine:score"])
+@pytest.mark.parametrize("key", ["rewards=mine.py:score", "algorithm.loss=mine:score"])
 def test_module_that_ends_the_process(
     folder: Path, code: str, message: str, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,12 +298,6 @@ def test_earlier_results_are_replaced(tmp_path: Path) -> None:
 def test_simulated_workloads_have_ranges(tmp_path: Path, option: str, message: str) -> None:
     made_up = ["mean_tokens=20", "engine_base_ms=3", "learner_token_us=100"]
     assert message in refused(tmp_path, "simulate", *made_up, option)
-
-
-@pytest.mark.parametrize("command", [["simulate"], ["data", "arithmetic", "a.parquet"], ["data", "tiny-model", "m"]])
-def test_seeds_are_not_negative(tmp_path: Path, command: list[str]) -> None:
-    code, output = asyncrl(*command, "--seed=-1", cwd=tmp_path)
-    assert code == 2 and "--seed" in output and "greater than or equal to 0" in output, output
 
 
 def test_a_recipe_that_takes_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -487,10 +457,15 @@ FOLDERS: list[tuple[Callable[[Path], None], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("change", "fault"), FOLDERS)
-@pytest.mark.parametrize("key", ["model.path", "algorithm.reference", "critic.path"])
+@pytest.mark.parametrize(
+    ("key", "change", "fault"),
+    [
+        *(("model.path", change, fault) for change, fault in FOLDERS),
+        *((key, *FOLDERS[0]) for key in ("algorithm.reference", "critic.path")),
+    ],
+)
 def test_folders_that_cannot_be_loaded_are_refused(
-    change: Callable[[Path], None], fault: str, key: str, tmp_path: Path
+    key: str, change: Callable[[Path], None], fault: str, tmp_path: Path
 ) -> None:
     (tmp_path / "whole").mkdir()
     (tmp_path / "changed").mkdir()

@@ -164,6 +164,40 @@ def test_a_bundle_of_the_generators_has_the_gpus_of_one(monkeypatch: pytest.Monk
     assert cluster.reserve(config, "gen", count=1).group[0] == [{"CPU": 4, "GPU": 4}]  # type: ignore[index]
 
 
+@pytest.mark.parametrize(
+    ("bundle", "count", "free", "text"),
+    [
+        (
+            {"CPU": 1},
+            3,
+            False,
+            "3 nodes with 1 cores each are asked for; n1 has 0 of 4 cores free, n2",
+        ),
+        ({"CPU": 2, "GPU": 8}, 2, True, "2 nodes with 8 GPUs and 2 cores each are asked for; n1 has 0 of 8 GPUs and 0"),
+    ],
+)
+def test_a_pool_that_cannot_be_had_is_refused_with_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, bundle: dict[str, float], count: int, free: bool, text: str
+) -> None:
+    """Finally, and after the wait for resources that others use."""
+    from asyncrl.launch import ray_cluster as cluster
+
+    resources = {"CPU": 4, "GPU": 8}
+    nodes = {name: {"NodeManagerHostname": name, "Resources": resources} for name in ("n1", "n2")}
+    monkeypatch.setattr(cluster, "alive_nodes", lambda: nodes)
+    monkeypatch.setattr(cluster, "available_resources_per_node", lambda: {"n2": {"CPU": 2, "GPU": 8}})
+    monkeypatch.setattr(cluster, "INFEASIBLE_S", 0.1)
+    table = {"state": "PENDING", "stats": {"scheduling_state": "QUEUED"}}
+    monkeypatch.setattr(cluster, "placement_group_table", lambda _: table)
+    group = cluster.PoolGroup("gen", bundle, None, count, True, 0.0)  # type: ignore[arg-type]
+    said: list[str] = []
+    with pytest.raises(
+        ConfigError, match=f"^placement.pools.gen: {text}.*: 1 nodes are missing; ask for less"
+    ) as caught:
+        group.wait(timeout_s=0.3, say=said.append)
+    assert str(caught.value).endswith("(waited launch.start_timeout_s = 0.3 s)") == free and said == []
+
+
 def test_a_pool_of_gpus_grows(actor: Actor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Once for each GPU that is missing; what does not come in time is given back."""
     from asyncrl.launch import ray_cluster as module

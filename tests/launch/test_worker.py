@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, MutableMapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ import pytest
 from structlog.testing import capture_logs
 
 from asyncrl import errors
-from asyncrl.launch import fork_server as fork_server_module
 from asyncrl.launch.fork_server import ForkServer, ForkServerError
 from asyncrl.launch.launcher import LocalLauncher, RoleProcess
 from asyncrl.launch.placement import RoleResources
@@ -76,26 +74,6 @@ def test_role_raises_its_limit_of_open_files(tmp_path: Path) -> None:
     command = ["prlimit", "--nofile=256:2000", sys.executable, "-c", code]
     ended = subprocess.run(command, timeout=60, capture_output=True, text=True, check=True)
     assert "(2000, 2000)" in ended.stdout
-
-
-def test_spec_survives_the_pipe() -> None:
-    endpoints = replace(loopback_endpoints(5), critics=("ipc:///x/critic-0",), critic_ranks="ipc:///x/ranks", keys="k")
-    spec = RoleSpec("learner", 1, "runs/x", endpoints, (0, 1), 8, start=3, checkpoint="c", offline="runs/x/retrained/1")
-    again = msgspec.json.decode(msgspec.json.encode(spec), type=RoleSpec)
-    assert (again.endpoints, again.start, again.checkpoint) == (endpoints, 3, "c")
-    assert again.logs == Path("runs/x/retrained/1/logs")
-    assert replace(spec, offline="").logs == Path("runs/x/logs")
-
-
-def test_last_error_can_be_looked_for_from_an_offset(tmp_path: Path) -> None:
-    file = tmp_path / "role.jsonl"
-    file.write_text('{"level": "error", "error": "first"}\n')
-    first_bytes = file.stat().st_size
-    assert last_error(file) == "first"
-    assert last_error(file, start_bytes=first_bytes) == ""
-    with file.open("a") as log:
-        log.write('{"level": "error", "error": "second"}\n{"level": "info", "event": "ended"}\n')
-    assert last_error(file, start_bytes=first_bytes) == "second"
 
 
 WAITING = """
@@ -257,18 +235,6 @@ def test_a_fork_server_that_cannot_fork_says_why(
             fork_server.fork(["-c", "pass"], {}, file.fileno())
     finally:
         fork_server.close()
-
-
-def test_a_fork_server_that_does_not_die_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    fork_server = start_fork_server("tests.launch.fork_server_process")
-    os.kill(fork_server.pid, signal.SIGSTOP)
-    with monkeypatch.context() as patched, capture_logs() as logs:
-        patched.setattr(fork_server_module, "KILL_S", 0.1)
-        patched.setattr(fork_server._process, "send_signal", lambda number: None)
-        fork_server.close()
-    assert [(one["event"], one["pid"]) for one in logs] == [("process does not die of SIGKILL", fork_server.pid)]
-    fork_server._process.kill()
-    fork_server._process.wait(10)
 
 
 def start_role(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterator
-from statistics import fmean
 
 import pytest
 
@@ -32,35 +31,6 @@ def cluster() -> Iterator[RayCluster]:
 def hosts_of(run: Launched, role: str) -> list[str]:
     """The host of each start of a role."""
     return [event["host"] for event in run.events(role) if event["event"] == "started"]
-
-
-def test_pools_that_cannot_be_had_are_refused(launch: Callable[..., Launched], cluster: RayCluster) -> None:
-    """Once finally, with the present and the missing resources; and once after the wait for resources in use."""
-    roles = "placement.roles={generator: gen, learner: train}"
-    pools = "placement.pools={gen: {nodes: 4}, train: {nodes: 1}}"
-    code, output = launch("--steps", "1", roles, pools, *ON_RAY, run="nodes", plain=True).end(timeout_s=100)
-    assert code == 2
-    assert "placement.pools.gen: 4 nodes with 1 cores each are asked for; " in output
-    assert output.count("of 1 cores free") == 3 and output.count("0 of 0 cores free") == 1
-    assert "1 nodes are missing" in output
-    pools = "placement.pools={gen: 8 x gpu, train: {nodes: 1}}"
-    code, output = launch("--steps", "1", roles, pools, *ON_RAY, run="gpus", plain=True).end(timeout_s=100)
-    assert code == 2
-    assert "placement.pools.gen: 8 GPUs with 1 cores each are asked for; " in output
-    assert output.count("has 0 of 0 GPUs") == 4 and "8 GPUs are missing" in output
-
-
-def test_the_demo_learns_over_three_nodes(launch: Callable[..., Launched], cluster: RayCluster) -> None:
-    settings = ["launch.cluster=ray", "launch.start_timeout_s=120", "observe.samples=false"]
-    run = launch("--steps", "100", "--generators", "2", *settings, run="learns", plain=True)
-    code, output = run.end(timeout_s=300)
-    print(output)
-    assert code == 0, output
-    assert len({hosts_of(run, role)[0] for role in ("learner-0", "generator-0", "generator-1")}) == 3
-    rewards = [row["reward/mean"] for row in run.rows()]
-    assert fmean(rewards[:5]) < 0.35 and fmean(rewards[-10:]) > 0.6, rewards
-    check_ledger(run.summary())
-    assert sum(run.summary()["restarts"].values()) == 0
 
 
 def test_nodes_die_while_the_demo_trains(
