@@ -45,7 +45,7 @@ LOWERED_BY = {
     "learner.sequence_parallel",
     "output layer": "a smaller learner.tokens_per_microbatch",
     "weights to send": "weights.staging=buckets, weights.transport=gloo",
-    "staged weights": "weights.transport=gloo",
+    "staged weights": "weights.staging=buckets, weights.transport=gloo",
     "gathered weights": "learner.zero_stage=2",
     "gradients": "more launch.learners, or learner.zero_stage from 2 on",
     "weights": "learner.zero_stage=3, more launch.learners",

@@ -100,7 +100,8 @@ def test_without_a_layout_it_names_the_nearest_and_what_lowers_it() -> None:
     assert code == 2
     assert "--gpus 2xRTX4090-24: no layout is estimated to fit. The nearest:" in output
     assert (
-        "a generator on 1 card: 5" in output and "; lower: a smaller generator.engine_options.max_model_len" in output
+        "a generator on 1 card: 66.6 of" in output
+        and "; lower: a smaller generator.engine_options.max_model_len" in output
     )
     assert "1 learner rank, ZeRO 3, checkpointed" in output and "GiB, of which" in output
 
