@@ -19,9 +19,13 @@ OVERRIDES: list[str] = []
 
 def prepare() -> str:
     """Creates the data and the demo's model if they do not exist. Returns the model's folder."""
-    for recipe, path in (("arithmetic", DATA), ("tiny-model", MODEL)):
-        if not path.exists():
-            subprocess.run([sys.executable, "-m", "asyncrl.cli", "data", recipe, str(path)], check=True, timeout=300)
+    from asyncrl.data.demo import make_demo_rows
+    from asyncrl.data.tiny_model import make_tiny_model
+
+    if not DATA.exists():
+        make_demo_rows("demo", DATA)
+    if not MODEL.exists():
+        make_tiny_model(MODEL)
     return str(MODEL)
 
 

@@ -110,7 +110,7 @@ def long_tailed(model: str, seed: int) -> Round:
     from asyncrl.config.load import load_config
 
     steps = LONG_WARM_STEPS + LONG_STEPS
-    limit = load_config("demo").replay.staleness_limit
+    limit = load_config("demo").replay.max_staleness
     # The last steps train the contents of the queue after generation has ended.
     options = [*settings(model, steps=steps + limit, max_staleness=limit), f"seed={seed}"]
     ours = trained_per_s(launch(options, steps + limit, count="learner/tokens"), steps)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 import tempfile
@@ -14,15 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.frame import CannotRun, Limit, Round, Row
+from benchmarks.frame import Limit, Round, Row
 from benchmarks.worker import Worker, answer, instructions
 
 QUICK_GROUPS = 2
 
 
 def measure(quick: bool) -> Iterator[Round]:
-    if importlib.util.find_spec("trl") is None:
-        raise CannotRun("TRL is not installed: pip install -e .[bench]")
     groups = QUICK_GROUPS if quick else GROUPS
     tokens = float(lengths(groups).sum())
     with ExitStack() as stack:
@@ -51,8 +48,8 @@ def measure(quick: bool) -> Iterator[Round]:
 
 ROW = Row(
     what="trained tokens/s of a learner step on a packed, long-tailed batch",
-    against="the same model in a padded loop of Hugging Face's, and in TRL's GRPOTrainer",
-    limits={"of padded": Limit(2.0), "of TRL": Limit(1.5)},
+    against="the same model in a padded loop of Hugging Face's",
+    limits={"of padded": Limit(2.0)},
     measure=measure,
 )
 
@@ -66,7 +63,6 @@ ROWS = 16
 """Number of sequences in a padded micro-batch."""
 TOKENS_PER_MICROBATCH = ROWS * (PROMPT_TOKENS + MAX_TOKENS)
 LR = 1e-5
-ENDLESS = 1_000_000
 
 
 class Turns:
@@ -209,57 +205,7 @@ def padded(model: str, groups: int, turns: Turns) -> None:
         turns.end()
 
 
-def trl(model: str, groups: int, turns: Turns) -> None:
-    """Runs TRL's GRPOTrainer on the prepared completions and advantages instead of generating them."""
-    import torch
-    from datasets import Dataset
-    from transformers import AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
-
-    turns.wait()
-    all_tokens = [torch.from_numpy(tokens).long() for tokens in sequences(groups)]
-    completions = [tokens[PROMPT_TOKENS:] for tokens in all_tokens]
-    pad = torch.nn.utils.rnn.pad_sequence
-    prompt_ids = torch.stack([tokens[:PROMPT_TOKENS] for tokens in all_tokens])
-    prepared = {
-        "prompt_ids": prompt_ids,
-        "prompt_mask": torch.ones_like(prompt_ids),
-        "completion_ids": pad(completions, batch_first=True),
-        "completion_mask": pad([torch.ones_like(one) for one in completions], batch_first=True),
-        "advantages": torch.from_numpy(advantages(groups)).float(),
-        "num_items_in_batch": torch.tensor(sum(map(len, completions))),
-    }
-
-    class Given(GRPOTrainer):
-        def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-            return dict(prepared)
-
-    class Clock(TrainerCallback):
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            turns.begin()
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            turns.end()
-
-    with tempfile.TemporaryDirectory() as folder:
-        settings = GRPOConfig(
-            output_dir=folder, use_cpu=not torch.cuda.is_available(), max_steps=ENDLESS, learning_rate=LR,
-            per_device_train_batch_size=ROWS, gradient_accumulation_steps=groups * GROUP_SIZE // ROWS,
-            num_generations=GROUP_SIZE, max_completion_length=MAX_TOKENS, beta=0.0, bf16=False, report_to=[],
-            gradient_checkpointing=False, save_strategy="no", logging_strategy="no", disable_tqdm=True,
-        )  # fmt: skip
-        trainer = Given(
-            model=model,
-            reward_funcs=lambda completions, **_: [0.0] * len(completions),
-            args=settings,
-            train_dataset=Dataset.from_dict({"prompt": ["w2"] * groups * 8}),
-            processing_class=AutoTokenizer.from_pretrained(model),
-            callbacks=[Clock()],
-        )
-        trainer.train()
-
-
-WAYS = {"ours": ours, "padded": padded, "TRL": trl}
+WAYS = {"ours": ours, "padded": padded}
 
 if __name__ == "__main__":
     WAYS[sys.argv[1]](sys.argv[2], int(sys.argv[3]), Turns())

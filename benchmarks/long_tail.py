@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.demo import MODEL as DEMO_MODEL
 from benchmarks.demo import prepare
 
 MODEL = Path("demo/long-tail-model")
@@ -25,10 +24,6 @@ END = 1
 PHASES_VARIANCE = 0.3949
 """Variance of the logarithm of a sum of PHASES exponential times."""
 NEVER = 1e-13
-SPACES_MODEL = Path("demo/spaces-model")
-"""The demo's model, with a log-normal number of spaces before its answers."""
-MEDIAN_SPACES, SPACES_SIGMA, MOST_SPACES = 4.0, 1.0, 50
-MAKE_STEPS, MAKE_BATCH, MAKE_LR = 200, 64, 1e-3
 GROUP_SIZE, GROUPS_PER_STEP, RUNNING_GROUPS = 8, 16, 4
 
 
@@ -104,39 +99,3 @@ def _make_model() -> None:
         model.lm_head.weight[:, :VOCABULARY] = table.T
     model.save_pretrained(MODEL)
     make_tokenizer().save_pretrained(MODEL)
-
-
-def make_spaces_model() -> None:
-    """Trains the demo's model to put spaces before its answers; which answer it prefers stays as it is."""
-    import numpy as np
-    import torch
-    from torch.nn.functional import cross_entropy
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from asyncrl.data.demo import sums
-    from asyncrl.data.tiny_model import RIGHT_SHARE
-
-    torch.manual_seed(0)
-    random = np.random.default_rng(0)
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(DEMO_MODEL), AutoTokenizer.from_pretrained(DEMO_MODEL)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=MAKE_LR, weight_decay=0.0)
-    rows = sums()
-    for step in range(MAKE_STEPS):
-        optimizer.param_groups[0]["lr"] = MAKE_LR * (1 - 0.9 * step / MAKE_STEPS)
-        texts = []
-        for index in random.integers(len(rows), size=MAKE_BATCH):
-            prompt, answer, a, b = rows[index]
-            given = random.choice([answer, f"{a:02d}", f"{b:02d}"], p=[RIGHT_SHARE, *[(1 - RIGHT_SHARE) / 2] * 2])
-            spaces = min(int(random.lognormal(np.log(MEDIAN_SPACES), SPACES_SIGMA)), MOST_SPACES)
-            texts.append(f"{prompt}{' ' * spaces}{given}<eos>")
-        batch = tokenizer(texts, return_tensors="pt", padding=True, padding_side="right")
-        labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-        labels[:, : len(rows[0][0])] = -100
-        logits = model(**batch).logits[:, :-1]
-        loss = cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-    model.save_pretrained(SPACES_MODEL)
-    tokenizer.save_pretrained(SPACES_MODEL)

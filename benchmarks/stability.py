@@ -1,8 +1,8 @@
-"""Measures which losses and corrections hold at which staleness: short trainings at a forced staleness, on three tasks.
+"""Measures which losses and corrections hold at which staleness: short runs at a forced staleness, on two tasks.
 
-Every cell (task, candidate, staleness, seed) is a training by the real learner, engine, rewards and environments in one
-process (`lagged.py`), on its own core. Finished cells are kept in a file, so that an interrupted benchmark continues
-where it stopped, and a candidate can be added.
+Every cell (task, candidate, staleness, seed) is an `asyncrl launch` with `replay.min_staleness` at the limit, so that
+all tokens are equally old, however fast the machine is. Finished cells are kept in a file: an interrupted benchmark
+continues where it stopped, and a candidate can be added.
 
     python -m benchmarks.stability                                    # all cells, many hours on two cores
     python -m benchmarks.stability --tasks guess --candidates ppo_clip --staleness 2 --seeds 1
@@ -14,49 +14,30 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from functools import cache
 from itertools import product
 from pathlib import Path
-from queue import SimpleQueue
 from statistics import fmean, median
-from typing import TYPE_CHECKING
 
+from asyncrl.config.load import load_config
 from asyncrl.observe.collapse import REWARD, SMOOTHED_STEPS
-from benchmarks.pretrained import OVERRIDES, make_pretrained
+from benchmarks.demo import launched, rows_of
 
-if TYPE_CHECKING:
-    from asyncrl.learner.distributed import Ranks
-    from asyncrl.wire.endpoints import Endpoints
-
+RUN = "bench-stability"
 RESULTS = Path(__file__).parent / "results" / "stability.jsonl"
 STALENESS = (0, 1, 2, 4, 8)
 SEEDS = 5
-CELLS_PER_PROCESS = 12
-"""At most: DeepSpeed keeps memory of the models that a process has trained."""
 CELL_S = 1800.0
-"""Deadline of a training."""
+"""Deadline of a run."""
 
 FOUR = "learner.minibatches=4"
-PRETRAINED = "pretrained"
 TASKS: dict[str, list[str]] = {
     "demo": ["demo", "steps=60", "learner.warmup_steps=10", "learner.lr_schedule=constant"],
     "guess": ["guess", "steps=45"],
-    "long tail": [
-        "demo", "steps=45", "model.path=demo/spaces-model", "generator.max_new_tokens=53",
-        "replay.groups_per_step=16", "learner.warmup_steps=5", "learner.lr_schedule=constant",
-    ],
-    PRETRAINED: ["demo", "steps=24", *OVERRIDES],
-}  # fmt: skip
-"""The preset of each task, and its overrides. A pretrained model takes several minutes for each training, and only runs
-if it is named."""
+}
+"""The preset of each task, and its overrides."""
 CANDIDATES: dict[str, list[str]] = {
     "decoupled_ppo": ["algorithm.loss=decoupled_ppo"],
     "ppo_clip": ["algorithm.loss=ppo_clip"],
@@ -124,24 +105,15 @@ class Result(Cell):
 
 
 def train(cell: Cell) -> Result:
-    """Trains a cell in this process."""
-    import torch
-
-    from asyncrl.config.load import load_config
-    from asyncrl.config.sections import AUTO
-    from asyncrl.data.rows import count_sources
-    from asyncrl.rewards.table import choose_rewards
-    from benchmarks.lagged import train_lagged
-
-    torch.set_num_threads(1)
+    """Runs a cell. Raises RuntimeError if the run fails."""
     preset, *overrides = TASKS.get(cell.task, [cell.task])
-    overrides += [f"replay.max_staleness={cell.staleness}", "generator.engine=transformers", f"seed={cell.seed}"]
-    config = load_config(preset, [*overrides, *CANDIDATES.get(cell.candidate, [])])
-    if config.rewards == AUTO:
-        rewards = choose_rewards(config, count_sources(config, ["train"]))
-        config = config.model_copy(update={"rewards": rewards})
+    overrides += [f"replay.{bound}_staleness={cell.staleness}" for bound in ("max", "min")]
+    overrides += ["generator.engine=transformers", f"seed={cell.seed}", *CANDIDATES.get(cell.candidate, [])]
     began_s = time.monotonic()
-    steps = list(train_lagged(config, *_group_of_one(), lag=cell.staleness))
+    with launched(RUN, overrides, config=preset) as process:
+        if process.wait(CELL_S):
+            raise RuntimeError(f"{cell}: asyncrl launch ended with code {process.returncode}; see runs/{RUN}/logs")
+    steps = rows_of(RUN)
     rewards = [step["reward/mean"] for step in steps]
     smooth = [fmean(rewards[at : at + SMOOTHED_STEPS]) for at in range(len(rewards) - SMOOTHED_STEPS + 1)]
     figures = {
@@ -155,21 +127,6 @@ def train(cell: Cell) -> Result:
     return Result(**asdict(cell), **{name: float(f"{figure:.4g}") for name, figure in figures.items()})
 
 
-_OPEN = ExitStack()
-"""Keeps the process group: DeepSpeed can be used with one in the life of a process."""
-
-
-@cache
-def _group_of_one() -> tuple[Ranks, Endpoints]:
-    """The process group of this process alone."""
-    from asyncrl.launch.machine import find_port
-    from asyncrl.learner.distributed import process_group
-    from asyncrl.wire.endpoints import Endpoints
-
-    endpoints = Endpoints("bench", "", "", learners=f"tcp://127.0.0.1:{find_port()}")
-    return _OPEN.enter_context(process_group(endpoints, 0, 1, start_timeout_s=60, timeout_s=60)), endpoints
-
-
 def cells(tasks: Sequence[str], candidates: Sequence[str], staleness: Sequence[int], seeds: int) -> Iterator[Cell]:
     """Yields the cells, a complete seed before the next one."""
     for seed, lag, task, candidate in product(range(seeds), staleness, tasks, candidates):
@@ -179,8 +136,6 @@ def cells(tasks: Sequence[str], candidates: Sequence[str], staleness: Sequence[i
 
 def presets(seeds: int) -> Iterator[Cell]:
     """Yields the cells of the presets at their own limits."""
-    from asyncrl.config.load import load_config
-
     for seed, name in product(range(seeds), PRESETS):
         yield Cell(name, AS_SHIPPED, load_config(name).replay.max_staleness, seed)
 
@@ -190,59 +145,13 @@ def read(file: Path) -> list[Result]:
     return [Result(**json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def run(wanted: Sequence[Cell], file: Path, workers: int) -> None:
-    """Trains the cells in separate processes, which append each result to the file."""
-    prepare({cell.task for cell in wanted})
-    cores = SimpleQueue[int]()
-    for core in sorted(os.sched_getaffinity(0))[-workers:]:
-        cores.put(core)
-
-    def train_apart(part: Sequence[Cell]) -> None:
-        core = cores.get()
-        argument = json.dumps([asdict(cell) for cell in part])
-        command = [sys.executable, "-m", "benchmarks.stability", "--results", str(file), "--core", str(core), argument]
-        try:
-            subprocess.run(command, check=True, timeout=CELL_S * len(part))
-        finally:
-            cores.put(core)
-
-    size = max(1, min(CELLS_PER_PROCESS, -(-len(wanted) // workers)))
-    parts = [wanted[at : at + size] for at in range(0, len(wanted), size)]
-    with ThreadPoolExecutor(workers) as threads:
-        for done, _ in enumerate(threads.map(train_apart, parts), start=1):
-            print(f"{min(done * size, len(wanted))} of {len(wanted)}", flush=True)
-
-
-def train_here(cells: Sequence[Cell], file: Path, core: int) -> None:
-    """Trains the cells on a core, and appends each result to the file."""
-    os.sched_setaffinity(0, {core})
-    for cell in cells:
+def run(wanted: Sequence[Cell], file: Path) -> None:
+    """Runs the cells one after the other, and appends each result to the file."""
+    for number, cell in enumerate(wanted, start=1):
         result = train(cell)
         with file.open("a") as lines:
             lines.write(json.dumps(asdict(result)) + "\n")
-        print(
-            f"{result.task}, {result.candidate}, staleness {result.staleness}, seed {result.seed}: {result.end:.2f} at "
-            f"the end, {result.area:.2f} on average, divergence {result.divergence:.3f}, ESS {result.ess:.2f}, "
-            f"{result.seconds:.0f} s",
-            flush=True,
-        )
-    os._exit(0)  # the process group stays open until then
-
-
-def prepare(tasks: set[str]) -> None:
-    """Makes the models and data of the tasks that do not exist."""
-    from rich.console import Console
-
-    from asyncrl.config.load import load_config
-    from asyncrl.launch.checks import run_recipes
-    from benchmarks.long_tail import SPACES_MODEL, make_spaces_model
-
-    for task in sorted(tasks):
-        run_recipes(load_config(TASKS.get(task, [task])[0]), Console())
-        if task == "long tail" and not SPACES_MODEL.exists():
-            make_spaces_model()
-        if task == PRETRAINED:
-            make_pretrained()
+        print(f"{number} of {len(wanted)}: {result}", flush=True)
 
 
 def table(results: Sequence[Result], *, task: str) -> Iterator[str]:
@@ -286,29 +195,21 @@ def _describe(runs: Sequence[Result], on_policy: dict[tuple[str, int], Result]) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--tasks", nargs="*", default=[task for task in TASKS if task != PRETRAINED], choices=list(TASKS)
-    )
+    parser.add_argument("--tasks", nargs="*", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--candidates", nargs="*", default=list(CANDIDATES), choices=list(CANDIDATES))
     parser.add_argument("--staleness", type=int, nargs="*", default=list(STALENESS))
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--presets", action="store_true", help="the presets at their own limits")
-    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="one core each")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--core", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("cells", nargs="?", help=argparse.SUPPRESS)
     parser.add_argument("--show", action="store_true", help="print the tables of the finished cells only")
     options = parser.parse_args()
-    os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    if options.cells:
-        train_here([Cell(**cell) for cell in json.loads(options.cells)], options.results, options.core)
     results = read(options.results)
     if not options.show:
         done = {(result.task, result.candidate, result.staleness, result.seed) for result in results}
         wanted = cells(options.tasks, options.candidates, options.staleness, options.seeds)
         wanted = presets(options.seeds) if options.presets else wanted
         left = [cell for cell in wanted if (cell.task, cell.candidate, cell.staleness, cell.seed) not in done]
-        run(left, options.results, options.workers)
+        run(left, options.results)
         results = read(options.results)
     for task in dict.fromkeys(result.task for result in results if result.candidate in CANDIDATES):
         print("\n".join(table(results, task=task)), end="\n\n")

@@ -1,4 +1,4 @@
-"""Commands that print what a config can contain, and make datasets and small models."""
+"""Commands that print what a config can contain, and make datasets."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from rich.console import Console
 
 from asyncrl.cli.app import OVERRIDES, app
 from asyncrl.config.load import parse_override
-from asyncrl.data.convert import CONVERTERS, convert, describe_skipped
+from asyncrl.data.convert import CONVERTERS, SPLITS, convert, describe_skipped
 from asyncrl.data.files import check_rows_file, write_rows
 from asyncrl.data.rows import ground_truth_text
 from asyncrl.errors import ConfigError
 
-data = typer.Typer(help="Make datasets and small models.", no_args_is_help=True)
+data = typer.Typer(help="Make datasets.", no_args_is_help=True)
 app.add_typer(data, name="data")
 
 
@@ -39,43 +39,6 @@ def list_parts() -> None:
     from asyncrl.launch.registry import print_parts
 
     print_parts(Console())
-
-
-@data.command()
-def arithmetic(
-    out: Annotated[Path, typer.Argument(help="Parquet file to write.")],
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the shuffle.")] = 0,
-    rows: Annotated[int | None, typer.Option(min=1, help="Only the first N rows; all sums when not set.")] = None,
-) -> None:
-    """Make the arithmetic dataset of the demo."""
-    from asyncrl.data.demo import make_arithmetic
-
-    make_arithmetic(out, seed=seed, rows=rows)
-
-
-@data.command()
-def episodes(
-    demo: Annotated[str, typer.Argument(help="The demo: calculator or guess.")],
-    out: Annotated[Path, typer.Argument(help="Parquet file to write.")],
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the shuffle.")] = 0,
-    rows: Annotated[int | None, typer.Option(min=1, help="Only the first N rows; all when not set.")] = None,
-) -> None:
-    """Make the dataset of a demo with an environment."""
-    from asyncrl.data.demo import make_demo_rows
-
-    make_demo_rows(demo, out, seed=seed, rows=rows)
-
-
-@data.command()
-def tiny_model(
-    out: Annotated[Path, typer.Argument(help="Folder to write the model and its tokenizer to.")],
-    demo: Annotated[str, typer.Option(help="The demo that it is for: demo (sums), calculator or guess.")] = "demo",
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the weights and of the warm start.")] = 0,
-) -> None:
-    """Make the tiny, warm-started model of a demo."""
-    from asyncrl.data.tiny_model import make_tiny_model
-
-    make_tiny_model(out, demo=demo, seed=seed)
 
 
 @data.command()
@@ -138,7 +101,7 @@ def _add_converter(name: str) -> None:
         written, skipped = convert(name, folder, out, split=split, instruction=instruction)
         print(f"{out}: {written} rows written, {describe_skipped(skipped)}")
 
-    splits = ", ".join(converter.splits)
+    splits = ", ".join(SPLITS)
     data.command(name, help=f"Convert {converter.data_source} (splits: {splits}) to verl's schema.")(run)
 
 

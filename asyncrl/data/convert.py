@@ -3,7 +3,6 @@ r"""`asyncrl data NAME`: writes downloaded datasets as Parquet files in verl's s
 - GSM8K (arXiv:2110.14168): word problems for grade school, as openai/gsm8k or the first release in JSON lines.
 - MATH (arXiv:2103.03874): competition problems whose solutions have the answer in \boxed{}; the folders of the first
   release (one .json per problem), Parquet files or JSON lines, for all subjects together or one folder per subject.
-- HellaSwag (arXiv:1905.07830): which of four endings continues a text; as Rowan/hellaswag or in JSON lines.
 - HH-RLHF (arXiv:2204.05862): dialogs with a chosen and a rejected last reply. The chosen reply is the ground truth;
   both are in extra_info, for reward models. In Anthropic's files `chosen` and `rejected` are complete transcripts; in
   Dahoas' (`full-hh-rlhf`) they are the replies to the column `prompt`.
@@ -15,7 +14,7 @@ import gzip
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,9 @@ from asyncrl.errors import ConfigError, DataError
 from asyncrl.util.text import last_boxed, unknown_name
 
 Record = dict[str, Any]
-TRAIN_AND_TEST: dict[str, tuple[str, ...]] = {"train": ("train",), "test": ("test",)}
+SPLITS = ("train", "test")
 ANSWER_MARK = "####"
 """Precedes the final answer in a solution of GSM8K."""
-LETTERS = "ABCD"
 SPEAKER = re.compile(r"\n\n(Human|Assistant):")
 SPEAKER_ROLES = {"Human": "user", "Assistant": "assistant"}
 
@@ -57,8 +55,6 @@ class Converter:
     """Appended to the last user message, unless the command overrides it."""
     style: str = "rule"
     """verl's `reward_model.style`: "rule" for rewards from the ground truth, "model" for a reward model."""
-    splits: dict[str, tuple[str, ...]] = field(default_factory=lambda: TRAIN_AND_TEST)
-    """Split -> its names in file names."""
 
 
 class SkippedError(Exception):
@@ -78,13 +74,13 @@ def convert(
     from asyncrl.data.files import check_rows_file, write_rows  # imports pyarrow
 
     converter = CONVERTERS[name]
-    if split not in converter.splits:
-        raise unknown_name("--split", split, converter.splits)
+    if split not in SPLITS:
+        raise unknown_name("--split", split, SPLITS)
     check_rows_file(out)
     suffix = converter.instruction if instruction is None else instruction
     rows: list[Record] = []
     skipped: Counter[str] = Counter()
-    for file in _find_files(folder, converter.forms, names=converter.splits[split]):
+    for file in _find_files(folder, converter.forms, split):
         for index, (where, record) in enumerate(_read_records(file), start=len(rows) + skipped.total()):
             try:
                 example = converter.example(record, file, where)
@@ -114,17 +110,17 @@ def describe_skipped(skipped: Counter[str]) -> str:
     return ", ".join(f"{count} skipped: {reason}" for reason, count in sorted(skipped.items())) or "0 skipped"
 
 
-def _find_files(folder: Path, forms: Sequence[str], *, names: Sequence[str]) -> list[Path]:
+def _find_files(folder: Path, forms: Sequence[str], split: str) -> list[Path]:
     """The files that match the first matching form, in natural sort order."""
     if not folder.is_dir():
         raise ConfigError(f"--from {folder}: no such folder; give the folder that the dataset was downloaded to")
-    patterns = list(dict.fromkeys(form.format(split=name) for form in forms for name in names))
+    patterns = [form.format(split=split) for form in forms]
     for pattern in patterns:
         files = sorted((file for file in folder.glob(pattern) if file.is_file()), key=_natural)
         if files:
             return files
     raise ConfigError(
-        f"--from {folder}: no file of the split {names[0]!r} in it; looked for {', '.join(patterns)}. Give the folder "
+        f"--from {folder}: no file of the split {split!r} in it; looked for {', '.join(patterns)}. Give the folder "
         "that holds them, or another --split"
     )
 
@@ -191,35 +187,6 @@ def _math(record: Record, file: Path, where: str) -> Example:
     return Example(_ask(problem), answer, {"question": problem, "answer": solution, **extra})
 
 
-def _hellaswag(record: Record, file: Path, where: str) -> Example:
-    endings = record.get("endings")
-    if not isinstance(endings, list) or len(endings) != 4 or not all(isinstance(text, str) for text in endings):
-        raise DataError(f"{where}: 'endings' = {endings!r}; it must be a list of four strings")
-    label = record.get("label")
-    if label in (None, ""):
-        raise SkippedError("no label")
-    if str(label) not in {"0", "1", "2", "3"}:
-        raise DataError(f"{where}: 'label' = {label!r}; it must be 0, 1, 2 or 3")
-    if "ctx_a" in record:
-        start, rest = _text_field(record, "ctx_a", where), _text_field(record, "ctx_b", where)
-        context = f"{start} {rest[:1].upper()}{rest[1:]}"
-    else:
-        context = _text_field(record, "ctx", where)
-    topic = without_wikihow_marks(_text_field(record, "activity_label", where))
-    choices = [without_wikihow_marks(ending) for ending in endings]
-    lines = [f"{letter}. {choice}" for letter, choice in zip(LETTERS, choices, strict=True)]
-    question = "\n".join([f"{topic}: {without_wikihow_marks(context)}", "", "How does this go on?", *lines])
-    extra = {name: record[name] for name in ("ind", "source_id", "split_type") if record.get(name) is not None}
-    return Example(_ask(question), LETTERS[int(str(label))], {"choices": choices, **extra})
-
-
-def without_wikihow_marks(text: str) -> str:
-    """The text in which [title] has become the end of a sentence, and [step] and other marks are removed."""
-    text = re.sub(r"([.?!]?)\s*\[title\]", lambda match: f"{match[1] or '.'} ", text)
-    text = re.sub(r"\[[^\]]*\]", " ", text)
-    return re.sub(r"\s+", " ", text).strip().removeprefix(". ")
-
-
 def _hh_rlhf(record: Record, file: Path, where: str) -> Example:
     if "prompt" in record:
         prompt = _text_field(record, "prompt", where).rstrip()
@@ -276,19 +243,6 @@ CONVERTERS = {
             "MATH/{split}/*/*.json",
         ),
         instruction=r"Think step by step, then give the final answer in \boxed{}.",
-    ),
-    "hellaswag": Converter(
-        data_source="Rowan/hellaswag",
-        ability="commonsense",
-        example=_hellaswag,
-        forms=(
-            "data/{split}-*.parquet",
-            "{split}-*.parquet",
-            "hellaswag_{split}.jsonl",
-            "data/hellaswag_{split}.jsonl",
-        ),
-        instruction="Answer with the letter only.",
-        splits={"train": ("train",), "validation": ("validation", "val"), "test": ("test",)},
     ),
     "hh-rlhf": Converter(
         data_source="Anthropic/hh-rlhf",

@@ -1,4 +1,4 @@
-"""The demo's dataset: sums of two numbers, two digits each."""
+"""The rows of the demos: sums of two numbers with two digits each, and the episodes of demos with an environment."""
 
 from __future__ import annotations
 
@@ -16,28 +16,14 @@ from asyncrl.util.text import did_you_mean
 LARGEST = 19
 """Operands are 0 to LARGEST."""
 DATA_SOURCE = "arithmetic"
+SUMS = "demo"
+"""The demo of sums."""
 
 
 def sums() -> list[tuple[str, str, int, int]]:
     """(prompt, answer, first operand, second operand) of every sum."""
     pairs = product(range(LARGEST + 1), repeat=2)
     return [(f"{a:02d}+{b:02d}=", f"{a + b:02d}", a, b) for a, b in pairs]
-
-
-def make_arithmetic(path: Path, *, seed: int = 0, rows: int | None = None) -> None:
-    """Writes all sums, or the first `rows`, shuffled by the seed, in verl's schema."""
-    table: list[dict[str, Any]] = [
-        {
-            "data_source": DATA_SOURCE,
-            "prompt": prompt,
-            "ability": "math",
-            "reward_model": {"style": "rule", "ground_truth": answer},
-            "extra_info": {"operands": [a, b]},
-        }
-        for prompt, answer, a, b in sums()
-    ]
-    Random(seed).shuffle(table)
-    write_rows(path, table[:rows])
 
 
 END = "<eos>"
@@ -114,23 +100,29 @@ DEMOS = {
 
 
 def check_demo(demo: str) -> None:
-    """Raises ConfigError for an unknown demo with an environment."""
-    if demo not in DEMOS:
-        raise ConfigError(f"demo {demo!r}: not one of {', '.join(DEMOS)}{did_you_mean(demo, DEMOS)}")
+    """Raises ConfigError for an unknown demo."""
+    if demo not in (SUMS, *DEMOS):
+        names = [SUMS, *DEMOS]
+        raise ConfigError(f"demo {demo!r}: not one of {', '.join(names)}{did_you_mean(demo, names)}")
 
 
 def make_demo_rows(demo: str, path: Path, *, seed: int = 0, rows: int | None = None) -> None:
-    """Writes all rows of a demo of DEMOS, or the first `rows`, shuffled by the seed, in verl's schema."""
+    """Writes all rows of a demo, or the first `rows`, shuffled by the seed, in verl's schema."""
     check_demo(demo)
-    table = [
-        {
-            "data_source": demo,
-            "prompt": prompt,
-            "ability": demo,
-            "reward_model": {"style": "rule", "ground_truth": truth},
-            "extra_info": {"index": index},
-        }
-        for index, (prompt, truth) in enumerate(DEMOS[demo].rows())
-    ]
+    if demo == SUMS:
+        table = [_row(DATA_SOURCE, "math", prompt, answer, {"operands": [a, b]}) for prompt, answer, a, b in sums()]
+    else:
+        pairs = enumerate(DEMOS[demo].rows())
+        table = [_row(demo, demo, prompt, truth, {"index": index}) for index, (prompt, truth) in pairs]
     Random(seed).shuffle(table)
     write_rows(path, table[:rows])
+
+
+def _row(source: str, ability: str, prompt: str, truth: str, info: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "data_source": source,
+        "prompt": prompt,
+        "ability": ability,
+        "reward_model": {"style": "rule", "ground_truth": truth},
+        "extra_info": info,
+    }

@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 import structlog
@@ -21,25 +22,19 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from asyncrl.data.prompts import Outcome, TrainingRows
 from asyncrl.data.sampler import Order
 from asyncrl.errors import PeerTimeoutError, RunError
-from asyncrl.types import Prompt, PromptPosition
+from asyncrl.types import PromptPosition
 from asyncrl.util.processes import end_with_parent, pin_helper_cpus
 
 log = structlog.get_logger()
 
-AHEAD_PROMPTS = 512
-"""Prompts that are made ahead; each worker has two more rows in progress."""
-AHEAD_BYTES = 64 << 20
-"""Approximate memory of the prompts that are made ahead; there is always room for one."""
-AHEAD_ROWS = 16 * AHEAD_PROMPTS
-"""Rows that are read ahead, including those that are left out."""
+AHEAD_ROWS = 256
+"""Rows that are made ahead; each worker has two more in progress."""
 CLOSE_S = 10.0
 """Deadline for the thread to end."""
 MAX_LOSSES = 3
 """Times in a row that workers may be lost before an outcome arrives."""
 WORKER_LOST = "DataLoader worker"
 """The beginning of the loader's error when a worker process has ended."""
-OVERHEAD_BYTES = 64
-"""Approximate size of a Python object without its contents."""
 
 
 class Made(NamedTuple):
@@ -48,7 +43,6 @@ class Made(NamedTuple):
     outcome: Outcome
     position: PromptPosition
     """The order's position after the row."""
-    num_bytes: int
 
 
 class Pipeline:
@@ -64,15 +58,13 @@ class Pipeline:
         self._rows = rows
         self._workers = workers
         self._timeout_s = timeout_s
-        self._changed = threading.Condition()
-        self._ready: deque[Made] = deque()
-        self._num_bytes = 0
-        self._num_prompts = 0
+        self._ready = SimpleQueue[Made | BaseException]()
+        """What was made and not taken; at the end the error that stopped the thread."""
+        self._room = threading.Semaphore(AHEAD_ROWS)
         self._start = position
         self._drawn_from = position
         """The position after the last outcome that was made."""
         self._loader_state: dict[str, Any] | None = None
-        self._error: BaseException | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="prompts", daemon=True)
         self._thread.start()
@@ -80,26 +72,24 @@ class Pipeline:
     def take(self) -> Outcome:
         """The next outcome; waits for it if it is not ready. Raises PeerTimeoutError at the deadline, RunError when
         workers end again and again, and any error that stopped the thread."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._ready or self._error, self._timeout_s):
-                raise PeerTimeoutError(
-                    f"no prompt came from the pipeline for {self._timeout_s:g} s (half of launch.heartbeat_timeout_s): "
-                    f"{self._next_row()}"
-                )
-            if not self._ready:
-                assert self._error is not None
-                raise self._error
-            made = self._ready.popleft()
-            self._count(made, -1)
-            self.position = made.position
-            self._changed.notify_all()
-            return made.outcome
+        try:
+            made = self._ready.get(timeout=self._timeout_s)
+        except Empty:
+            raise PeerTimeoutError(
+                f"no prompt came from the pipeline for {self._timeout_s:g} s (half of launch.heartbeat_timeout_s): "
+                f"{self._next_row()}"
+            ) from None
+        if isinstance(made, BaseException):
+            self._ready.put(made)
+            raise made
+        self._room.release()
+        self.position = made.position
+        return made.outcome
 
     def close(self) -> None:
         """Ends the thread and the workers. Waits at most CLOSE_S; they end with this process in any case."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self._closed = True
+        self._room.release()
         if threading.current_thread() is not self._thread:
             self._thread.join(CLOSE_S)
 
@@ -112,11 +102,13 @@ class Pipeline:
             except BaseException as error:  # raised where outcomes are taken
                 losses = losses + 1 if self._drawn_from is last else 1
                 last = self._drawn_from
+                self._room.release()
                 if not str(error).startswith(WORKER_LOST):
-                    self._fail(error)
+                    self._ready.put(error)
                     return
                 if losses > MAX_LOSSES:
-                    self._fail(RunError(f"prompt workers ended {losses} times in a row: {error}; {self._next_row()}"))
+                    text = f"prompt workers ended {losses} times in a row: {error}; {self._next_row()}"
+                    self._ready.put(RunError(text))
                     return
                 log.warning("prompt workers lost, starting new ones", error=str(error), workers=self._workers)
 
@@ -135,36 +127,10 @@ class Pipeline:
         if self._loader_state is not None:
             loader.load_state_dict(self._loader_state)
         outcomes = iter(loader)
-        while self._wait_for_room():
+        while self._room.acquire() and not self._closed:
             outcome = next(outcomes)
-            position = sampler.positions.popleft()
-            made = Made(outcome, position, approximate_bytes(outcome) + len(position.sampler))
-            with self._changed:
-                self._ready.append(made)
-                self._count(made, 1)
-                self._drawn_from, self._loader_state = position, loader.state_dict()
-                self._changed.notify_all()
-
-    def _wait_for_room(self) -> bool:
-        """Returns False when the pipeline is closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._has_room())
-            return not self._closed
-
-    def _has_room(self) -> bool:
-        if not self._ready:
-            return True
-        few = self._num_prompts < AHEAD_PROMPTS and len(self._ready) < AHEAD_ROWS
-        return few and self._num_bytes < AHEAD_BYTES
-
-    def _count(self, made: Made, sign: int) -> None:
-        self._num_bytes += sign * made.num_bytes
-        self._num_prompts += sign * isinstance(made.outcome, Prompt)
-
-    def _fail(self, error: BaseException) -> None:
-        with self._changed:
-            self._error = error
-            self._changed.notify_all()
+            self._drawn_from, self._loader_state = sampler.positions.popleft(), loader.state_dict()
+            self._ready.put(Made(outcome, self._drawn_from))
 
     def _next_row(self) -> str:
         """Names the row of the next outcome, for messages."""
@@ -215,23 +181,3 @@ def _start_worker(parent: int, _: int) -> None:
     end_with_parent(parent)
     pin_helper_cpus()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-
-
-def approximate_bytes(outcome: Outcome) -> int:
-    """The approximate memory of an outcome."""
-    if not isinstance(outcome, Prompt):
-        return OVERHEAD_BYTES
-    parts = [outcome.ground_truth, outcome.extra_info, outcome.chat, outcome.text, outcome.columns]
-    return outcome.tokens.nbytes + _size(parts)
-
-
-def _size(value: Any) -> int:
-    match value:
-        case str() | bytes():
-            return OVERHEAD_BYTES + len(value)
-        case dict():
-            return OVERHEAD_BYTES + sum(_size(key) + _size(item) for key, item in value.items())
-        case list():
-            return OVERHEAD_BYTES + sum(map(_size, value))
-        case _:
-            return OVERHEAD_BYTES

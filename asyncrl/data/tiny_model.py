@@ -2,13 +2,16 @@
 
 The warm start of the demo trains on sums, but most of its answers are one of the operands. The model learns all three
 answers and samples the right one about as often as it was shown; only the reward tells them apart. Demos with an
-environment are warm-started on episodes (`demo_episodes.py`).
+environment are warm-started on episodes (`demo.py`).
+
+`python -m asyncrl.data.tiny_model DEMO PATH SEED` makes one in a process of its own.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import sys
 from pathlib import Path
 from random import Random
 
@@ -23,7 +26,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from asyncrl.data.demo import DEMOS, EpisodeDemo, Span, check_demo, sums
+from asyncrl.data.demo import DEMOS, SUMS, EpisodeDemo, Span, check_demo, sums
 from asyncrl.errors import ConfigError
 
 log = structlog.get_logger()
@@ -33,8 +36,6 @@ CHARACTERS = "0123456789+-*= ?<>"
 WINDOW_TOKENS = 64
 RIGHT_SHARE = 0.25
 """Fraction of the warm start's answers that are the sum."""
-SUMS = "demo"
-"""The demo of sums."""
 STEPS = 200
 BATCH, EPISODES = 256, 128
 """Sums, or episodes, of a step."""
@@ -50,8 +51,7 @@ def make_tiny_model(path: Path, *, demo: str = SUMS, seed: int = 0, steps: int |
     Raises ConfigError when the path exists: nothing is ever deleted.
     """
     path = path.absolute()
-    if demo != SUMS:
-        check_demo(demo)
+    check_demo(demo)
     check_model_folder(path)
     torch.manual_seed(seed)
     torch.set_num_threads(1)
@@ -193,3 +193,16 @@ def _answer_logprobs(model: Qwen2ForCausalLM, prompts: Tensor, answers: Tensor) 
     logits = model(input_ids=tokens[:, :-1]).logits[:, prompts.shape[1] - 1 :]
     losses = cross_entropy(logits.flatten(0, 1), answers.flatten(), reduction="none")
     return -losses.view_as(answers)
+
+
+def main() -> None:
+    """Makes the model; an error is one line on standard error."""
+    demo, path, seed = sys.argv[1:]
+    try:
+        make_tiny_model(Path(path), demo=demo, seed=int(seed))
+    except ConfigError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

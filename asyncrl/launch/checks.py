@@ -15,6 +15,7 @@ from rich.console import Console
 
 from asyncrl.config.config import Config
 from asyncrl.config.sections import AUTO, ENVIRONMENT, Rewards
+from asyncrl.data.demo import make_demo_rows
 from asyncrl.data.rows import Split
 from asyncrl.environments.environment import Schema
 from asyncrl.errors import ConfigError, DataError
@@ -61,18 +62,17 @@ def run_recipes(config: Config, console: Console) -> None:
             continue
         if len(files) != 1:
             raise ConfigError(f"recipe = {config.recipe!r}: makes one file, {key} names several")
+        say(console, f"making the rows of {config.recipe} in {files[0]} ...")
         # Demos train on all rows that there can be, so the evaluation rows are a sample of the training rows.
-        rows = [f"--rows={EVAL_ROWS}"] if key == "data.eval" else []
-        recipe = ["arithmetic"] if config.recipe == "demo" else ["episodes", config.recipe]
-        _make(console, recipe, files[0], config.seed, *rows)
+        make_demo_rows(config.recipe, Path(files[0]), seed=config.seed, rows=EVAL_ROWS if key == "data.eval" else None)
     if not Path(config.model.path).exists():
-        _make(console, ["tiny-model"], config.model.path, config.seed, f"--demo={config.recipe}")
+        _make_model(config.recipe, config.model.path, config.seed, console)
 
 
-def _make(console: Console, words: Sequence[str], path: str, seed: int, *options: str) -> None:
-    recipe = " ".join(words)
-    say(console, f"making {recipe} in {path} ...")
-    command = [*PYTHON, "-m", "asyncrl.cli", "data", *words, path, "--seed", str(seed), *options]
+def _make_model(demo: str, path: str, seed: int, console: Console) -> None:
+    """Makes the model in another process: the launcher does without torch."""
+    say(console, f"making the model of {demo} in {path} ...")
+    command = [*PYTHON, "-m", "asyncrl.data.tiny_model", demo, path, str(seed)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         try:
             _, errors = process.communicate(timeout=RECIPE_S)
@@ -83,11 +83,11 @@ def _make(console: Console, words: Sequence[str], path: str, seed: int, *options
             except subprocess.TimeoutExpired:
                 process.kill()
             raise ConfigError(
-                f"making {recipe} in {path} took longer than {RECIPE_S:g} s; make it with `asyncrl data {recipe} "
-                f"{path}` while nothing else uses the machine"
+                f"making the model of {demo} in {path} took longer than {RECIPE_S:g} s; start again while nothing "
+                "else uses the machine"
             ) from None
     if process.returncode:
-        raise ConfigError(f"making {recipe} in {path} failed:\n{errors.strip()}")
+        raise ConfigError(f"making the model of {demo} in {path} failed:\n{errors.strip()}")
 
 
 @dataclass(frozen=True, slots=True)

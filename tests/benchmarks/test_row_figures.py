@@ -64,14 +64,14 @@ def test_policies_after_the_reward_are_not_scored() -> None:
 def test_score_is_the_expected_reward_of_sampled_answers(tmp_path: Path) -> None:
     import torch
 
-    from asyncrl.data.demo import make_arithmetic
+    from asyncrl.data.demo import make_demo_rows
     from asyncrl.data.tiny_model import make_model, make_tokenizer
 
     torch.manual_seed(1)
     policy, tokenizer = make_model(), make_tokenizer()
     policy.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    make_arithmetic(tmp_path / "rows.parquet", rows=20)
+    make_demo_rows("demo", tmp_path / "rows.parquet", rows=20)
     prompts = pq.read_table(tmp_path / "rows.parquet").column("prompt").to_pylist()
     with torch.no_grad():
         logits = policy(input_ids=torch.tensor(tokenizer(prompts)["input_ids"])).logits[:, -1]

@@ -1,29 +1,17 @@
-"""The benchmark of stability: its cells, its tables, and one short training at a forced staleness."""
+"""The benchmark of stability: its cells, its tables."""
 
 from __future__ import annotations
-
-import os
-import subprocess
-import sys
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
-
-import pytest
 
 from benchmarks.stability import (
     AS_SHIPPED,
     CANDIDATES,
     ON_POLICY,
-    Cell,
     Result,
     cells,
     presets,
-    read,
     table,
     table_of_presets,
 )
-from tests.helpers.demo import make_demo
 
 
 def result(
@@ -56,23 +44,3 @@ def test_tables_name_the_runs_that_collapsed() -> None:
         "| ppo_clip |  | 0.60 (0.83), 0.012, 0.50 |",
     ]
     assert list(table_of_presets(results))[1:] == ["| `grpo` | 4 | 0.60, 0.012, 0.50 |"]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_a_cell_is_trained_and_kept(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    make_demo(tmp_path, request.config.cache)
-    command = [
-        sys.executable, "-m", "benchmarks.stability", "--tasks", "demo", "--candidates", "ppo_clip", "--staleness", "2",
-        "--seeds", "1", "--workers", "1", "--results", "kept.jsonl",
-    ]  # fmt: skip
-    how: dict[str, Any] = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}}
-    first = subprocess.run(command, **how, check=True, capture_output=True, text=True, timeout=250)
-    (kept,) = read(tmp_path / "kept.jsonl")
-    assert (kept.task, kept.candidate, kept.staleness, kept.seed) == tuple(
-        asdict(Cell("demo", "ppo_clip", 2, 0)).values()
-    )
-    assert kept.end > 0.4 and not kept.collapsed and 0.0 < kept.divergence < 0.1
-    assert "| ppo_clip |" in first.stdout
-    again = subprocess.run(command, **how, check=True, capture_output=True, text=True, timeout=100)
-    assert len(read(tmp_path / "kept.jsonl")) == 1 and "| ppo_clip |" in again.stdout

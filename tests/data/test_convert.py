@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from asyncrl.cli import app
 from asyncrl.config.load import load_config
-from asyncrl.data.convert import CONVERTERS, without_wikihow_marks
+from asyncrl.data.convert import CONVERTERS
 from asyncrl.data.cursor import PromptCursor
 from asyncrl.data.rows import PromptTable, check_dataset
 from asyncrl.errors import AsyncrlError, ConfigError, DataError
@@ -42,32 +42,6 @@ MATH: Records = [
 MATH500: Records = [
     {"problem": "1+1?", "solution": r"\boxed{2}", "answer": "2", "subject": "Algebra", "level": 3, "unique_id": "a/1"},
     {"problem": "1+2?", "solution": "Count.", "answer": "3", "subject": "Algebra", "level": 1, "unique_id": "a/2"},
-]
-HELLASWAG: Records = [
-    {
-        "ind": 4,
-        "activity_label": "Cooking",
-        "ctx_a": "A man stands in a kitchen.",
-        "ctx_b": "he",
-        "ctx": "A man stands in a kitchen. he",
-        "endings": ["leaves.", "cooks.", "swims.", "[substeps] sings."],
-        "source_id": "activitynet~v_1",
-        "split": "train",
-        "split_type": "indomain",
-        "label": "1",
-    },
-    {
-        "ind": 5,
-        "activity_label": "Home",
-        "ctx_a": "[header] How to sweep [title] Take a broom. [step] Any will do.",
-        "ctx_b": "",
-        "ctx": "[header] How to sweep [title] Take a broom. [step] Any will do.",
-        "endings": ["a", "b", "c", "d"],
-        "source_id": "wikihow~1",
-        "split": "train",
-        "split_type": "indomain",
-        "label": "",
-    },
 ]
 DIALOG = "\n\nHuman: Hello\n\nAssistant: Hi!\n\nHuman: How are you?\n\nSay.\n\nAssistant:"
 HH: Records = [
@@ -97,15 +71,6 @@ def one_each(folder: Path, records: Records) -> None:
         (folder / f"{name}.json").write_text(json.dumps(record))
 
 
-def integer_labels(records: Records) -> Records:
-    """As in the JSON lines of the first release; its test rows have no label at all."""
-    return [
-        {name: int(value) if name == "label" else value for name, value in record.items() if value != ""}
-        | {"ctx_b": record["ctx_b"]}
-        for record in records
-    ]
-
-
 FORMS: list[tuple[str, str, str, Callable[[Path, Records], None], Records]] = [
     ("gsm8k", "train", "main/train-00000-of-00001.parquet", parquet, GSM8K),
     ("gsm8k", "test", "test-00000-of-00001.parquet", parquet, GSM8K),
@@ -116,10 +81,6 @@ FORMS: list[tuple[str, str, str, Callable[[Path, Records], None], Records]] = [
     ("math", "train", "data/train-00000-of-00001.parquet", parquet, MATH),
     ("math", "test", "algebra/test-00000-of-00001.parquet", parquet, MATH),
     ("math", "train", "train.jsonl", json_lines, MATH),
-    ("hellaswag", "train", "data/train-00000-of-00001.parquet", parquet, HELLASWAG),
-    ("hellaswag", "validation", "data/validation-00000-of-00001.parquet", parquet, HELLASWAG),
-    ("hellaswag", "validation", "hellaswag_val.jsonl", json_lines, integer_labels(HELLASWAG)),
-    ("hellaswag", "train", "data/hellaswag_train.jsonl", json_lines, integer_labels(HELLASWAG)),
     ("hh-rlhf", "train", "helpful-base/train.jsonl.gz", json_lines, HH),
     ("hh-rlhf", "test", "test.jsonl.gz", json_lines, HH),
     ("hh-rlhf", "train", "harmless-base/train.jsonl", json_lines, HH),
@@ -128,7 +89,6 @@ FORMS: list[tuple[str, str, str, Callable[[Path, Records], None], Records]] = [
 WANTED = {
     "gsm8k": (["48", "1002"], "2 rows written, 0 skipped"),
     "math": ([r"\frac{1}{2}", "4"], r"2 rows written, 1 skipped: no answer in \boxed{}"),
-    "hellaswag": (["B"], "1 rows written, 1 skipped: no label"),
     "hh-rlhf": (
         ["Fine."],
         "1 rows written, 1 skipped: chosen and rejected answer different dialogs, 1 skipped: empty reply, "
@@ -228,33 +188,6 @@ def test_the_answer_is_in_the_last_box(solution: str, answer: str | None) -> Non
     assert last_boxed(solution) == answer
 
 
-def test_hellaswag_asks_for_a_letter(tmp_path: Path) -> None:
-    parquet(tmp_path / "data/train-00000-of-00001.parquet", HELLASWAG)
-    run("hellaswag", tmp_path, tmp_path / "out.parquet")
-    row = table(tmp_path, tmp_path / "out.parquet")[0]
-    assert row["prompt"][0]["content"] == (
-        "Cooking: A man stands in a kitchen. He\n\nHow does this go on?\nA. leaves.\nB. cooks.\nC. swims.\nD. sings."
-        "\n\nAnswer with the letter only."
-    )
-    assert row["extra_info"]["choices"] == ["leaves.", "cooks.", "swims.", "sings."]
-
-
-@pytest.mark.parametrize(
-    ("text", "cleaned"),
-    [
-        (
-            "[header] How to sweep [title] Take a broom. [step] Any  will do.",
-            "How to sweep. Take a broom. Any will do.",
-        ),
-        ("Ready? [title]Go", "Ready? Go"),
-        ("[title] Go.", "Go."),
-        ("He cooks.", "He cooks."),
-    ],
-)
-def test_marks_of_wikihow_go(text: str, cleaned: str) -> None:
-    assert without_wikihow_marks(text) == cleaned
-
-
 def test_hh_rlhf_keeps_both_replies(tmp_path: Path) -> None:
     json_lines(tmp_path / "helpful-base/train.jsonl.gz", HH)
     json_lines(tmp_path / "harmless-base/train.jsonl.gz", HH)
@@ -285,15 +218,13 @@ def test_replies_to_a_prompt_are_the_same_rows_as_transcripts(tmp_path: Path) ->
         ("gsm8k", {"question": "?"}, "line 2: 'answer' is missing; the fields are question"),
         ("gsm8k", {"question": 1, "answer": "#### 1"}, "line 2: 'question' = 1; it must be a string"),
         ("math", {"problem": "?", "solution": None}, "line 2: 'solution' = None; it must be a string"),
-        ("hellaswag", HELLASWAG[0] | {"label": "4"}, "line 2: 'label' = '4'; it must be 0, 1, 2 or 3"),
-        ("hellaswag", HELLASWAG[0] | {"endings": ["a"]}, "'endings' = ['a']; it must be a list of four strings"),
         ("hh-rlhf", {"chosen": "Hello", "rejected": "Bye"}, "line 2: 'chosen' does not begin with 'Human:' or"),
         ("hh-rlhf", [], "line 2: list; it must be a JSON object"),
     ],
 )
 def test_malformed_records_are_named(tmp_path: Path, name: str, record: Any, message: str) -> None:
-    good = {"gsm8k": GSM8K, "math": MATH, "hellaswag": HELLASWAG, "hh-rlhf": HH}[name][0]
-    file = tmp_path / ("hellaswag_train.jsonl" if name == "hellaswag" else "train.jsonl")
+    good = {"gsm8k": GSM8K, "math": MATH, "hh-rlhf": HH}[name][0]
+    file = tmp_path / "train.jsonl"
     json_lines(file, [good, record])
     out = tmp_path / "out.parquet"
     with pytest.raises(DataError) as error:

@@ -13,7 +13,7 @@ import pytest
 
 from asyncrl.config.config import Config
 from asyncrl.config.load import load_config
-from asyncrl.data.demo import make_arithmetic
+from asyncrl.data.demo import make_demo_rows
 from asyncrl.data.files import write_rows
 from asyncrl.data.rows import PromptTable, check_dataset, count_sources
 from asyncrl.errors import ConfigError, DataError
@@ -200,7 +200,7 @@ def test_extra_info_is_a_struct(dataset: Write) -> None:
 
 def test_arithmetic_is_right_and_the_same_for_a_seed(tmp_path: Path) -> None:
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        make_arithmetic(tmp_path / f"{name}.parquet", seed=seed)
+        make_demo_rows("demo", tmp_path / f"{name}.parquet", seed=seed)
     config = load_config(None, {"model.path": "m", "data.train": str(tmp_path / "a.parquet")})
     table = PromptTable(config)
     assert len(table) == 400
@@ -215,7 +215,7 @@ def test_arithmetic_is_right_and_the_same_for_a_seed(tmp_path: Path) -> None:
 
 def test_some_rows_of_the_arithmetic_are_the_first_ones(tmp_path: Path) -> None:
     for name, rows in (("all", None), ("some", 100)):
-        make_arithmetic(tmp_path / f"{name}.parquet", seed=3, rows=rows)
+        make_demo_rows("demo", tmp_path / f"{name}.parquet", seed=3, rows=rows)
     everything, some = (pq.read_table(tmp_path / f"{name}.parquet") for name in ("all", "some"))
     assert (everything.num_rows, some.num_rows) == (400, 100)
     assert some.equals(everything.slice(0, 100))

@@ -15,7 +15,7 @@ def make_demo(folder: Path, cache: pytest.Cache) -> Path:
     """`folder` with `demo/` in it, as the project's own commands make it."""
     from asyncrl.data import demo as arithmetic
 
-    arithmetic.make_arithmetic(folder / "demo" / "arithmetic.parquet")
+    arithmetic.make_demo_rows("demo", folder / "demo" / "arithmetic.parquet")
     _copy_model(folder / "demo" / "model", cache)
     return folder
 

@@ -24,6 +24,7 @@ from asyncrl.cli.evaluate import check_out
 from asyncrl.config.config import Config
 from asyncrl.config.load import load_config
 from asyncrl.data import tiny_model
+from asyncrl.data.demo import make_demo_rows
 from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.errors import ConfigError
 from asyncrl.launch import checks
@@ -303,7 +304,7 @@ def test_simulated_workloads_have_ranges(tmp_path: Path, option: str, message: s
 def test_a_recipe_that_takes_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "RECIPE_S", 0.3)
     values = {"data.train": __file__, "recipe": "demo", "model.path": str(tmp_path / "model")}
-    with pytest.raises(ConfigError, match=r"making tiny-model in .* took longer than 0\.3 s; make it with `asyncrl da"):
+    with pytest.raises(ConfigError, match=r"making the model of demo in .* took longer than 0\.3 s"):
         run_recipes(load_config(None, values), Console(quiet=True))
     assert list(tmp_path.iterdir()) == []
 
@@ -319,14 +320,10 @@ def foreign(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (["data", "tiny-model", "theirs"], "theirs: exists; give another path, or delete it yourself"),
-        (["data", "tiny-model", "theirs/thesis.txt"], "thesis.txt: exists; give another path"),
-        (["data", "arithmetic", "theirs"], "theirs: is a folder; give the name of a file"),
-        (["data", "arithmetic", "theirs/thesis.txt"], "thesis.txt: exists and was not written by this command"),
-        (["data", "arithmetic", "theirs/rows.parquet"], "rows.parquet: exists and was not written by this command"),
         (["data", "gsm8k", "--from", ".", "--out", "theirs"], "theirs: is a folder"),
         (["data", "math", "--from", ".", "--out", "theirs/rows.parquet"], "exists and was not written by this command"),
-        (["data", "arithmetic", "/proc/nowhere/rows.parquet"], "/proc/nowhere/rows.parquet: cannot be written: "),
+        (["data", "gsm8k", "--from", ".", "--out", "theirs/thesis.txt"], "thesis.txt: exists and was not written by"),
+        (["data", "gsm8k", "--from", ".", "--out", "/proc/nowhere/rows"], "/proc/nowhere/rows: cannot be written: "),
     ],
 )
 def test_no_command_replaces_what_it_did_not_make(tmp_path: Path, command: list[str], message: str) -> None:
@@ -337,11 +334,16 @@ def test_no_command_replaces_what_it_did_not_make(tmp_path: Path, command: list[
     assert list(tmp_path.iterdir()) == [theirs], "no files remain"
 
 
-def test_a_command_may_replace_its_own_files(tmp_path: Path) -> None:
-    for rows in ("9", "3"):
-        assert asyncrl("data", "arithmetic", "new/rows.parquet", "--rows", rows, cwd=tmp_path) == (0, "")
+def test_rows_of_a_demo_replace_their_own_file(tmp_path: Path) -> None:
+    for rows in (9, 3):
+        make_demo_rows("demo", tmp_path / "new/rows.parquet", rows=rows)
     assert pq.read_metadata(tmp_path / "new/rows.parquet").num_rows == 3
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["rows.parquet"]
+
+
+def test_a_model_replaces_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"theirs: exists; give another path, or delete it yourself"):
+        make_tiny_model(foreign(tmp_path))
 
 
 @pytest.mark.slow

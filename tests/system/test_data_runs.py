@@ -12,7 +12,7 @@ import pytest
 
 from asyncrl.config.load import load_config
 from asyncrl.data.cursor import PromptCursor
-from asyncrl.data.demo import make_arithmetic
+from asyncrl.data.demo import make_demo_rows
 from tests.helpers.runs import SMALL, Launched, check_ledger
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
@@ -104,7 +104,7 @@ def test_own_dataset_sampler_and_filter_and_the_same_order_after_a_kill(
 def test_the_results_of_rows_survive_a_kill_of_the_queue(
     launch: Callable[..., Launched], asyncrl: Callable[..., str], tmp_path: Path
 ) -> None:
-    make_arithmetic(tmp_path / "few.parquet", rows=16)
+    make_demo_rows("demo", tmp_path / "few.parquet", rows=16)
     run = launch(*SMALL, f"data.train={tmp_path}/few.parquet", "steps=8", "rewards=exact")
     run.wait_for_step(4)
     os.kill(run.pid("replay"), signal.SIGKILL)
