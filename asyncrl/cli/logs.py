@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,14 +12,12 @@ from rich.text import Text
 from asyncrl.errors import ConfigError
 from asyncrl.launch.run_dir import is_running
 from asyncrl.launch.worker import ROLES
-from asyncrl.observe.logs import LEVELS, LineReader, LogEntry, RoleLog, merged, plain_line
+from asyncrl.observe.logs import LEVELS, LogEntry, RoleLog, merged
 from asyncrl.util.text import did_you_mean, unknown_name
 
 POLL_S = 0.3
 KINDS = ("launcher", *ROLES)
 """Roles that a run may have, without their numbers."""
-SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
-"""Seconds of the units of `--since`."""
 STYLES = {"warning": "yellow", "error": "red", "critical": "bold red"}
 
 
@@ -32,25 +28,20 @@ def show_logs(
     *,
     follow: bool = False,
     level: str = "debug",
-    since: str | None = None,
-    output: bool = False,
 ) -> None:
     """Prints the logs of these roles, or of all; with `follow` also new entries, until the run ends or Ctrl-C. Raises
     ConfigError for an unknown run, role or level."""
     if level not in LEVELS:
         raise unknown_name("--level", level, LEVELS)
-    since_s = 0.0 if since is None else time.time() - _seconds(since)
     folder = run_dir / "logs"
     _check_run(run_dir)
     _check_roles(run_dir, roles, may_come=follow and is_running(run_dir))
-    view = _View(folder, roles, console, level=level, since_s=since_s)
+    view = _View(folder, roles, console, level=level)
     try:
         while follow and is_running(run_dir):
             view.print_new()
             time.sleep(POLL_S)
         view.print_new(with_rest=True)
-        if output:
-            view.print_output()
     except KeyboardInterrupt:
         return
     if follow:
@@ -60,9 +51,8 @@ def show_logs(
 class _View:
     """Prints the logs in a folder, in which files of further roles may appear."""
 
-    def __init__(self, folder: Path, roles: Sequence[str], console: Console, *, level: str, since_s: float) -> None:
-        self._folder, self._roles, self._console = folder, roles, console
-        self._level, self._since_s = level, since_s
+    def __init__(self, folder: Path, roles: Sequence[str], console: Console, *, level: str) -> None:
+        self._folder, self._roles, self._console, self._level = folder, roles, console, level
         self._logs: dict[str, RoleLog] = {}
         self._width = 0
         """Characters of the longest role that was printed."""
@@ -71,19 +61,11 @@ class _View:
         """Prints the entries that came since the last time."""
         for path in sorted(self._folder.glob("*.jsonl")):
             if path.stem not in self._logs and _is_chosen(path.stem, self._roles):
-                self._logs[path.stem] = RoleLog(path, level=self._level, since_s=self._since_s)
+                self._logs[path.stem] = RoleLog(path, level=self._level)
         self._width = max([self._width, *map(len, self._logs)])
         for entry in merged(self._logs.values(), with_rest=with_rest):
             self._print(entry)
         self._console.file.flush()
-
-    def print_output(self) -> None:
-        """Prints the output of each role that is not in its log."""
-        for path in sorted(self._folder.glob("*.out")):
-            if _is_chosen(path.stem, self._roles) and path.stat().st_size:
-                self._console.print(f"\n{path}:", style="bold", highlight=False, markup=False, soft_wrap=True)
-                for line in LineReader(path).lines(with_rest=True):
-                    print(plain_line(line), file=self._console.file)
 
     def _print(self, entry: LogEntry) -> None:
         self._width = max(self._width, len(entry.role))
@@ -92,19 +74,6 @@ class _View:
             print(text, file=self._console.file)  # not by rich, which takes a hundred times as long
         else:
             self._console.print(Text(text, style), soft_wrap=True)
-
-
-def _seconds(since: str) -> float:
-    """The seconds of a duration such as 10m. Raises ConfigError."""
-    duration = re.fullmatch(r"([0-9.]+)\s*([a-zA-Z/]+)", since.strip())
-    try:
-        seconds = float(duration[1]) * SECONDS[duration[2]] if duration else math.nan
-    except (ValueError, KeyError):
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        units = ", ".join(SECONDS)
-        raise ConfigError(f"--since {since}: must be a number above 0 with a unit, one of {units}, as in 10m")
-    return seconds
 
 
 def _is_chosen(name: str, roles: Sequence[str]) -> bool:

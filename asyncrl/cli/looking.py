@@ -36,13 +36,11 @@ def logs(
     ] = None,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the run has ended, or Ctrl-C.")] = False,
     level: Annotated[str, typer.Option(help="Lowest level: debug, info, warning, error or critical.")] = "debug",
-    since: Annotated[str | None, typer.Option(help="Only what is at most so old, as in 90s, 10m, 2h or 1d.")] = None,
-    output: Annotated[bool, typer.Option("--output", help="At the end, what roles wrote beside their logs.")] = False,
 ) -> None:
     """Print the logs of a run's roles, by time. Exit code 2: unknown run or role."""
     from asyncrl.cli.logs import show_logs
 
-    show_logs(run_folder(run), roles or (), Console(), follow=follow, level=level, since=since, output=output)
+    show_logs(run_folder(run), roles or (), Console(), follow=follow, level=level)
 
 
 @app.command()

@@ -109,8 +109,6 @@ def retrain(
             help="Settings of algorithm, learner and critic, launch.learners, or steps.",
         ),
     ] = None,
-    loss: Annotated[str | None, typer.Option(help="Policy loss, with its default options.")] = None,
-    lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
     start: Annotated[int, typer.Option(min=0, help="Step of the run's checkpoint to start from; 0: its model.")] = 0,
     samples: Annotated[
         Path | None, typer.Option(help="File of `asyncrl samples --out` with the trajectories to train, by step.")
@@ -123,9 +121,7 @@ def retrain(
     failed, or with unchanged settings the weights came out different, 2: bad configuration, 130: interrupted."""
     from asyncrl.cli.retrain import retrain as retrain_run
 
-    settings: dict[str, Any] = {"algorithm.loss": loss, "algorithm.loss_options": {}} if loss is not None else {}
-    settings |= {"learner.lr": lr} if lr is not None else {}
-    settings |= dict(parse_override(text) for text in overrides or [])
+    settings = dict(parse_override(text) for text in overrides or [])
     raise typer.Exit(retrain_run(folder, settings, Console(), out=out, start_step=start, samples=samples))
 
 

@@ -370,8 +370,6 @@ class EnvironmentConfig(Section):
     """Time limit of an episode."""
     step_timeout_s: float = Field(default=60.0, gt=0.0)
     """Time limit of one call of an environment."""
-    retries: int = Field(default=1, ge=0)
-    """Retries of an episode whose environment failed, after 1, 2, 4 ... 30 s, before the episode counts as failed."""
 
 
 class Sampling(MappingValue):

@@ -34,8 +34,8 @@ MEAN_POLLS = 8
 """Polls over which first turns are averaged."""
 MAX_HOST_LOSSES = 3
 """Tries of an episode whose host died that do not count as retries."""
-BACK_OFF_S, MAX_BACK_OFF_S = 1.0, 30.0
-"""Pause before the first retry of an episode, doubled for each further one; and the longest pause."""
+RETRIES, RETRY_PAUSE_S = 1, 1.0
+"""Retries of an episode whose environment failed, before it counts as failed, and the pause before one."""
 
 
 @dataclass(slots=True)
@@ -309,8 +309,8 @@ class Episodes:
         pause_s = 0.0
         if ended.ended == "host" and episode.host_losses < MAX_HOST_LOSSES:
             episode.host_losses += 1
-        elif episode.tries < self._config.environment.retries:
-            pause_s = min(BACK_OFF_S * 2**episode.tries, MAX_BACK_OFF_S)
+        elif episode.tries < RETRIES:
+            pause_s = RETRY_PAUSE_S
             episode.tries += 1
         else:
             return False

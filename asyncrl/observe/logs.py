@@ -161,19 +161,18 @@ class LineReader:
 
 
 class RoleLog:
-    """The log of a role; `level` is the lowest that is read, `since_s` the earliest time in seconds since the epoch."""
+    """The log of a role; `level` is the lowest that is read."""
 
-    def __init__(self, path: Path, *, level: str, since_s: float) -> None:
+    def __init__(self, path: Path, *, level: str) -> None:
         self._reader = LineReader(path)
         self._levels = {"", *LEVELS[LEVELS.index(level) :]}
-        self._since_s = since_s
         self._last = LogEntry(0.0, path.stem, "", ())
 
     def new_entries(self, *, with_rest: bool) -> Iterator[LogEntry]:
         """Yields the entries that were not read yet, with lines that are none; `with_rest` as for LineReader."""
         for line in self._reader.lines(with_rest=with_rest):
             self._last = entry = parse_entry(line, self._last)
-            if entry.time_s >= self._since_s and entry.level in self._levels:
+            if entry.level in self._levels:
                 yield entry
 
 

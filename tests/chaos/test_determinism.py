@@ -95,7 +95,9 @@ def test_training_from_the_journal_alone_has_the_same_weights(
     output = offline(preloaded, demo_folder, str(run.run_dir), "--out", "again")
     assert "weights identical" in output and "yes" in output
     assert same(weights(demo_folder / "again" / "model"), weights(run.run_dir / "model"))
-    output = offline(preloaded, demo_folder, str(run.run_dir), "--loss", "cispo", "--lr", "1e-4", "--out", "other")
+    output = offline(
+        preloaded, demo_folder, str(run.run_dir), "algorithm.loss=cispo", "learner.lr=1e-4", "--out", "other"
+    )
     assert not same(weights(demo_folder / "other" / "model"), weights(run.run_dir / "model"))
     assert "learner/loss" in output
     journal = JournalSamples(run.run_dir / "journal")

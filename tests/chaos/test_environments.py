@@ -116,7 +116,6 @@ def settings(demo_folder: Path, tmp_path: Path) -> list[str]:
         f"environment.name={{{names}, command: 'agent:{sys.executable} -S -E {program}'}}",
         f"environment.python={sys.executable}",
         "environment.hosts=2",
-        "environment.retries=2",
         "launch.generators=2",
         "journal.retention=all",
     ]

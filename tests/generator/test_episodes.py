@@ -29,12 +29,12 @@ from asyncrl.wire.service_messages import EpisodeEnded, NextTurn
 MakeEngine = Callable[..., Engine]
 OBSERVATION = [9, 10, 11]
 TURNS = 3
-BACK_OFF_S = 0.02
+RETRY_PAUSE_S = 0.02
 
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(episodes, "BACK_OFF_S", BACK_OFF_S)
+    monkeypatch.setattr(episodes, "RETRY_PAUSE_S", RETRY_PAUSE_S)
 
 
 @dataclass
@@ -217,7 +217,7 @@ def test_a_failed_episode_is_tried_again_and_its_tokens_are_counted(
     loop, client, _ = episode_loop(model_path, engine, pool, policies, groups=1)
     finish(loop, client, 1)
     first_s, second_s = pool.started_s["0.0.1"]
-    assert second_s - first_s > BACK_OFF_S
+    assert second_s - first_s > RETRY_PAUSE_S
     (group,) = client.groups
     first, second = (member.episode for member in group.trajectories)
     lost = sum(len(one.tokens) for one in engine.sampled["0.0.1"][:2])

@@ -38,7 +38,6 @@ def folder(tmp_path: Path) -> Path:
     (logs / "learner-0.jsonl").write_text(entry("step done", ago_s=60, step=1) + entry("late", ago_s=2, level="error"))
     for index in range(2):
         (logs / f"generator-{index}.jsonl").write_text(entry(f"up {index}", ago_s=100 - index, level="warning"))
-        (logs / f"generator-{index}.out").write_text(f"INFO of \x1b[32mengine\x1b[0m {index}\nhalf")
     return tmp_path
 
 
@@ -54,8 +53,7 @@ ALL += ["launcher last"]
         (["one", "generator"], [1, 2]),
         (["one", "generator-1", "learner"], [2, 3, 4]),
         (["one", "--level", "warning"], [1, 2, 4]),
-        (["one", "--since", "10m"], [1, 2, 3, 4, 5]),
-        (["one", "launcher", "-f", "--since", "1h"], [5]),
+        (["one", "launcher", "-f"], [0, 5]),
     ],
 )
 def test_entries_of_the_chosen_roles_by_time(folder: Path, arguments: list[str], numbers: list[int]) -> None:
@@ -63,14 +61,6 @@ def test_entries_of_the_chosen_roles_by_time(folder: Path, arguments: list[str],
     assert code == 0, output
     lines = [line for line in output.splitlines() if not line.endswith("the run has ended")]
     assert [" ".join((line.split()[2], *line.split()[4:])) for line in lines] == [ALL[number] for number in numbers]
-
-
-def test_output_is_at_the_end(folder: Path) -> None:
-    _, output = asyncrl("logs", "one", "generator", "--output", cwd=folder)
-    assert output.partition("\n\n")[2] == (
-        "runs/one/logs/generator-0.out:\nINFO of engine 0\nhalf\n\n"
-        "runs/one/logs/generator-1.out:\nINFO of engine 1\nhalf\n"
-    )
 
 
 @pytest.mark.parametrize(
@@ -85,8 +75,6 @@ def test_output_is_at_the_end(folder: Path) -> None:
         (["one", "critic"], "critic: runs/one has no such role (of generator-0, generator-1, launcher, learner-0)"),
         (["one", "critic", "-f"], "critic: runs/one has no such role"),
         (["one", "--level", "loud"], "--level = 'loud': there is no such one (of debug, info, warning, error, critic"),
-        (["one", "--since", "10"], "--since 10: must be a number above 0 with a unit, one of s, m, h, d, as in 10m"),
-        (["one", "--since", "-1m"], "--since -1m: must be a number above 0"),
     ],
 )
 def test_what_is_not_there_is_refused(folder: Path, arguments: list[str], message: str) -> None:

@@ -218,8 +218,8 @@ def test_endpoints_are_accessible_to_their_owner_while_the_run_is_live() -> None
         (["retrain", "runs/nowhere"], "runs/nowhere: not the folder of a run, config.yaml is missing"),
         (["retrain", "runs/one", "seed=3"], "seed: it was 0, now 3"),
         (["retrain", "runs/one", "learner.zero_stage=2"], "learner.zero_stage: it was 0, now 2"),
-        (["retrain", "runs/one", "--loss", "cispoo"], "model.path = 'model': no such folder"),
-        (["retrain", "runs/one", "--lr", "-1"], "learner.lr = -1.0: input should be greater than 0"),
+        (["retrain", "runs/one", "algorithm.loss=cispoo"], "model.path = 'model': no such folder"),
+        (["retrain", "runs/one", "learner.lr=-1"], "learner.lr = -1: input should be greater than 0"),
     ],
 )
 def test_commands_refuse_impossible_values(arguments: list[str], message: str) -> None:

@@ -119,7 +119,7 @@ def test_logs_are_merged_by_time(tmp_path_factory: pytest.TempPathFactory, times
     for role, seconds in times.items():
         lines = (entry(second, str(number)) + "\n" for number, second in enumerate(seconds))
         (folder / f"{role}.jsonl").write_text("".join(lines))
-    logs = [RoleLog(folder / f"{role}.jsonl", level="debug", since_s=0.0) for role in times]
+    logs = [RoleLog(folder / f"{role}.jsonl", level="debug") for role in times]
     found = list(merged(logs, with_rest=True))
     assert [one.time_s for one in found] == sorted(one.time_s for one in found)
     for role, seconds in times.items():
@@ -127,11 +127,8 @@ def test_logs_are_merged_by_time(tmp_path_factory: pytest.TempPathFactory, times
     assert list(merged(logs, with_rest=True)) == [], "each entry is read once"
 
 
-def test_levels_and_times_leave_out_entries_but_no_broken_lines(tmp_path: Path) -> None:
+def test_levels_leave_out_entries_but_no_broken_lines(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_text(
-        "\n".join([entry(1, "old", level="error"), entry(5, "quiet"), entry(6, "loud", level="warning"), "half"])
-    )
-    since_s = parse_entry(entry(4, "x"), BEFORE).time_s
-    log = RoleLog(path, level="warning", since_s=since_s)
+    path.write_text("\n".join([entry(5, "quiet"), entry(6, "loud", level="warning"), "half"]))
+    log = RoleLog(path, level="warning")
     assert [one.lines[0] for one in log.new_entries(with_rest=True)] == ["loud", "half"]
