@@ -17,7 +17,7 @@
 
 A few exceptions are no AsyncrlError, since they never leave their folder: RoundAborted, SessionLost, SenderClosed and
 Interrupted (weights/transports.py) steer a broadcast round, BadFileError (weights/version_store.py) makes a reader take
-another way, Unconfined (sandbox/confine.py) reports a missing kernel feature, SkippedError (data/convert/converter.py)
+another way, Unconfined (sandbox/confine.py) reports a missing kernel feature, SkippedError (data/convert.py)
 skips a row, and _OutOfTimeError (util/user_code.py) interrupts user code at its deadline.
 """
 

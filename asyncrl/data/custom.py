@@ -177,7 +177,6 @@ def load_filter(config: Config) -> Callable[[dict[str, Any], str], bool]:
     raises or returns something else than a truth value."""
     what = part_name(config, "filter")
     keep = _part(config, "filter")
-    _check_call(what, keep, {})
     keep = partial(keep, **config.data.custom.options.get("filter", {}))
 
     def keeps(row: dict[str, Any], where: str) -> bool:
@@ -202,28 +201,7 @@ def make_part(config: Config, part: Literal["dataset", "sampler"], argument: Any
     returns the result."""
     what, function = part_name(config, part), _part(config, part)
     taken = {name: value for name, value in given.items() if name in inspect.signature(function).parameters}
-    _check_call(what, function, taken)
     return called(what, ConfigError, function, argument, **taken, **config.data.custom.options.get(part, {}))
-
-
-def _check_call(what: str, function: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    """Raises ConfigError unless the function can be called with one argument and the given keyword arguments."""
-    try:
-        inspect.signature(function).bind_partial(None, **given)
-        missing = [
-            parameter.name
-            for parameter in list(inspect.signature(function).parameters.values())[1:]
-            if parameter.default is parameter.empty
-            and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-            and parameter.name not in given
-        ]
-        problem = f"it also needs {', '.join(missing)}" if missing else ""
-    except TypeError as error:
-        problem = str(error)
-    if problem:
-        raise ConfigError(
-            f"{what}: cannot be called with one argument: {problem}; options are keyword-only arguments (docs/data.md)"
-        )
 
 
 def called(what: str, kind: type[AsyncrlError], function: Callable[..., Any], *args: Any, **options: Any) -> Any:

@@ -18,7 +18,7 @@ from asyncrl.generator.engine import make_engine
 from asyncrl.generator.loop import GeneratorLoop
 from asyncrl.replay.client import GeneratorClient
 from asyncrl.util.files import read_tensor_descriptions
-from asyncrl.util.processes import set_time_slice, use_batch_scheduling
+from asyncrl.util.processes import use_batch_scheduling
 from asyncrl.wire.endpoints import Endpoints
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def run_generator(
             stack.callback(rewards.close)
         on_gpu = torch.cuda.is_available()
         if not on_gpu:
-            try_batch_scheduling(use_batch_scheduling)
+            try_batch_scheduling()
         receiver = make_receiver(config, index, endpoints, run_dir, device="cuda:0" if on_gpu else "cpu")
         stack.callback(receiver.close)
         receiver.start()  # joins while the engine starts, so that the learners do not wait for it
@@ -82,8 +82,6 @@ def run_generator(
                 "(asyncrl/generator/engine.py); use weights.staging=whole"
             )
         receiver.engine_is_up(engine.loader if by_buckets else None)
-        if not on_gpu:
-            try_batch_scheduling(set_time_slice)
         log.info("engine is up", generator=index, doing="joining the run")
         environments = None
         if config.environment.name is not None:
@@ -163,10 +161,10 @@ def max_weight_bytes(model_path: str, *, adapter_rank: int = 0) -> int:
     return int(elements * _BYTES_PER_ELEMENT * _MARGIN) + _LEAST_BYTES
 
 
-def try_batch_scheduling(how: Callable[[], None]) -> None:
-    """Calls `use_batch_scheduling` or `set_time_slice`; logs a warning where the system forbids that."""
+def try_batch_scheduling() -> None:
+    """Calls `use_batch_scheduling`; logs a warning where the system forbids that."""
     try:
-        how()
+        use_batch_scheduling()
     except OSError as error:
         log.warning("no batch scheduling: generators on one core switch often and are slower", reason=str(error))
 

@@ -186,11 +186,6 @@ class RewardFunction:
         return [self._read(value, group) for value in values]
 
     def _check_form(self, parameters: list[inspect.Parameter]) -> None:
-        if "trainer_state" in self._required:
-            raise ConfigError(
-                f"rewards: {self.name} needs trainer_state, which no reward receives, since groups of several steps "
-                "are scored at once; leave it out, or give it the default None"
-            )
         is_generator = inspect.isgeneratorfunction(self.function) and not self.scores_groups
         if is_generator or inspect.isasyncgenfunction(self.function):
             raise ConfigError(f"rewards: {self.name} is a generator, which yields its rewards; return them instead")

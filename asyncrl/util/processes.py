@@ -7,7 +7,6 @@ import gc
 import os
 import resource
 import signal
-import struct
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -80,8 +79,6 @@ def fractions(seconds: dict[str, float]) -> dict[str, float]:
 
 PR_SET_PDEATHSIG = 1
 NEW_OBJECTS = 50_000
-TURN_S = 0.03
-SYS_SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
 
 
 def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
@@ -160,23 +157,6 @@ def use_batch_scheduling() -> None:
     """Sets SCHED_BATCH for the calling thread and the threads that it starts: on wake-up they do not preempt another
     process on their core. Raises OSError where the system forbids that."""
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-
-
-def set_time_slice() -> None:
-    """Does `use_batch_scheduling` and sets the calling thread's time slice to TURN_S: processes that compute on one
-    core otherwise switch every two or three ms, each time with the caches filled by the other.
-
-    Raises OSError where the system forbids that. Without effect on the slice before Linux 6.12 and on other processors.
-    """
-    use_batch_scheduling()
-    number = SYS_SCHED_SETATTR.get(os.uname().machine)
-    if number is None:
-        return
-    # struct sched_attr: size, policy, flags, nice, priority, runtime (the slice in ns), deadline, period
-    attributes = struct.pack("IIQiIQQQ", 48, os.SCHED_BATCH, 0, 0, 0, int(TURN_S * 1e9), 0, 0)
-    if ctypes.CDLL(None, use_errno=True).syscall(number, 0, attributes, 0):
-        error = ctypes.get_errno()
-        raise OSError(error, f"sched_setattr: {os.strerror(error)}")
 
 
 @contextmanager

@@ -205,10 +205,6 @@ def test_what_trl_lets_functions_log_becomes_parts(write) -> None:
         ("def score(solution_str):\n    yield 1.0", "is a generator, which yields its rewards; return them instead"),
         ("async def score(completions):\n    yield 1.0", "is a generator, which yields its rewards"),
         (
-            "def score(completions, trainer_state, **columns): return [1.0]",
-            "needs trainer_state, which no reward receives",
-        ),
-        (
             "class score:\n    def __call__(self, completions, **columns): return [1.0]",
             r"is a class; make an instance in its file, score = score\(\), and name that",
         ),

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from pathlib import Path
 
-import pytest
-
-from scripts.site.__main__ import build
 from scripts.site.check import check_site
 from scripts.site.notebook import notebook_page
 from scripts.site.pages import MADE, ROOT, homes, with_links
@@ -85,23 +81,3 @@ def test_the_saved_notebook_has_run_without_errors() -> None:
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
     assert all(output["output_type"] != "error" for cell in cells for output in cell["outputs"])
     assert NOTEBOOK.stat().st_size < 100_000
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_the_site_builds_and_a_broken_link_fails_it(tmp_path: Path) -> None:
-    assert build(tmp_path / "build") == []
-    site = tmp_path / "build" / "site"
-    assert "can_lease" in (site / "source" / "asyncrl" / "replay" / "ledger.py.html").read_text()
-    assert "replay.max_staleness" in (site / "config.html").read_text()
-    assert "asyncrl launch" in (site / "index.html").read_text()
-
-    root = tmp_path / "repository"
-    for name in ("docs", "benchmarks", "asyncrl", "scripts", "configs", "tests"):
-        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("README.md", "CHANGELOG.md"):
-        shutil.copy(ROOT / name, root)
-    with (root / "docs" / "tour.md").open("a") as file:
-        file.write("\n[gone](design.md#no-such-heading)\n")
-    problems = build(tmp_path / "broken", root)
-    assert any("no-such-heading" in problem for problem in problems), problems
