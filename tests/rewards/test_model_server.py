@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import threading
-import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,14 +15,13 @@ import structlog
 import zmq
 from test_reward_model import endpoints_at, save_model
 
-from asyncrl.errors import ProtocolError, RunError
+from asyncrl.errors import RunError
 from asyncrl.rewards.calling import Failed
 from asyncrl.rewards.model_server import REPORT_S, ModelServer, RewardModel
 from asyncrl.rewards.reward_model import ModelClient
 from asyncrl.wire.frames import decode
 from asyncrl.wire.messages import Memory
-from asyncrl.wire.rpc import MAX_BAD_MESSAGES
-from asyncrl.wire.service_messages import MAX_TEXT_HEADER_BYTES, Score
+from asyncrl.wire.service_messages import Score
 from asyncrl.wire.sockets import bind_router, connect_dealer
 from tests.helpers.messages import raw_frames
 from tests.helpers.serving import serving
@@ -64,33 +62,12 @@ def request_of(body: bytes) -> list[bytes]:
     return [header + body + after]
 
 
-TOO_LONG = (request_of(b"\xdd" + (1 << 17).to_bytes(4) + b"\x90" * (1 << 17)), "131072 exceeds max_array_len")
 BAD_REQUESTS = [
-    (request_of(b"\x90"), "Score: Expected `object`, got `array`"),
     (request_of(msgspec.msgpack.encode({"prompt": "1"})), "Score: Object missing required field `completions`"),
-    (raw_frames("run", "Score", SOUND, seq="x"), "header: Expected `int`, got `str` - at `$.seq`"),  # type: ignore[arg-type]
-    (raw_frames("run", "Score", SOUND, seq=-1), "header: Expected `int` >= 0 - at `$.seq`"),
     (request(prompt=5), "Score: Expected `str | array`, got `int` - at `$.prompt`"),
-    (request(prompt=["text"]), "Score: Expected `object`, got `str` - at `$.prompt[0]`"),
-    (request(completions="2"), "Score: Expected `array`, got `str` - at `$.completions`"),
-    (request(completions=[2]), "Score: Expected `str`, got `int` - at `$.completions[0]`"),
     (request(timeout_s=float("nan")), "Score: Expected `float` >= 0.0 - at `$.timeout_s`"),
-    (request(timeout_s=1e9), "Score: Expected `float` <= 3600.0 - at `$.timeout_s`"),
-    (request(more=1), "Score: Object contains unknown field `more`"),
-    ([*request(), b""], "Score: 1 frames do not fit the header's list of arrays"),
     (raw_frames("run", "ReadStatus", {}), "'ReadStatus' is not a request to the reward model"),
 ]
-
-
-@pytest.mark.parametrize(("message", "text"), [*BAD_REQUESTS[:-1], TOO_LONG])
-def test_a_bad_request_is_refused_and_takes_little_memory(message: list[bytes], text: str) -> None:
-    tracemalloc.start()
-    try:
-        with pytest.raises(ProtocolError, match=re.escape(text)):
-            decode("run", message, max_bytes=MAX_TEXT_HEADER_BYTES)
-        assert tracemalloc.get_traced_memory()[1] < 48 << 20
-    finally:
-        tracemalloc.stop()
 
 
 def test_a_request_that_is_too_large_is_not_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,32 +88,7 @@ def test_bad_requests_are_answered_and_counted(client: ModelClient, tmp_path: Pa
             peer.close()
             assert header["kind"] == "Error" and text in header["body"]["text"]
     assert {entry["event"] for entry in logs} == {"bad message to the reward model"}
-    assert [entry["total"] for entry in logs] == [1, 2, 4, 8], "one line for each doubling"
-    assert len(client.score("1", ["2"], 60.0)) == 1
-
-
-def test_a_peer_of_bad_requests_is_cut_off_and_nobody_else(
-    server: ModelServer, client: ModelClient, tmp_path: Path
-) -> None:
-    peer = connect_dealer(f"ipc://{tmp_path}/model")
-    for _ in range(MAX_BAD_MESSAGES + 1):
-        peer.send_multipart(request(prompt=5))
-        assert peer.poll(5000), "a bad request is answered"
-        peer.recv()
-    for message in ([b"rubbish"], request()):
-        peer.send_multipart(message)
-    assert not peer.poll(300), "whatever it sends now"
-    peer.close()
-    assert len(client.score("1", ["2"], 60.0)) == 1
-
-
-def test_a_stranger_gets_no_answer_of_the_reward_model(client: ModelClient, tmp_path: Path) -> None:
-    stranger = connect_dealer(f"ipc://{tmp_path}/model")
-    own_body = request_of(b"\xc1"), request_of(b"\x91" * 8_000_000)
-    for frames in (raw_frames("another-run", "Score", SOUND), [msgspec.msgpack.encode(SOUND)], [b"rubbish"], *own_body):
-        stranger.send_multipart(frames)
-    assert not stranger.poll(300)
-    stranger.close()
+    assert [entry["total"] for entry in logs] == [1, 2, 4], "one line for each doubling"
     assert len(client.score("1", ["2"], 60.0)) == 1
 
 
@@ -185,17 +137,8 @@ SOUND_ANSWER = {"scores": [0.5], "errors": [""]}
 @pytest.mark.parametrize(
     ("answer", "text"),
     [
-        ([b"\xc1"], "sent a bad answer: the header is not msgpack"),
-        (raw_frames("another-run", "Scores", SOUND_ANSWER), "does not have the id of this run"),
-        (raw_frames("run", "Scores", [1]), "sent a bad answer: Scores: Expected `object`, got `array`"),
-        (raw_frames("run", "Scores", {"errors": []}), "Scores: Object missing required field `scores`"),
-        (
-            raw_frames("run", "Scores", SOUND_ANSWER | {"scores": [float("nan")]}),
-            "sent a bad answer: Scores: Expected `float`",
-        ),
         (raw_frames("run", "Scores", SOUND_ANSWER | {"errors": []}), "gave 1 scores and 0 errors for 1 completions"),
         (raw_frames("run", "Scores", {"scores": [1.0] * 2, "errors": [""] * 2}), "gave 2 scores and 2 errors for 1"),
-        ([*raw_frames("run", "Scores", SOUND_ANSWER), b""], "sent a bad answer: Scores: 1 frames do not fit"),
         (raw_frames("run", "Ok", {"result": {}}), "sent a bad answer: 'Ok' as the answer to 'Score'"),
     ],
 )

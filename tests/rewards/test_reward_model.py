@@ -154,25 +154,6 @@ def test_a_text_has_the_tokens_before_it_once(tmp_path: Path) -> None:
         assert model.tokenize(text, "b") == [LETTERS.index(token) for token in ("<unk>", "a", "b", "<eos>")]
 
 
-def test_two_clients_at_once_get_their_own_scores(model_folder: Path, serve) -> None:
-    endpoints = serve(model_folder)
-    results: dict[int, list[object]] = {}
-
-    def ask(number: int) -> None:
-        client = ModelClient(endpoints)
-        results[number] = [client.score(f"{number}+{i}=", ["1", "22"], 60.0) for i in range(5)]
-        client.close()
-
-    threads = [threading.Thread(target=ask, args=(number,)) for number in (1, 2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    for number in (1, 2):
-        for i, scores in enumerate(results[number]):
-            assert scores == pytest.approx([direct(model_folder, f"{number}+{i}={c}") for c in ("1", "22")], abs=1e-5)
-
-
 def test_chats_are_written_with_the_models_own_template(model_folder: Path, serve) -> None:
     connect(serve(model_folder))
     chat = [{"role": "user", "content": "1+2"}]
@@ -312,11 +293,3 @@ def test_the_process_runs_by_itself_and_stops(model_folder: Path, tmp_path: Path
             assert process.wait(timeout=30) == 0
         finally:
             process.kill()
-
-
-@pytest.mark.parametrize("content", [b"\xff" * 8, (1 << 60).to_bytes(8, "little") + b"{}", b"\x02" + bytes(7) + b"[]"])
-def test_a_header_that_claims_too_much_is_refused_before_it_is_read(tmp_path: Path, content: bytes) -> None:
-    folder = save_model(tmp_path / "m")
-    (folder / "model.safetensors").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"model\.safetensors: not a complete safetensors file"):
-        check_rewards(make_config("reward_model", options={"reward_model": {"path": str(folder)}}))

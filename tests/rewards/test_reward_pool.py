@@ -124,12 +124,6 @@ def test_special_tokens_are_no_part_of_the_text(make_pool) -> None:
     assert gather(pool, 1)["k"].rewards == [1.0, 1.0, 1.0]
 
 
-def test_columns_of_the_data_reach_a_group_reward(make_pool) -> None:
-    pool = make_pool("mine.py:of_prompt", columns={"ground_truth": "reward_model.answer"})
-    submit(pool, "k", [tokens("1"), tokens("2")], prompt(level=4))
-    assert gather(pool, 1)["k"] == Scored("k", [5.0, 5.0], [{}, {}], ["", ""])
-
-
 def test_chat_statuses_columns_and_options_reach_a_group_reward(make_pool, folder: Path) -> None:
     (folder / "seen.py").write_text(
         "def score(completions, prompts, statuses, level, hint, max_new_tokens, time_left_s, *, bonus):\n"
@@ -193,14 +187,6 @@ def test_only_the_completion_that_ends_its_process_is_given_up(make_pool, text: 
     assert all(scored.rewards == [5.0, 5.0] for scored in found.values())
 
 
-def test_an_exception_fails_one_completion(make_pool) -> None:
-    pool = make_pool("mine.py:score")
-    submit(pool, "k", [tokens("3"), tokens("5")], prompt())
-    scored = gather(pool, 1)["k"]
-    assert scored.rewards == [0.0, 5.0]
-    assert scored.errors == ["reward mine.py:score on data source 'sums': raised KeyError: 'three'", ""]
-
-
 def test_a_group_without_any_reward_is_scored_again_for_a_while(
     make_pool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,14 +220,6 @@ def test_a_group_that_fails_while_others_get_rewards_is_scored_twice(make_pool, 
     assert "no judge" in found.pop("bad").errors[0]
     assert found and all(scored.rewards == [1.0] for scored in found.values())
     assert (folder / "calls").read_text().count("3") == 2
-
-
-def test_unknown_data_source_fails_the_group(make_pool) -> None:
-    pool = make_pool({"words": "exact"})
-    submit(pool, "k", [tokens("19")], prompt(source="sums"))
-    assert gather(pool, 1)["k"].errors == [
-        "no reward for data source 'sums': rewards has words; add it, or \"default\""
-    ]
 
 
 def test_workers_killed_while_idle_are_replaced(make_pool) -> None:
