@@ -62,10 +62,8 @@ def test_a_function_that_returns_a_list_is_a_dataset(own: Write) -> None:
     assert f"importing {OWN} ..." in output.getvalue().replace("\n", "")
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_rows_are_ordered_by_a_sampler(own: Write, workers: int) -> None:
-    options = {"sampler": {"first": 2}}
-    config = own(dataset="Lines", sampler="Stages", options=options, settings={"data.workers": workers})
+def test_rows_are_ordered_by_a_sampler(own: Write) -> None:
+    config = own(dataset="Lines", sampler="Stages", options={"sampler": {"first": 2}})
     check_dataset(config)
     found = rows(config, 22)
     assert sorted(found[:2]) == [0, 1] and sorted(found[2:12]) == sorted(found[12:]) == list(range(10))

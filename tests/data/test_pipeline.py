@@ -62,7 +62,7 @@ def mixed(dataset: Write) -> Callable[..., Config]:
     return write
 
 
-@pytest.mark.parametrize("workers", [0, 1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_order_is_the_same_ahead_and_one_by_one_with_any_number_of_workers(
     mixed: Callable[..., Config], workers: int
 ) -> None:
@@ -115,10 +115,9 @@ def test_a_detour_ends_where_the_pipeline_waits(dataset: Write) -> None:
     assert rows(cursor, 20) == one_by_one(cursor._config, 40)[20:]
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_errors_come_in_the_turn_of_their_row(dataset: Write, workers: int) -> None:
+def test_errors_come_in_the_turn_of_their_row(dataset: Write) -> None:
     files = [row(i) for i in range(6)] + [row(6, prompt="")]
-    cursor = PromptCursor(dataset(files, data__shuffle=False, data__workers=workers), limit_tokens=10)
+    cursor = PromptCursor(dataset(files, data__shuffle=False), limit_tokens=10)
     assert rows(cursor, 6) == list(range(6))
     with pytest.raises(DataError, match=r"part0.parquet, row 6: the prompt has no tokens"):
         next(cursor)

@@ -23,7 +23,6 @@ from asyncrl.sandbox import confine
 from asyncrl.sandbox import run as sandbox
 from asyncrl.sandbox.run import ProgramLimits, ProgramOutcome, Sandbox, check_sandbox, run_program
 from tests.helpers.kernel import why_not_confined
-from tests.helpers.normal_user import normal_user_fault, pytest_as_nobody
 
 WHY_NOT = why_not_confined()
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
@@ -458,15 +457,6 @@ def test_an_interpreter_runs_many_programs_which_know_nothing_of_each_other() ->
         late = many.run(source, limits=ProgramLimits(), within_s=20.0)
     assert {(one.ended, one.exit_code, one.output) for one in [*outcomes, late]} == {("exited", 0, b"[] False\n")}
     assert ended.ended == "cut off"
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(bool(normal_user_fault()), reason=normal_user_fault())
-def test_all_of_this_and_the_code_reward_work_for_a_normal_user() -> None:
-    tool = "tests/environments/test_adapters.py::test_the_python_tool_runs_programs_in_the_sandbox"
-    files = ["tests/rewards/test_sandbox.py", "tests/rewards/test_code_reward.py", tool]
-    done = pytest_as_nobody("-m", "not slow", *files, timeout_s=220.0)
-    assert done.returncode == 0 and "passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
 
 
 def test_nothing_runs_where_the_kernel_does_not_confine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 import psutil
-import pytest
 
 from tests.__main__ import GENERATOR, LEARNER, PROCESSES, SYSTEM, WEIGHTS
 
@@ -102,25 +101,12 @@ def test_five_parts_run_at_a_time_and_the_next_starts_when_one_has_ended(tmp_pat
     assert total.startswith("total ") and total.endswith(" s, passed")
 
 
-@pytest.mark.parametrize(
-    ("failing", "body"),
-    [
-        (["others"], "pytest.skip('not here')"),
-        pytest.param(["generator", "system"], "assert False", marks=pytest.mark.slow),
-        pytest.param(["learner"], "os._exit(3)", marks=pytest.mark.slow),
-    ],
-)
-def test_a_part_that_fails_hides_no_other(tmp_path: Path, failing: list[str], body: str) -> None:
-    write_tests(tmp_path, **dict.fromkeys(failing, body))
-    code, output, passed = run(tmp_path, may_skip=False)
-    assert (code, passed) == (1, [part for part in PARTS if part not in failing]), output
-    assert output.endswith(f" s, failed: {', '.join(failing)}\n")
-
-
-def test_a_skipped_test_fails_only_where_nothing_may_be_skipped(tmp_path: Path) -> None:
-    write_tests(tmp_path, system="pytest.skip('not here')")
-    code, output, passed = run(tmp_path)
-    assert (code, passed) == (0, list(PARTS)[:-1]), output
+def test_a_part_that_fails_hides_no_other_and_skips_fail_only_where_they_are_not_allowed(tmp_path: Path) -> None:
+    write_tests(tmp_path, others="pytest.skip('not here')")
+    for may_skip, expected in ((True, 0), (False, 1)):
+        code, output, passed = run(tmp_path, may_skip=may_skip)
+        assert (code, passed) == (expected, list(PARTS)[1:]), output
+    assert output.endswith(" s, failed: others\n")
 
 
 def test_slow_tests_of_the_system_run_alone(tmp_path: Path) -> None:
