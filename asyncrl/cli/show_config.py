@@ -28,8 +28,6 @@ BOUNDS = {
     "pattern": "matching {}",
 }
 """Wording of each bound of a JSON schema."""
-NOT_SET = "(not set)"
-"""Shown as the value of a name inside a mapping that has none, and no default."""
 REQUIRED = "(required)"
 """Shown as the value of a key that has none, and no default."""
 MAX_WIDTH = 100
@@ -58,7 +56,7 @@ class Key:
 
     @property
     def origin(self) -> str:
-        if self.default in (REQUIRED, NOT_SET):
+        if self.default == REQUIRED:
             return "no default"
         return f"default {written(self.default)}" if self.changed else "the default"
 
@@ -118,13 +116,9 @@ def _keys(section: str, properties: dict[str, Any], values: BaseModel, schema: d
 
 
 def _options(info: FieldInfo, field: dict[str, Any], value: Any, schema: dict[str, Any]) -> Iterator[Key]:
-    choices = [_resolved(one, schema) for one in [field, *field.get("oneOf", ())] if "$ref" in one]
-    properties = {name: one for choice in choices for name, one in choice["properties"].items()}
     for name, inner in option_fields(info).items():
-        default = NOT_SET if inner.is_required() else _default(inner)
-        given = value.get(name, default) if isinstance(value, dict) else NOT_SET
-        rule, meaning = rule_of(name, properties[name], schema), _meaning(inner.description)
-        yield Key("", name, given, default, rule, meaning)
+        rule = rule_of(name, _resolved(field, schema)["properties"][name], schema)
+        yield Key("", name, value[name], _default(inner), rule, _meaning(inner.description))
 
 
 def _default(info: FieldInfo) -> Any:
@@ -154,7 +148,7 @@ def rule_of(name: str, field: dict[str, Any], schema: dict[str, Any]) -> str:
     """Returns the values that a key accepts, in words, from its JSON schema."""
     if "enum" in field or "const" in field:
         return " | ".join(written(value) for value in field.get("enum", [field.get("const")]))
-    if choices := field.get("anyOf") or field.get("oneOf"):
+    if choices := field.get("anyOf"):
         return " or ".join(dict.fromkeys(rule_of(name, choice, schema) for choice in choices))
     if "$ref" in field:
         return f"mapping with {', '.join(_resolved(field, schema)['properties'])}"

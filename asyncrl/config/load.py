@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -88,11 +88,9 @@ def _all_keys() -> list[str]:
 
 
 def option_fields(info: FieldInfo) -> dict[str, FieldInfo]:
-    """The names inside a key whose value is, or may be, a mapping with known names; empty for other keys."""
-    types = [info.annotation, *get_args(info.annotation)]
-    types += [part for one in types for part in get_args(one)]
-    mappings = [one for one in types if isinstance(one, type) and issubclass(one, MappingValue)]
-    return {name: field for one in mappings for name, field in one.model_fields.items()}
+    """The names inside a key whose value is a mapping with known names; empty for other keys."""
+    kind = info.annotation
+    return dict(kind.model_fields) if isinstance(kind, type) and issubclass(kind, MappingValue) else {}
 
 
 def _walk(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, JsonValue, Tag, field_validator, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from asyncrl.config.engine_options import check_deepspeed_options
 from asyncrl.config.sections import MappingValue, Options, Section
@@ -28,13 +28,6 @@ class Correction(MappingValue):
     def weight_options(self) -> dict[str, Any]:
         """The options of `corrections.importance_weights`."""
         return self.model_dump(exclude={"mask_delta"})
-
-
-class Penalize(MappingValue):
-    """Truncated completions are trained with a penalty."""
-
-    penalize: float = Field(ge=0.0)
-    """Reward that a truncated completion loses."""
 
 
 LORA_ALPHA = 32.0
@@ -83,14 +76,6 @@ class OptimizerOptions(MappingValue):
     """Added to the root of the second moment, by which updates are divided."""
 
 
-Unpenalized = Literal["keep", "mask", "bootstrap"]
-"""Treatments of truncated completions other than a penalty."""
-Truncated = Annotated[
-    Annotated[Unpenalized, Tag("str")] | Annotated[Penalize, Tag("dict")],
-    Discriminator(lambda value: "str" if isinstance(value, str) else "dict"),
-]
-
-
 class AlgorithmConfig(Section):
     """From rewards to the loss: advantages, importance weights, divergence from a reference, aggregation."""
 
@@ -113,10 +98,10 @@ class AlgorithmConfig(Section):
     staleness that groups are admitted by falls to 1. By default there is none."""
     whiten: bool = False
     """Standardize the advantages over all action tokens of the step."""
-    truncated: Truncated = "keep"
+    truncated: Literal["keep", "mask", "bootstrap"] = "keep"
     """Completions cut at the token limit are trained as they are (keep), not trained although their rewards count in
-    their group (mask), trained as if they continued with the critic's value after their last token (bootstrap, with
-    gae and vtrace), or trained with a lower reward: {penalize: 1.0} subtracts 1.0."""
+    their group (mask), or trained as if they continued with the critic's value after their last token (bootstrap, with
+    gae and vtrace). The reward `truncated` gives them a penalty."""
     kl_reward_coef: float = Field(default=0.0, ge=0.0)
     """Weight of the divergence from the reference policy that is subtracted from the reward of every token."""
     kl_loss_coef: float = Field(default=0.0, ge=0.0)
@@ -137,20 +122,6 @@ class AlgorithmConfig(Section):
     """Reduction of token losses to the loss of a step: token-sum is their sum, token-mean divides it by the number of
     tokens; seq-mean-* are means over all trajectories of the batch of their sum, their mean, or their sum over the
     limit of a trajectory: `generator.max_new_tokens`, of an episode times `environment.max_turns`."""
-
-    @property
-    def truncated_penalty(self) -> float:
-        """The reward that a truncated completion loses."""
-        return self.truncated.penalize if isinstance(self.truncated, Penalize) else 0.0
-
-    @field_validator("truncated", mode="before")
-    @classmethod
-    def _check_truncated(cls, value: Any) -> Any:
-        if value == "penalize":
-            raise ValueError("the penalty is missing; use algorithm.truncated={penalize: 1.0}")
-        if not isinstance(value, dict | Penalize) and value not in get_args(Unpenalized):
-            raise ValueError(f"must be {', '.join(get_args(Unpenalized))} or a mapping such as {{penalize: 1.0}}")
-        return value  # pyright: ignore[reportUnknownVariableType]
 
 
 class LearnerConfig(Section):

@@ -95,14 +95,13 @@ def make_group(
     scored: Scored,
     *,
     generator: int,
-    truncated_penalty: float = 0.0,
     failed: Literal["exclude", "zero", "refund"] = "exclude",
 ) -> Group:
     """Returns the group of a complete lease with its rewards.
 
-    `truncated_penalty` is subtracted from the rewards of members cut at the token limit. A member without a reward gets
-    the status "failed". With `failed="zero"` it gets the reward 0 instead, unless its environment failed or no member
-    of the group has a reward. All rows of a member get its reward, and the rewards of turns the environment's weight.
+    A member without a reward gets the status "failed". With `failed="zero"` it gets the reward 0 instead, unless its
+    environment failed or no member of the group has a reward. All rows of a member get its reward, and the rewards of
+    turns the environment's weight.
     """
     lease = running.lease
     count = running.size - running.greedy
@@ -124,9 +123,6 @@ def make_group(
             trajectory.reward, trajectory.reward_parts = scored.rewards[index], scored.parts[index]
         elif not counts_as_0 or running.environment_failed(index):
             trajectory.status = "failed"
-        if trajectory.status == "truncated" and truncated_penalty:
-            trajectory.reward -= truncated_penalty
-            trajectory.reward_parts = trajectory.reward_parts | {"truncated": -truncated_penalty}
     return Group(
         ticket=lease.ticket,
         attempt=lease.attempt,

@@ -328,8 +328,8 @@ class GeneratorLoop:
             self.client.evaluated(make_evaluated(group, scored), recorded_group(group, scored, limit=limit))
             return
         self.stats.rewards_failed += sum(map(bool, scored.errors))
-        penalty, failed = self.config.algorithm.truncated_penalty, self.config.replay.failed
-        self.client.finish(make_group(group, scored, generator=self.index, truncated_penalty=penalty, failed=failed))
+        failed = self.config.replay.failed
+        self.client.finish(make_group(group, scored, generator=self.index, failed=failed))
 
 
 class GroupRunner:

@@ -158,7 +158,7 @@ def check_algorithm(config: Config) -> tuple[Callable[..., Any], Callable[..., T
     if settings.truncated == "bootstrap" and BOOTSTRAP not in inspect.signature(advantage).parameters:
         raise ConfigError(
             f"algorithm.truncated = 'bootstrap': algorithm.advantage = {settings.advantage!r} takes no value after the "
-            "last token; use gae or vtrace, or set algorithm.truncated to keep, mask or {penalize: 1.0}"
+            "last token; use gae or vtrace, or set algorithm.truncated to keep or mask"
         )
     return advantage, loss
 

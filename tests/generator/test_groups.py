@@ -51,11 +51,11 @@ def test_a_member_may_have_several_rows_which_share_its_reward() -> None:
     rest = structs.replace(outcome, environment_s=0.0)
     one.outcomes = {0: [outcome], 1: [outcome, rest]}
     scored = Scored((4, 0), [1.0, 0.5], [{}, {"a": 0.5}], ["", ""], environment_weight=1.0)
-    group = make_group(one, scored, generator=0, truncated_penalty=0.25)
+    group = make_group(one, scored, generator=0)
     assert [(t.member, t.reward, t.status) for t in group.trajectories] == [
         (0, 1.0, "completed"),
-        (1, 0.25, "truncated"),
-        (1, 0.25, "truncated"),
+        (1, 0.5, "truncated"),
+        (1, 0.5, "truncated"),
     ]
     assert [t.num_action_tokens for t in group.trajectories] == [1, 2, 3]
     assert group.trajectories[2].episode == rest
@@ -75,15 +75,6 @@ def test_the_frame_of_a_group_is_built_once_and_sent_as_it_is() -> None:
     _, apart = pack_group(replace(group, arrays=None))
     assert bytes(apart.frame) == bytes(block.frame)
     assert [(a.dtype, a.tolist()) for a in apart] == [(a.dtype, a.tolist()) for a in block]
-
-
-def test_truncated_completions_are_penalized_and_the_penalty_is_a_part() -> None:
-    scored = Scored((4, 0), [1.0, 1.0], [{"a": 1.0}, {"a": 1.0}], ["", ""])
-    group = make_group(running(), scored, generator=0, truncated_penalty=0.25)
-    assert [t.reward for t in group.trajectories] == [1.0, 0.75]
-    assert [t.reward_parts for t in group.trajectories] == [{"a": 1.0}, {"a": 1.0, "truncated": -0.25}]
-    plain = make_group(running(), scored, generator=0)
-    assert [t.reward for t in plain.trajectories] == [1.0, 1.0]
 
 
 def test_evaluated_prompts_have_one_version() -> None:
@@ -113,14 +104,13 @@ def test_a_greedy_completion_gives_its_reward_and_is_not_a_trajectory() -> None:
 
 def test_a_member_without_a_reward_is_failed_or_as_an_explicit_choice_gets_0() -> None:
     scored = Scored((4, 0), [1.0, nan], [{"a": 1.0}, {}], ["", "it hangs"])
-    kept = make_group(running(), scored, generator=0, truncated_penalty=0.25, failed="zero")
+    kept = make_group(running(), scored, generator=0, failed="zero")
     assert [(t.status, t.reward, t.error) for t in kept.trajectories] == [
         ("completed", 1.0, ""),
-        ("truncated", -0.25, "it hangs"),
+        ("truncated", 0.0, "it hangs"),
     ]
-    assert kept.trajectories[1].reward_parts == {"truncated": -0.25}
     for options in ({}, {"failed": "refund"}):
-        group = make_group(running(), scored, generator=0, truncated_penalty=0.25, **options)
+        group = make_group(running(), scored, generator=0, **options)
         assert [(t.status, t.error) for t in group.trajectories] == [("completed", ""), ("failed", "it hangs")]
         assert group.trajectories[1].reward_parts == {}
     none = Scored((4, 0), [nan, nan], [{}, {}], ["it broke", "it hangs"])

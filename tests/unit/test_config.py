@@ -154,16 +154,7 @@ def test_overrides_are_yaml() -> None:
         ),
         ({"algorithm.correction.hihg": 2.0}, "algorithm.correction.hihg = 2.0: unknown key; did you mean"),
         ({"algorithm.correction.mask_delta": 0.0}, "algorithm.correction.mask_delta = 0.0: input should be greater"),
-        (
-            {"algorithm.truncated": "penalize"},
-            "algorithm.truncated = 'penalize': the penalty is missing; use algorithm.",
-        ),
-        (
-            {"algorithm.truncated": 3},
-            "algorithm.truncated = 3: must be keep, mask, bootstrap or a mapping such as {pen",
-        ),
-        ({"algorithm.truncated": {"penalize": -1}}, "algorithm.truncated.penalize = -1: input should be greater than"),
-        ({"algorithm.truncated.penalise": 1}, "algorithm.truncated.penalise = 1: unknown key; did you mean algorithm."),
+        ({"algorithm.truncated": 3}, "algorithm.truncated = 3: input should be 'keep', 'mask' or 'bootstrap'"),
         ({"data.columns.promt": "q"}, "data.columns.promt = 'q': unknown key; did you mean data.columns.prompt?"),
         ({"data.columns": "q"}, "data.columns = 'q': must be a mapping with prompt, ground_truth, data_source"),
         (
@@ -239,13 +230,6 @@ def test_the_names_of_a_correction_are_the_options_of_importance_weights() -> No
         parameter.name: parameter.default for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY
     }
     assert training.Correction().weight_options() == options
-
-
-def test_truncated_completions_may_lose_reward() -> None:
-    penalized = load_config(None, {**NEEDED, "algorithm.truncated": {"penalize": 0.5}})
-    assert penalized.algorithm.truncated_penalty == 0.5
-    assert Config.model_validate(yaml.safe_load(penalized.to_yaml())) == penalized
-    assert load_config(None, {**NEEDED, "algorithm.truncated": "mask"}).algorithm.truncated_penalty == 0.0
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,6 @@ def test_the_names_inside_a_mapping_are_shown_with_their_defaults_and_meanings()
     assert sorted(lines) == sorted(f".{key.rpartition('.')[2]}" for key in option_keys())
     assert "\n      .rank = 0 (the default; integer at least 0): Rank of the adapters; 0 trains the" in output
     assert "\n      .top_k = 20 (default 0; integer at least 0): Number of most likely tokens" in output
-    assert "\n      .penalize = (not set) (no default; number at least 0): Reward that" in output
     code, output = asyncrl("config", "--diff", "eval.sampling.top_k=20")
     assert re.findall(r"^      (\.[a-z0-9_]+) = ", output, re.MULTILINE) == [".top_k"], "only what differs"
 
@@ -80,7 +79,7 @@ def test_rules_say_type_unit_and_allowed_values() -> None:
     optimizer = keys["learner.optimizer_options"]
     assert optimizer.rule.startswith("mapping with weight_decay, betas, eps") and not optimizer.changed
     assert optimizer.options[1].rule == "[number at least 0 and below 1, number at least 0 and below 1]"
-    assert keys["algorithm.truncated"].rule == "keep | mask | bootstrap or mapping with penalize"
+    assert keys["algorithm.truncated"].rule == "keep | mask | bootstrap"
     assert keys["replay.max_bytes"].rule == "integer (bytes) at least 1048576"
     assert keys["generator.reward_timeout_s"].rule == "number (seconds) above 0"
     assert keys["data.train"].rule == "string or list of strings"
