@@ -84,14 +84,14 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Result(Cell):
-    """The result of a training. Rewards are of the versions, on the groups that each has sampled."""
+    """The result of a training. Rewards are the metric `reward/mean` of its steps."""
 
     end: float
-    """Mean reward of the last SMOOTHED_STEPS versions."""
+    """Mean reward of the last SMOOTHED_STEPS steps."""
     best: float
-    """Largest mean reward of as many versions in a row."""
+    """Largest mean reward of as many steps in a row."""
     area: float
-    """Mean reward over all versions."""
+    """Mean reward over all steps."""
     divergence: float
     """Largest divergence of a step's tokens from the policy that sampled them, in nats a token."""
     ess: float
