@@ -236,7 +236,6 @@ def check_truths(config: Config, splits: Sequence[Split], console: Console) -> N
     Prints a warning about rows that are not read within TRUTHS_S."""
     from asyncrl.data.custom import load_filter
     from asyncrl.data.rows import dataset_files, ground_truths, raw_rows
-    from asyncrl.rewards.code_reward import group_time_note
     from asyncrl.rewards.table import TRUTHS, truth_reader
 
     comparing = {"exact", *TRUTHS} & set(reward_names(config.rewards))
@@ -251,7 +250,6 @@ def check_truths(config: Config, splits: Sequence[Split], console: Console) -> N
     raw_training_rows = functools.cache(lambda: raw_rows(config, "train"))
     read, deadline_s = truth_reader(config), time.monotonic() + TRUTHS_S
     known: set[int] = set()
-    most_inputs = 0
     for split in splits:
         for row, where, source, truth in ground_truths(config, split) if dataset_files(config, split) else ():
             if (key := hash((source, truth))) in known:
@@ -261,8 +259,7 @@ def check_truths(config: Config, splits: Sequence[Split], console: Console) -> N
                 say(console, text)
                 return
             try:
-                tests = read(source, truth).get("code")
-                most_inputs = max(most_inputs, len(tests.inputs) if tests is not None else 0)
+                read(source, truth)
             except ValueError as error:
                 if split == "train" and keeps is not None and not keeps(raw_training_rows().values(row), where):
                     continue
@@ -272,8 +269,6 @@ def check_truths(config: Config, splits: Sequence[Split], console: Console) -> N
                 ) from None
             if len(known) < MAX_KNOWN_TRUTHS:
                 known.add(key)
-    if most_inputs and (note := group_time_note(config, most_inputs)):
-        say(console, note)
 
 
 def checked_eval_rewards(config: Config, splits: Sequence[Split], console: Console) -> Rewards:

@@ -22,8 +22,6 @@ FORMS = (
     'or ["assert ...", ...]'
 )
 MIN_MEMORY_BYTES = 64 << 20
-INPUT_S = 0.02
-"""Time of a script's process for one input on a busy core, without the program's own."""
 RELATIVE_ERROR = 1e-6
 """Tolerance of decimal numbers in a program's output."""
 
@@ -99,19 +97,6 @@ def check_code(config: Config) -> None:
             "which the interpreter needs"
         )
     check_sandbox("rewards: the code reward")
-
-
-def group_time_note(config: Config, num_inputs: int) -> str:
-    """Returns a warning if right programs for this many inputs may take more than the group's time; empty if not."""
-    timeout_s, size = config.generator.reward_timeout_s, config.generator.group_size
-    needed_s = size * num_inputs * INPUT_S
-    if needed_s <= timeout_s:
-        return ""
-    return (
-        f"warning: rewards: code: {size} right programs (generator.group_size) with {num_inputs} inputs each take "
-        f"about {needed_s:.0f} s and their own time, but generator.reward_timeout_s = {timeout_s:g}; those that it "
-        "cuts off have no score; raise it"
-    )
 
 
 def extract_program(text: str) -> str:

@@ -127,15 +127,6 @@ def test_ground_truths_that_take_too_long_are_a_warning(tmp_path: Path, monkeypa
     assert printed.startswith("warning: ground truths from ") and "row 0 on are parsed when they are used" in printed
 
 
-def test_more_inputs_than_the_groups_time_allows_are_a_warning(tmp_path: Path) -> None:
-    few, many = (json.dumps({"inputs": ["1"] * count, "outputs": ["1"] * count}) for count in (60, 70))
-    assert "warning" not in checked(write_truths(tmp_path, "apps", [few]))[1]
-    _, printed = checked(write_truths(tmp_path, "apps", [few, many]))
-    assert "8 right programs (generator.group_size) with 70 inputs each take about 11 s" in printed
-    options = {"generator.reward_timeout_s": 30.0}
-    assert "warning" not in checked(write_truths(tmp_path, "apps", [few, many], **options))[1]
-
-
 @pytest.mark.parametrize("reward", ["exact", "number", "math", "code"])
 def test_a_reward_that_compares_needs_ground_truths(tmp_path: Path, reward: str) -> None:
     config = config_for(tmp_path, ["mine"], **{"data.columns.ground_truth": None, "rewards": reward})
