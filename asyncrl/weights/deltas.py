@@ -49,39 +49,30 @@ def encode(old: Words, new: Words, *, max_bytes: int, check: Callable[[], None] 
     return blocks
 
 
-class Scattered:
-    """Words of a delta that are not next to one another in the weights: a rank's slices."""
-
-    def __init__(self, slices: RankSlices) -> None:
-        """The slices have complete words."""
-        own = np.array(slices.own_spans, np.int64).reshape(-1, 2) // 2
-        self.num_words = slices.layout.num_bytes // 2
-        self._starts, self._ends = own[:, 0], own.sum(1)
-        self._shifts = np.array(slices.starts, np.int64) // 2 - self._starts
-
-    def places(self, at: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the places in the weights of words of the delta, which are in ascending order. Raises ProtocolError
-        for one that is of no slice."""
-        firsts, lasts = np.searchsorted(at, self._starts), np.searchsorted(at, self._ends)
-        if (counts := lasts - firsts).sum() != len(at):
-            raise ProtocolError("delta of weights: a change between two tensors")
-        return at + np.repeat(self._shifts, counts)
-
-
 def apply(
-    delta: Buffer, words: Words, scattered: Scattered | None = None, *, check: Callable[[], None] = lambda: None
+    delta: Buffer, words: Words, slices: RankSlices | None = None, *, check: Callable[[], None] = lambda: None
 ) -> None:
-    """Turns the old words into the new ones, in place; the delta's words are all, or are `scattered`. Raises
+    """Turns the old words into the new ones, in place; the delta's words are all, or those of a rank's slices. Raises
     ProtocolError for a delta that is damaged or of another number of words; the words may have changed then. `check` is
     called for each block and may raise."""
-    offset, count = 0, len(words) if scattered is None else scattered.num_words
+    offset, count = 0, len(words) if slices is None else slices.layout.num_bytes // 2
     for start in range(0, count, BLOCK_WORDS):
         check()
         at, steps, offset = _decode_block(delta, offset, min(BLOCK_WORDS, count - start))
         at += start
-        words[at if scattered is None else scattered.places(at)] += steps
+        words[at if slices is None else _in_weights(at, slices)] += steps
     if offset != len(delta):
         raise ProtocolError(f"delta of weights: {len(delta)} bytes, its blocks have {offset}")
+
+
+def _in_weights(at: NDArray[np.int64], slices: RankSlices) -> NDArray[np.int64]:
+    """The places in all weights of words of a rank's slices, which are in ascending order."""
+    own = np.array(slices.own_spans, np.int64).reshape(-1, 2) // 2
+    starts, ends = own[:, 0], own.sum(1)
+    counts = np.searchsorted(at, ends) - np.searchsorted(at, starts)
+    if counts.sum() != len(at):
+        raise ProtocolError("delta of weights: a change between two tensors")
+    return at + np.repeat(np.array(slices.starts, np.int64) // 2 - starts, counts)
 
 
 def _encode_block(old: Words, new: Words) -> bytes:

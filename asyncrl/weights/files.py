@@ -20,10 +20,10 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
-import msgspec
 import numpy as np
 import structlog
 import torch
@@ -42,23 +42,18 @@ from asyncrl.weights.receiver import BackgroundReceiver
 from asyncrl.weights.staging import StagedWeights
 from asyncrl.weights.transports import Transport, Wait
 from asyncrl.weights.version_store import (
-    CHUNK_BYTES,
     MANIFEST,
     BadFileError,
-    Earlier,
     Folder,
     Manifest,
     Reader,
-    Stamp,
     StoredFile,
-    UpdatePath,
-    cheapest_path,
-    digest_of,
-    header,
+    StoredVersion,
+    chunks_of,
+    file_name,
     manifest_key,
     read_manifest,
-    sums_of,
-    views_of,
+    sum_of,
 )
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.messages import Announced, Follower, Following
@@ -73,8 +68,6 @@ FULL_EVERY = 32
 """With 16-bit weights every version of this number is complete; the others are deltas."""
 KEEP = 3
 """Versions that stay even if no generator needs them."""
-SHARD_BYTES = 1 << 30
-"""Size of the files of a full version."""
 _CHECK_INTERVAL_S = 1.0
 """Interval at which a sender checks a published version, and pause before one is written, announced or read again."""
 _POLL_S = 0.05
@@ -101,41 +94,34 @@ class Write(Order, frozen=True):
     """Order to write a version to a folder."""
 
     folder: str
-    base: Stamp | None
-    """The version from which there is to be a delta."""
+    base: str | None
+    """Folder of the version from which there is to be a delta."""
     full: bool
 
 
 class Published(Order, frozen=True):
-    """States that a version is published. With a stamp its bits are kept, as the base of the next delta."""
+    """States that a version is published. With a folder its bits are kept, as the base of the next delta."""
 
-    stamp: Stamp | None
+    folder: str | None
 
 
 class Written(Answer, frozen=True):
     """A rank's answer to an order."""
 
-    sums: list[str] = msgspec.field(default_factory=list)
+    sum: str = ""
     delta: StoredFile | None = None
     """None if it would have more than half of the bytes."""
-    full: list[StoredFile] = msgspec.field(default_factory=list)
-
-    @property
-    def files(self) -> list[StoredFile]:
-        """All files."""
-        return [*([] if self.delta is None else [self.delta]), *self.full]
+    full: StoredFile | None = None
 
 
 class ShareWriter:
     """Carries out orders with a rank's slices, which are in its buffer."""
 
-    def __init__(self, folder: Folder, rank: int, slices: RankSlices, *, shard_bytes: int = SHARD_BYTES) -> None:
+    def __init__(self, folder: Folder, rank: int, slices: RankSlices) -> None:
         self.slices = slices
         self._rank = rank
-        self._suffix = f"-{rank}" if rank else ""
         self._folder = folder
-        self._shard_bytes = shard_bytes
-        self._base: Stamp | None = None
+        self._base: str | None = None
         self._bits = np.empty(0, np.uint16)
         """The bits of the base."""
 
@@ -143,56 +129,31 @@ class ShareWriter:
         """Carries out an order with the slices in the buffer `own`. Returns the answer."""
         try:
             if isinstance(order, Published):
-                self._keep(order.stamp, own)
+                self._keep(order.folder, own)
                 return Written()
-            sums = sums_of(own, self.slices.own_spans, self._folder.check)
-            delta = self._delta(order, own) if order.base is not None else None
-            return Written(sums=sums, delta=delta, full=list(self._full(order.folder, own)) if order.full else [])
+            delta = self._write_delta(order, own) if order.base is not None else None
+            full = self._write(order.folder, chunks_of(own, self.slices.own_spans)) if order.full else None
+            return Written(sum=sum_of(own, self.slices.own_spans, self._folder.check), delta=delta, full=full)
         except PeerTimeoutError:
             raise
         except OSError as error:
             return Written(problem=str(error))
 
-    def _delta(self, order: Write, own: NDArray[np.uint8]) -> StoredFile | None:
-        assert order.base is not None and order.base == self._base
-        words = own.view(np.uint16)
-        blocks = deltas.encode(self._bits, words, max_bytes=len(own) // 2, check=self._folder.check)
-        if blocks is None:
-            return None
-        name = f"from-{order.base.version:06d}{self._suffix}.delta"
-        return self._stored(order.folder, name, blocks, 0, len(self.slices.layout.entries))
-
-    def _keep(self, stamp: Stamp | None, own: NDArray[np.uint8]) -> None:
-        self._base = stamp
-        if stamp is not None:
+    def _keep(self, folder: str | None, own: NDArray[np.uint8]) -> None:
+        self._base = folder
+        if folder is not None:
             if not len(self._bits):
                 self._bits = np.empty(len(own) // 2, np.uint16)
             np.copyto(self._bits, own.view(np.uint16))
 
-    def _full(self, folder: str, own: NDArray[np.uint8]) -> Iterator[StoredFile]:
-        entries = self.slices.layout.entries
-        first = 0
-        while first < len(entries):
-            last, num_bytes = first + 1, entries[first].num_bytes
-            while last < len(entries) and num_bytes + entries[last].num_bytes <= self._shard_bytes:
-                num_bytes += entries[last].num_bytes
-                last += 1
-            head = memoryview(header(entries[first:last]))
-            chunks = _chunks([head, *views_of(self.slices.own_spans[first:last], own)])
-            yield self._stored(folder, f"full-{first:05d}{self._suffix}.safetensors", chunks, first, last)
-            first = last
+    def _write_delta(self, order: Write, own: NDArray[np.uint8]) -> StoredFile | None:
+        assert order.base == self._base
+        words = own.view(np.uint16)
+        blocks = deltas.encode(self._bits, words, max_bytes=len(own) // 2, check=self._folder.check)
+        return None if blocks is None else self._write(order.folder, blocks, is_delta=True)
 
-    def _stored(
-        self, folder: str, name: str, chunks: Sequence[bytes] | Iterator[memoryview], *range_: int
-    ) -> StoredFile:
-        num_bytes, sha256 = self._folder.write(f"{folder}/{name}", chunks)
-        return StoredFile(name, num_bytes, sha256, self._rank, *range_)
-
-
-def _chunks(parts: list[memoryview]) -> Iterator[memoryview]:
-    for part in parts:
-        for start in range(0, len(part), CHUNK_BYTES):
-            yield part[start : start + CHUNK_BYTES]
+    def _write(self, folder: str, chunks: Iterable[Any], *, is_delta: bool = False) -> StoredFile:
+        return self._folder.write(f"{folder}/{file_name(self._rank, is_delta=is_delta)}", chunks)
 
 
 class Publisher:
@@ -207,32 +168,28 @@ class Publisher:
         full_every: int = FULL_EVERY,
         keep: int = KEEP,
         epoch: int = 0,
-        keeps: Callable[[int], bool] = lambda version: False,
-        shard_bytes: int = SHARD_BYTES,
         others: RankCoordinator[Written] | None = None,
     ) -> None:
         """`key` signs manifests, and `epoch` is the start of the learner ranks that wrote them. Every `full_every`-th
         version can be read from nothing; all are if no tensor has 16-bit numbers, or if one has 8-bit numbers, whose
-        slices may end within a word. At least `keep` versions stay; one for which `keeps` is true is on the path of
-        every reader (`oldest_read`). `others` write their slices."""
+        slices may end within a word. At least `keep` versions stay. `others` write their slices."""
         self._ranks = 1 + (others.count if others else 0)
-        self.writer = ShareWriter(folder, 0, slices_of(layout, 0, self._ranks), shard_bytes=shard_bytes)
+        self.writer = ShareWriter(folder, 0, slices_of(layout, 0, self._ranks))
         self.num_bytes = 0
         """Bytes written."""
+        self.stored: list[StoredVersion] = []
+        """The versions that this publisher has written and not removed, the oldest first."""
         self._folder = folder
         self._layout_json = layout.to_json()
         self._key = key
-        self._full_every = full_every
-        self._keep, self._keeps = keep, keeps
+        self._full_every, self._keep = full_every, keep
         self._epoch = epoch
         self._others = others
         dtypes = {entry.dtype for entry in layout.entries}
         has_words = any(dtype.is_floating_point and dtype.itemsize == 2 for dtype in dtypes)
         self._has_deltas = full_every > 1 and has_words and all(dtype.itemsize > 1 for dtype in dtypes)
-        self._history: list[Earlier] = []
-        """The versions that this publisher has written and not removed, the oldest first."""
-        self._base: Stamp | None = None
-        """The last version, if the next one may have a delta from it."""
+        self._base: str | None = None
+        """Folder of the last version, if the next one may have a delta from it."""
         self._since_full = 0
         """Versions since the last full one."""
 
@@ -243,52 +200,34 @@ class Publisher:
     def publish(self, version: int, weights: NDArray[np.uint8], *, needed: int) -> Announced:
         """Writes a version. Returns its announcement, once all of it is in the store. Readers may be on the way to a
         version as old as `needed`; versions that none of them needs leave the store."""
-        self._history = self._needed(needed)
-        folder = f"v{version:06d}-{secrets.token_hex(4)}"
-        is_full = self._base is None or self._since_full + 1 >= self._full_every
-        shares = self._command(Write(version, folder, self._base, is_full), weights)
-        paths: list[UpdatePath] = []
+        fulls = [index for index, old in enumerate(self.stored) if old.is_full and old.version <= needed]
+        self.stored = self.stored[min(max(fulls, default=0), max(len(self.stored) + 1 - self._keep, 0)) :]
+        folder, base = f"v{version:06d}-{secrets.token_hex(4)}", self._base
+        is_full = base is None or self._since_full + 1 >= self._full_every
+        shares = self._command(Write(version, folder, base, is_full), weights)
         parts = [share.delta for share in shares if share.delta is not None]
-        if len(parts) == self._ranks:
-            paths.append(UpdatePath(self._base, parts))
-        elif not is_full:  # a delta with more than half of the bytes is no gain
+        if base is not None and len(parts) < self._ranks:  # a delta with more than half of the bytes is no gain
+            base, parts = None, []
+            shares = shares if is_full else self._command(Write(version, folder, None, full=True), weights)
             is_full = True
-            shares = self._command(Write(version, folder, None, is_full), weights)
-        if is_full:
-            paths.append(UpdatePath(None, [file for share in shares for file in share.full]))
-        sums = [part for share in shares for part in share.sums]
-        stamp = Stamp(version, digest_of(sums))
-        manifest = Manifest(stamp, self._epoch, self._layout_json, self._ranks, sums, paths, self._history)
-        num_bytes, sha256 = self._folder.write(f"{folder}/{MANIFEST}", [manifest.signed(self._key)])
-        self._history = [*self._history, manifest.listed(folder, sha256)]
+        full = [share.full for share in shares if share.full is not None]
+        stored, sums = StoredVersion(version, folder, base, is_full), [share.sum for share in shares]
+        manifest = Manifest(stored, self._epoch, self._layout_json, sums, parts, full, self.stored)
+        written = self._folder.write(f"{folder}/{MANIFEST}", [manifest.signed(self._key)])
+        self.stored = [*self.stored, stored]
         self._since_full = 0 if is_full else self._since_full + 1
-        self.num_bytes += num_bytes + sum(edge.bytes for edge in self._history[-1].edges)
-        self._base = stamp if self._has_deltas else None
+        self.num_bytes += sum(file.bytes for file in [written, *parts, *full])
+        self._base = folder if self._has_deltas else None
         self._command(Published(version, self._base), weights)
-        return Announced(version, folder, sha256)
-
-    def oldest_read(self, held: int, target: int | None = None) -> int | None:
-        """The oldest version that a reader reads on its way from `held` to `target`, or to the newest one; None if it
-        reads none."""
-        stamps = {edge.base.version: edge.base for old in self._history for edge in old.edges if edge.base is not None}
-        stamps |= {old.stamp.version: old.stamp for old in self._history}
-        until = [old for old in self._history if target is None or old.stamp.version <= target]
-        read = {step.folder for step in cheapest_path(until, stamps.get(held)) or []}
-        kept = [old for old in until if self._keeps(old.stamp.version) and 0 <= held < old.stamp.version]
-        return min((old.stamp.version for old in until if old.folder in read or old in kept), default=None)
+        return Announced(version, folder)
 
     def collect(self) -> None:
         """Removes all versions that are not part of the store: those that no reader needs, and those of other
         publishers, complete or not."""
-        folders = {old.folder for old in self._history}
+        folders = {old.folder for old in self.stored}
         for name in self._folder.names():
             if _VERSION_NAME.fullmatch(name) and name not in folders:
                 self._folder.remove(name)
-
-    def _needed(self, needed: int) -> list[Earlier]:
-        """The last `keep` - 1 versions, and from the newest full one on that is not newer than `needed`."""
-        fulls = [index for index, old in enumerate(self._history) if old.is_full and old.stamp.version <= needed]
-        return self._history[min(max(fulls, default=0), max(len(self._history) + 1 - self._keep, 0)) :]
 
     def _command(self, order: Write | Published, weights: NDArray[np.uint8]) -> list[Written]:
         """Has all ranks carry out the order. Returns their answers in the order of the ranks. Raises OSError if one of
@@ -298,16 +237,17 @@ class Publisher:
         answers = [self.writer.carry_out(order, weights)]
         if self._others is not None:
             answers += self._others.answers(self._folder.check)
-        for answer in answers:
+        for rank, answer in enumerate(answers):
             if answer.problem:
                 raise OSError(answer.problem)
-        if isinstance(order, Write):
-            for file in (file for answer in answers[1:] for file in answer.files):
-                if (size := self._folder.size(name := f"{order.folder}/{file.name}")) != file.bytes:
-                    raise OSError(
-                        f"{self._folder.at(name)}: another learner rank has written {file.bytes} bytes, here are "
-                        f"{size or 'none'}; all learner hosts must have the same store at weights.url"
-                    )
+            for file, is_delta in ((answer.delta, True), (answer.full, False)) if rank else ():
+                if isinstance(order, Write) and file is not None:
+                    name = f"{order.folder}/{file_name(rank, is_delta=is_delta)}"
+                    if (size := self._folder.size(name)) != file.bytes:
+                        raise OSError(
+                            f"{self._folder.at(name)}: another learner rank has written {file.bytes} bytes, here are "
+                            f"{size or 'none'}; all learner hosts must have the same store at weights.url"
+                        )
         return answers
 
 
@@ -345,9 +285,9 @@ class FileSender(BackgroundSender):
             full_every=full_every,
             keep=keep,
             epoch=epoch,
-            keeps=keeps,
             others=others,
         )
+        self._keeps = keeps
         layout = self._publisher.writer.slices.layout
         super().__init__(layout, timeout_s=timeout_s, device=device, check_interval_s=_CHECK_INTERVAL_S)
         self._announce = announce
@@ -427,14 +367,15 @@ class FileSender(BackgroundSender):
         return bool(unread)
 
     def _needed(self, version: int) -> int:
-        """The oldest version that a live generator reads on its way, or is to evaluate."""
-        needed: list[int | None] = []
+        """The oldest version that a live generator reads, or is to evaluate."""
+        needed = [version]
         for following in (follower.following for follower in self._followers):
             if following.fetching != NO_VERSION:
-                needed.append(self._publisher.oldest_read(following.held, following.fetching))
+                needed.append(following.fetching)
             if following.held != NO_VERSION:
-                needed.append(self._publisher.oldest_read(following.held))
-        return min((oldest for oldest in needed if oldest is not None), default=version)
+                later = (old.version for old in self._publisher.stored if old.version > following.held)
+                needed += filter(self._keeps, later)
+        return min(needed)
 
     def _collect(self) -> None:
         try:
@@ -550,11 +491,10 @@ class FileReceiver(BackgroundReceiver):
             self._following = structs.replace(self._following, fetching=goal.version, unread=None, problem="")
             reader.fetch(goal, self._await_staging)
         except BadFileError as error:
-            self._give_up(goal, newest, str(error)[:_MAX_CHARACTERS])
+            self._fail(goal, newest, str(error)[:_MAX_CHARACTERS])
             return
         self._await_staging()  # the buffer may have had these bits before, with a version that is still in use
-        tensors = reader.layout.views(self._buffer)
-        self._staging.put(StagedWeights(goal.version, int(goal.sha256[:15], 16), tensors))
+        self._staging.put(StagedWeights(goal.version, int(goal.folder[-8:], 16), reader.layout.views(self._buffer)))
         self._fetched, self._failing_since_s = goal, None
         self._given_up.clear()
         self._following = structs.replace(self._following, held=goal.version, fetching=NO_VERSION)
@@ -563,19 +503,22 @@ class FileReceiver(BackgroundReceiver):
         """The version to fetch next: the first one that is kept, or the newest."""
         held = self._following.held
         for old in reader.available(newest):
-            version = old.stamp.version
+            version = old.version
             if NO_VERSION < held < version and old.folder not in self._given_up and self._staging.keeps(version):
-                return Announced(version, old.folder, old.sha256)
+                return Announced(version, old.folder)
         return newest
 
-    def _give_up(self, goal: Announced, newest: Announced, problem: str) -> None:
-        """Reports a failure to the sender, and returns when there is something to try. Raises RunError if nothing could
-        be read for `timeout_s`."""
-        self._given_up.add(goal.folder)
-        self._following = structs.replace(self._following, fetching=NO_VERSION, unread=goal.folder, problem=problem)
+    def _fail(self, goal: Announced, newest: Announced, problem: str) -> None:
+        """Returns when there is something to try. From the second failure in a row on, it is reported to the sender.
+        Raises RunError if nothing could be read for `timeout_s`."""
         log.warning("a version of the weights cannot be read", version=goal.version, reason=problem)
+        self._following = structs.replace(self._following, fetching=NO_VERSION)
         now_s = time.monotonic()
-        self._failing_since_s = self._failing_since_s or now_s
+        if self._failing_since_s is None:
+            self._failing_since_s = now_s
+        else:
+            self._given_up.add(goal.folder)
+            self._following = structs.replace(self._following, unread=goal.folder, problem=problem)
         if now_s - self._failing_since_s > self._timeout_s:
             raise RunError(
                 f"weights.url: version {goal.version} cannot be read within {self._timeout_s:g} s: {problem}"
@@ -588,8 +531,7 @@ class FileReceiver(BackgroundReceiver):
         """The reader, with a buffer for weights as the first version has them. Raises BadFileError, and ProtocolError
         if they are not of this generator's model."""
         if self._reader is None:
-            manifest = read_manifest(self._folder, f"{announced.folder}/{MANIFEST}", announced.sha256, self._key)
-            layout = WeightManifest.from_json(manifest.layout)
+            layout = WeightManifest.from_json(read_manifest(self._folder, announced.folder, self._key).layout)
             layout.check_size(self._max_bytes)
             layout.check_base(self._model_base)
             self._buffer = empty_buffer(layout.num_bytes, torch.device("cpu"), pinned=self._device.type == "cuda")

@@ -53,7 +53,6 @@ Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARACTERS)]
 Metrics = Annotated[dict[Annotated[str, Meta(max_length=1000)], float], Meta(max_length=MAX_ITEMS)]
 FolderName = Annotated[str, Meta(max_length=19, pattern=r"\Av[0-9]{6,10}-[0-9a-f]{8}\Z")]
 """The folder of a version in a store."""
-Sha256 = Annotated[str, Meta(max_length=64, pattern=r"\A[0-9a-f]{64}\Z")]
 
 
 class Body(msgspec.Struct, forbid_unknown_fields=True):
@@ -89,12 +88,10 @@ class RequestBody(Body):
 
 
 class Announced(Body):
-    """A version that is complete in the store, and what proves it. Part of `Publish` and `Leases`."""
+    """A version that is complete in the store. Part of `Publish` and `Leases`."""
 
     version: Count
     folder: FolderName
-    sha256: Sha256
-    """The digest of the manifest."""
 
 
 class Following(Body):

@@ -28,7 +28,7 @@ WISHES = s.HostReply(
 )
 RUN_ID = "fuzz"
 GROUP_SIZE = 2
-ANNOUNCED = m.Announced(3, "v000003-0123abcd", "0123456789abcdef" * 4)
+ANNOUNCED = m.Announced(3, "v000003-0123abcd")
 FOLLOWING = m.Following(held=2, fetching=3, unread="v000003-0123abcd", problem="it broke")
 STATS = m.GeneratorStats(
     tokens=12,

@@ -13,4 +13,4 @@ PIECE_BYTES = 4096
 def shrink_pieces(set_to: Callable[[object, str, int], None] = setattr) -> None:
     """Makes sums and blocks of deltas small in this process."""
     set_to(asyncrl.weights.deltas, "BLOCK_WORDS", PIECE_BYTES // 4)
-    set_to(asyncrl.weights.version_store, "SUM_BYTES", PIECE_BYTES)
+    set_to(asyncrl.weights.version_store, "CHUNK_BYTES", PIECE_BYTES)

@@ -45,7 +45,7 @@ class Model:
 
 
 def make_publisher(url: str | Path, *, layout: WeightManifest = LAYOUT, **options: Any) -> Publisher:
-    options = {"key": KEY, "full_every": 32, "keep": 3, "shard_bytes": 20_000} | options
+    options = {"key": KEY, "full_every": 32, "keep": 3} | options
     return Publisher(Folder(str(url)), layout, **options)
 
 

@@ -1,8 +1,7 @@
-"""A store of versions: the bits that were published come out, by the shortest way, and nothing else is believed."""
+"""A store of versions: the bits that were published come out, and nothing else is believed."""
 
 from __future__ import annotations
 
-import itertools
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,15 +9,13 @@ from pathlib import Path
 import fsspec
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 from stored_parts import FLOAT32, LAYOUT, Model, assert_holds, files, make_publisher, make_reader, no_wait
 from structlog.testing import capture_logs
 
 from asyncrl.errors import ConfigError
-from asyncrl.weights.version_store import Earlier, Edge, Folder, Stamp, Step, cheapest_path
+from asyncrl.weights.version_store import Folder, StoredVersion, steps_to
 from tests.helpers.examples import examples
 
 
@@ -55,19 +52,6 @@ def test_two_readers_one_a_version_behind(url: str) -> None:
     assert first.num_bytes > 7 * 200 + full
 
 
-def test_a_full_version_is_a_checkpoint_of_safetensors(tmp_path: Path) -> None:
-    model = Model()
-    announced = make_publisher(tmp_path).publish(3, model.weights, needed=3)
-    stored = {}
-    for file in sorted((tmp_path / announced.folder).glob("*.safetensors")):
-        stored |= load_file(file)
-    assert len(list((tmp_path / announced.folder).glob("*.safetensors"))) == 3
-    expected = dict(LAYOUT.views(torch.from_numpy(model.weights)))
-    assert stored.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert stored[name].dtype == tensor.dtype and torch.equal(stored[name], tensor)
-
-
 def test_float32_weights_are_always_full(url: str) -> None:
     model, publisher, reader = Model(FLOAT32), make_publisher(url, layout=FLOAT32), make_reader(url, layout=FLOAT32)
     for version in range(4):
@@ -84,7 +68,7 @@ def test_a_delta_of_more_than_half_of_the_bytes_is_a_full_version(tmp_path: Path
         0, 256, LAYOUT.entries[0].num_bytes, np.uint8
     )
     announced = publisher.publish(1, model.weights, needed=0)
-    assert {path.suffix for path in files(tmp_path / announced.folder)} == {".json", ".safetensors"}
+    assert {path.name for path in files(tmp_path / announced.folder)} == {"manifest.json", "full-0.bin"}
     reader.fetch(announced, no_wait)
     assert_holds(reader, model)
 
@@ -94,8 +78,8 @@ def test_every_so_often_a_version_is_full_too(tmp_path: Path) -> None:
     full = []
     for version in range(7):
         announced = publisher.publish(version, model.weights, needed=version)
-        full.append(any(path.suffix == ".safetensors" for path in files(tmp_path / announced.folder)))
-        assert version == 0 or (tmp_path / announced.folder / f"from-{version - 1:06d}.delta").exists()
+        full.append((tmp_path / announced.folder / "full-0.bin").exists())
+        assert version == 0 or (tmp_path / announced.folder / "delta-0.bin").exists()
         model.step()
     assert full == [True, False, False, True, False, False, True]
 
@@ -144,49 +128,23 @@ def test_what_other_attempts_left_goes_and_other_files_stay(tmp_path: Path) -> N
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["notes", announced.folder])
 
 
-# --- ways
+# --- steps of a reader
 
 
-STAMPS = [Stamp(version, f"{version:064d}") for version in range(6)]
-
-
-@settings(max_examples=examples(150))
-@given(st.data())
-def test_the_way_is_the_shortest_in_bytes(data: st.DataObject) -> None:
-    versions = []
-    for index, one in enumerate(STAMPS):
-        bases = data.draw(st.sets(st.sampled_from([None, *STAMPS[:index]])))
-        edges = [Edge(base, data.draw(st.integers(1, 20))) for base in bases]
-        versions.append(Earlier(f"v{index:06d}-00000000", "0" * 64, one, edges))
-    held = data.draw(st.sampled_from([None, *STAMPS[:-1]]))
-    found = cheapest_path(versions, held)
-    best = None
-    for middle in itertools.chain.from_iterable(itertools.combinations(range(5), k) for k in range(6)):
-        path = [*(STAMPS[index] for index in middle), STAMPS[5]]
-        for start in {None, held}:
-            cost, base = 0, start
-            for one in path:
-                edge = next((e for e in versions[one.version].edges if e.base == base), None)
-                cost, base = (None if edge is None or cost is None else cost + edge.bytes), one
-            best = cost if best is None or (cost is not None and cost < best) else best
-    assert (found is None) == (best is None)
-    if found is not None:
-        assert best == sum(
-            next(e.bytes for e in versions[int(step.folder[1:7])].edges if e.base == step.base) for step in found
-        )
-        assert found[0].base in (None, held) and found[-1].folder == versions[5].folder
-
-
-def test_a_way_without_a_step() -> None:
+def test_a_reader_takes_deltas_in_a_row_or_the_last_full_version() -> None:
+    names = [f"v{version:06d}-00000000" for version in range(7)]
+    bases = [None, 0, 1, 2, None, 4, 5]
     versions = [
-        Earlier("v000000-00000000", "0" * 64, STAMPS[0], [Edge(None, 100)]),
-        Earlier("v000001-00000000", "1" * 64, STAMPS[1], [Edge(STAMPS[0], 1)]),
-        Earlier("v000002-00000000", "2" * 64, STAMPS[2], [Edge(STAMPS[1], 1), Edge(None, 100)]),
+        StoredVersion(version, names[version], None if base is None else names[base], version in (0, 3, 4))
+        for version, base in enumerate(bases)
     ]
-    delta, full = (Step("v000002-00000000", "2" * 64, base) for base in (STAMPS[1], None))
-    assert cheapest_path(versions, STAMPS[1]) == [delta]
-    assert cheapest_path(versions, STAMPS[1], {delta}) == [full]
-    assert cheapest_path(versions, STAMPS[1], {delta, full}) is None
+
+    def steps(target: int, held: int | None) -> list[int]:
+        return [step.version for step in steps_to(versions[: target + 1], None if held is None else names[held])]
+
+    assert steps(2, None) == [0, 1, 2] and steps(2, 0) == [1, 2] and steps(3, 2) == [3], "3 also is a delta"
+    assert steps(3, 1) == [3] and steps(6, 3) == [4, 5, 6] and steps(6, 4) == [5, 6]
+    assert steps_to(versions[5:], names[1]) == [], "the full version is gone"
 
 
 @settings(max_examples=examples(15), deadline=None)

@@ -183,6 +183,6 @@ def test_an_object_store_whose_writer_ends_at_every_call(monkeypatch: pytest.Mon
         restarted.collect()
         assert Folder(store).names() == [announced.folder]
         if calls <= last:
-            assert last > 6, "writes, and removes an old version"
+            assert last > 4, "writes, and removes an old version"
             return
     raise AssertionError("it never ended")

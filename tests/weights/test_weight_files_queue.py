@@ -27,7 +27,7 @@ from asyncrl.wire.messages import Announced, Following, GeneratorStats, Leases
 from tests.helpers.replay import EndlessPrompts, loopback_endpoints, make_group, small_config
 from tests.helpers.sockets import free_port
 
-ANNOUNCED = Announced(3, "v000003-0123abcd", "0123456789abcdef" * 4)
+ANNOUNCED = Announced(3, "v000003-0123abcd")
 HOLDS = Following(held=2, fetching=NO_VERSION, unread=None, problem="")
 
 

@@ -20,7 +20,7 @@ from asyncrl.types import NO_VERSION
 from asyncrl.weights.files import FileReceiver, FileSender
 from asyncrl.weights.staging import StagedWeights
 from asyncrl.weights.version_store import BadFileError, Folder
-from asyncrl.wire.messages import Announced, Follower
+from asyncrl.wire.messages import Announced, Follower, Following
 
 EXCHANGE_S = 0.005
 """Pause between two asks of all generators."""
@@ -196,7 +196,7 @@ def test_a_version_that_cannot_be_read_is_written_again(start, join, tmp_path: P
     sender, receiver = start(), join(engine_up=False)
     sender.send(0, weights(0))
     sender.wait()
-    files = list((tmp_path / "store").rglob("*.safetensors"))
+    files = list((tmp_path / "store").rglob("full-0.bin"))
     assert len(files) == 1
     files[0].write_bytes(b"damaged")
     with capture_logs() as logs:
@@ -210,18 +210,18 @@ def test_a_version_that_cannot_be_read_is_written_again(start, join, tmp_path: P
 
 
 def test_a_receiver_that_can_read_nothing_ends_with_the_reason(start, join, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreadable(self: Folder, folder: str, file: Any, parts: Any) -> None:
-        raise BadFileError(f"{folder}/{file.name}: cannot be read: not mounted")
+    def unreadable(self: Folder, name: str, file: Any, parts: Any) -> None:
+        raise BadFileError(f"{name}: cannot be read: not mounted")
 
     monkeypatch.setattr(Folder, "read_into", unreadable)
     sender, receiver = start(), join(timeout_s=1.5)
     sender.send(0, weights(0))
     sender.wait()
-    with pytest.raises(RunError, match=r"version 0 cannot be read within 1\.5 s: v000000-\w+/full-00000\.safetensors"):
+    with pytest.raises(RunError, match=r"version 0 cannot be read within 1\.5 s: v000000-\w+/full-0\.bin"):
         next_staged(receiver)
 
 
-@pytest.mark.parametrize("what", ["version", "folder", "sha256", "epoch"])
+@pytest.mark.parametrize("what", ["version", "folder", "epoch"])
 def test_an_announcement_that_was_changed_loads_nothing(
     what: str, start, join, queue: Queue, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -235,16 +235,15 @@ def test_an_announcement_that_was_changed_loads_nothing(
     other = make_publisher(tmp_path / "store", key=b"of somebody").publish(1, Model().weights, needed=1)
     assert honest is not None
     changed = {
-        "version": Announced(7, honest.folder, honest.sha256),
-        "folder": Announced(1, other.folder, honest.sha256),
-        "sha256": other,
+        "version": Announced(7, honest.folder),
+        "folder": other,
         "epoch": make_publisher(tmp_path / "store", layout=layout).publish(1, Model(layout).weights, needed=1),
     }[what]
     queue.versions.announce(changed)
     await_true(lambda: receiver.following().unread == changed.folder, "it is refused")
     problem = receiver.following().problem
     assert changed.folder in problem and receiver.following().held == 0
-    rule = {"version": "announced was 7", "folder": "announced was", "sha256": "was not written by this run"}
+    rule = {"version": "announced was 7", "folder": "was not written by this run"}
     assert rule.get(what, "start 0 of the learner ranks, which start 1 has superseded") in problem
     with pytest.raises(RunError, match=f"version {changed.version} cannot be read within"):
         next_staged(receiver)
@@ -280,17 +279,22 @@ def test_a_sender_that_closes_does_not_wait_for_the_queue(start, queue: Queue) -
         sender.wait()
 
 
-def test_what_a_reader_needs_is_kept(tmp_path: Path) -> None:
-    model = Model()
-    publisher = make_publisher(tmp_path, full_every=8, keep=2, keeps=lambda version: version == 18)
-    for version in range(15, 24):
-        publisher.publish(version, model.weights, needed=15)
-        model.step()
-    assert publisher.oldest_read(23) is None
-    assert publisher.oldest_read(22) == 23
-    assert publisher.oldest_read(19) == 20
-    assert publisher.oldest_read(16) == 17
-    assert publisher.oldest_read(16, 17) == 17
-    assert publisher.oldest_read(14) == 18, "the last full version is 23, but 18 is to be evaluated"
-    assert publisher.oldest_read(NO_VERSION) == 23
-    assert publisher.oldest_read(NO_VERSION, 20) == 15, "only a full version begins there"
+def test_versions_stay_that_a_generator_reads_or_is_to_evaluate(start) -> None:
+    def following(held: int, fetching: int = NO_VERSION) -> Follower:
+        return Follower(0, Following(held=held, fetching=fetching, unread=None, problem=""))
+
+    sender = start(keeps=lambda version: version == 3)
+    for version in range(6):
+        sender._followers = [following(0)]
+        sender.send(version, weights(version))
+        sender.wait()
+    for followers, needed in [
+        ([], 6),
+        ([following(5)], 6),
+        ([following(3)], 6),
+        ([following(2)], 3),
+        ([following(NO_VERSION)], 6),
+        ([following(5), following(0, 1)], 1),
+    ]:
+        sender._followers = followers
+        assert sender._needed(6) == needed
