@@ -440,9 +440,8 @@ class LaunchConfig(Section):
     stop_timeout_s: float = Field(default=15.0, gt=0.0)
     """Deadline for a role that was asked to stop, and for a generator that leaves; after it they are killed."""
     heartbeat_timeout_s: float = Field(default=60.0, gt=0.0)
-    """A generator or replay queue that is silent for this time is restarted, and a lease that its generator does not
-    renew for this time is handed out again. Generators send heartbeats and renew their leases every second, however
-    long a group takes."""
+    """A generator or replay queue that is silent for this time is restarted. Generators send heartbeats every second,
+    however long a group takes."""
     max_restarts: int = Field(default=10, ge=0)
     """More restarts of one role than this within 10 minutes, or without an optimizer step in between, end the run; 0
     restarts nothing. A role that never worked and fails twice for one reason ends it earlier."""

@@ -279,8 +279,8 @@ class GeneratorLoop:
 
     def _ask(self, now_s: float) -> None:
         groups, evaluations = self._free_capacity()
-        renews = now_s >= self._heartbeat_s
-        if renews or (groups + evaluations and now_s >= self._next_ask_s):
+        beats = now_s >= self._heartbeat_s
+        if beats or (groups + evaluations and now_s >= self._next_ask_s):
             self._asked = self.engine.version, groups, evaluations
             seconds = self._watch.seconds() | self._phases.seconds()
             del seconds[_OTHER]
@@ -289,13 +289,12 @@ class GeneratorLoop:
             self.stats.weights = self.receiver.following()
             if (episodes := self.groups.episodes) is not None:
                 self.stats.live_episodes, self.stats.waiting_episodes = episodes.num_live, episodes.num_waiting
-            if renews:
+            if beats:
                 self.stats.peak_memory_bytes = self.engine.peak_memory_bytes()
                 self.stats.recomputed_tokens = self.engine.recomputed_tokens
-            working_on = [group.lease for group in self.groups.unfinished] if renews else []
-            self.client.ask(self.engine.version, groups, self.stats, num_evaluations=evaluations, working_on=working_on)
+            self.client.ask(self.engine.version, groups, self.stats, num_evaluations=evaluations)
             self.stats.stall_ms = []
-            if renews:
+            if beats:
                 self._heartbeat_s = now_s + _HEARTBEAT_S
 
     def _take(self, reply: Leases, now_s: float) -> None:

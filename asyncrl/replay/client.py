@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -14,7 +14,7 @@ from msgspec import structs
 
 from asyncrl.errors import ProtocolError
 from asyncrl.replay.codec import pack_group, unpack_group
-from asyncrl.types import Group, Lease, Shard
+from asyncrl.types import Group, Shard
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.frames import Arrays, Message
 from asyncrl.wire.messages import (
@@ -29,7 +29,7 @@ from asyncrl.wire.messages import (
     Finished,
     Follower,
     GeneratorStats,
-    LeaseName,
+    GroupHeader,
     Leases,
     Lost,
     NextEvaluation,
@@ -71,23 +71,15 @@ class _Unanswered:
 class GeneratorClient:
     """A generator's side: asks for leases and sends finished groups without ever blocking.
 
-    Used by one thread. `timeout_s` is how long the queue may stay silent while an answer is due. `clock` is the one of
-    the times in groups, which are sent in the queue's clock.
+    Used by one thread. `timeout_s` is how long the queue may stay silent while an answer is due.
     """
 
-    def __init__(
-        self,
-        endpoints: Endpoints,
-        generator: int,
-        *,
-        timeout_s: float = 60.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, endpoints: Endpoints, generator: int, *, timeout_s: float = 60.0) -> None:
         self.generator = generator
         self.timeout_s = timeout_s
         self.session = uuid.uuid4().hex
         """Name of this start of the generator."""
-        self._connection = Connection(endpoints, resend_s=RESEND_S, clock=clock)
+        self._connection = Connection(endpoints, resend_s=RESEND_S)
         self._number = 0
         self._ask: _Unanswered | None = None
         self._unacknowledged: dict[Hashable, _Unanswered] = {}
@@ -103,17 +95,9 @@ class GeneratorClient:
         """Groups, evaluated prompts and releases sent and not yet acknowledged."""
         return len(self._unacknowledged)
 
-    def ask(
-        self,
-        version: int,
-        num_groups: int,
-        stats: GeneratorStats,
-        *,
-        num_evaluations: int = 0,
-        working_on: Iterable[Lease] = (),
-    ) -> None:
-        """Asks for up to `num_groups` leases and up to `num_evaluations` evaluation prompts, with `version` loaded, and
-        renews the leases in `working_on`. Does nothing while an ask is outstanding."""
+    def ask(self, version: int, num_groups: int, stats: GeneratorStats, *, num_evaluations: int = 0) -> None:
+        """Asks for up to `num_groups` leases and up to `num_evaluations` evaluation prompts, with `version` loaded.
+        Does nothing while an ask is outstanding."""
         if self.outstanding:
             return
         self._number += 1
@@ -125,7 +109,6 @@ class GeneratorClient:
             num_groups=num_groups,
             num_evaluations=num_evaluations,
             stats=structs.replace(stats),
-            working_on=[LeaseName(lease.ticket, lease.attempt, lease.evaluation) for lease in working_on],
         )
         self._ask = self._send(body)
 
@@ -151,9 +134,6 @@ class GeneratorClient:
     def finish(self, group: Group) -> None:
         """Sends a finished group; it is kept and sent again until the queue acknowledges it."""
         header, block = pack_group(group)
-        offset_s = self._connection.clock_offset.seconds
-        header.started_s += offset_s
-        header.finished_s += offset_s
         self._unacknowledged[False, group.ticket, group.attempt] = self._send(header, [block])
 
     def evaluated(self, result: Evaluated, recorded: Group | None = None) -> None:
@@ -183,7 +163,7 @@ class GeneratorClient:
         self._connection.close()
 
     def _send(self, body: RequestBody, arrays: Sequence[Arrays] = ()) -> _Unanswered:
-        seq, now_s = self._connection.send(body, arrays), time.monotonic()
+        seq, now_s = self._connection.send(_with_ages(body), arrays), time.monotonic()
         return _Unanswered(seq, now_s, now_s, body, arrays, RESEND_S)
 
     def _take(self, message: Message) -> Leases | None:
@@ -213,8 +193,16 @@ class GeneratorClient:
             if now_s - sent.first_s > self.timeout_s:
                 raise self._connection.silent(sent.body, self.timeout_s)
             if (lost := sent.last_s < lost_s) or now_s - sent.last_s > sent.resend_s:
-                self._connection.send(sent.body, sent.arrays, seq=sent.seq)
+                self._connection.send(_with_ages(sent.body), sent.arrays, seq=sent.seq)
                 sent.last_s, sent.resend_s = time.monotonic(), sent.resend_s if lost else BACK_OFF * sent.resend_s
+
+
+def _with_ages(body: RequestBody) -> RequestBody:
+    """A group's header with its times as seconds before now, since the queue's machine may have another clock."""
+    if not isinstance(body, GroupHeader):
+        return body
+    now_s = time.monotonic()
+    return structs.replace(body, started_s=now_s - body.started_s, finished_s=now_s - body.finished_s)
 
 
 class LearnerClient:

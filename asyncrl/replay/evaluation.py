@@ -99,8 +99,6 @@ class Evaluations(EvalRecord, kw_only=True):
     config: Config
     prompts: Sequence[Prompt] = ()
     reported: ReportedStats = field(default_factory=ReportedStats)
-    renewed_s: dict[int, float] = field(default_factory=dict[int, float])
-    """Ticket -> when it was leased, or when its generator last renewed the lease."""
 
     def __post_init__(self) -> None:
         self.committed(0, due=self.config.evaluates(0))
@@ -128,7 +126,6 @@ class Evaluations(EvalRecord, kw_only=True):
             evaluation.open.remove(lease.ticket)
             evaluation.attempts[lease.ticket] = lease.attempt
             evaluation.leased[lease.ticket] = EvalLease(generator, lease.attempt, session, number)
-            self.renewed_s[lease.ticket] = now_s
         return leases
 
     def next_leases(self, version: int, num_prompts: int) -> list[Lease]:
@@ -189,15 +186,6 @@ class Evaluations(EvalRecord, kw_only=True):
         if len(evaluation.scores) == len(self.prompts):
             self._end(evaluation)
 
-    def wake(self, now_s: float) -> None:
-        """All leases count as renewed at `now_s`."""
-        self.renewed_s = {ticket: now_s for evaluation in self.running.values() for ticket in evaluation.leased}
-
-    def renew(self, generator: int, ticket: int, attempt: int, now_s: float) -> None:
-        """Renews a lease, if the generator holds it."""
-        if (generator, ticket, attempt) in self.held():
-            self.renewed_s[ticket] = now_s
-
     def release(self, leases: Iterable[ReleasedEvaluation]) -> None:
         """Takes back prompts that a generator will not finish."""
         for lease in leases:
@@ -206,15 +194,6 @@ class Evaluations(EvalRecord, kw_only=True):
                 if held is not None and held.attempt == lease.attempt:
                     del evaluation.leased[lease.ticket]
                     evaluation.open.append(lease.ticket)
-
-    def expired(self, now_s: float) -> list[ReleasedEvaluation]:
-        """Prompts whose leases were not renewed for `launch.heartbeat_timeout_s`."""
-        limit_s = self.config.launch.heartbeat_timeout_s
-        return [
-            ReleasedEvaluation(ticket, attempt)
-            for _, ticket, attempt in self.held()
-            if now_s - self.renewed_s[ticket] > limit_s
-        ]
 
     def stranded(self, now_s: float) -> list[int]:
         """Versions under evaluation that no running generator has loaded or can still load."""
@@ -226,7 +205,7 @@ class Evaluations(EvalRecord, kw_only=True):
 
     def drop(self, version: int, reason: str) -> None:
         """Drops the evaluation of a version."""
-        evaluation = self._remove(version)
+        evaluation = self.running.pop(version)
         done, total = len(evaluation.scores), len(self.prompts)
         self.dropped.append({"version": version, "reason": reason, "done": done, "prompts": total})
         log.warning("evaluation dropped", version=version, reason=reason, done=done, prompts=total)
@@ -268,17 +247,11 @@ class Evaluations(EvalRecord, kw_only=True):
         return Lease(ticket, attempt, self.prompts[ticket - evaluation.first], evaluation=True)
 
     def _end(self, evaluation: Evaluation) -> None:
-        self._remove(evaluation.version)
+        del self.running[evaluation.version]
         result = {"version": evaluation.version, "at_step": self.step, **score_table(evaluation.scores.values())}
         self.ended.append(result)
         self.unreported_results.append(result)
         log.info("evaluation done", version=evaluation.version, reward=result.get("reward"), at_step=self.step)
-
-    def _remove(self, version: int) -> Evaluation:
-        evaluation = self.running.pop(version)
-        for ticket in evaluation.attempts:
-            self.renewed_s.pop(ticket, None)
-        return evaluation
 
 
 # --- metrics

@@ -57,8 +57,6 @@ class LiveGroup(LiveLease, kw_only=True):
     location: Location | None = None
     taken_s: float = 0.0
     prompt: Prompt
-    renewed_s: float
-    """When it was leased, or when its generator last renewed the lease."""
     header: GroupHeader | None = None
     arrays: list[Array] = field(default_factory=list[Array])
     """A Block if they are in one frame, as they were received."""

@@ -16,7 +16,7 @@ The life of a ticket, and the requests that move it:
     finish                           group     FINISHED, or refunded by the same event
     finish, release                  lose      counts the tokens of an attempt that is not used; the ticket stays
     release, lost, ask of a new      return    RETURNED
-      session, expired lease
+      session
     take                             take      the batch of the next step, for all ranks, once it is complete; while
                                                the step before it is trained as well
     commit                           commit    trained; the step is counted
@@ -25,13 +25,12 @@ A request is decided first, and nothing changes. Then `QueueStore.record` append
 it to the state (`state.py`); a restarted process applies the same events. They reach the disk in `QueueStore.write`; no
 request may be answered before it.
 
-A generator asks every second, and renews its leases. They go to others when it is
+A generator asks every second. Its leases go to others when it is
 
     silent for SUSPECT_S                 others that have room get them as second attempts. Nothing is ended: when it
                                          asks again it keeps what nobody took, and continues with it
-    silent, or does not renew a lease,   the leases are returned
-      for launch.heartbeat_timeout_s
-    reported lost by the launcher        the same, at once (`ReplayQueue.lost`)
+    reported lost by the launcher,       they are returned at once (`ReplayQueue.lost`)
+      which ends a silent one
 """
 
 from __future__ import annotations
@@ -74,7 +73,6 @@ from asyncrl.wire.messages import (
     Evaluated,
     EvaluationOutcome,
     GroupHeader,
-    LeaseName,
     ReleasedEvaluation,
     ReleasedLease,
     TakeOutcome,
@@ -128,8 +126,6 @@ class ReplayQueue:
             if asks := [(number, session) for _, session, number in self._leases_of(generator)]:
                 number, session = max(asks)
                 self._sessions[generator] = session, number
-        self._expires_s = 0.0
-        """No lease of a group expires before this time."""
         self._silent: set[int] = set()
         self._checked_s = self._listens_s = self.clock.now()
         """When silent generators were last looked for, and since when this process has read all messages in time."""
@@ -156,7 +152,7 @@ class ReplayQueue:
     def ask(self, ask: Ask) -> tuple[list[Lease], str]:
         """Returns leases for a generator, those of evaluation prompts first, and the reason why it gets fewer groups
         than it asked for ("" if it gets all). A repeated ask, which has the same number, returns the ones of its leases
-        that are still held. The leases it works on are renewed."""
+        that are still held."""
         generator, session, version, stats = ask.generator, ask.session, ask.version, ask.stats
         if version > self.ledger.steps:
             raise ProtocolError(
@@ -166,7 +162,7 @@ class ReplayQueue:
         kind = self._note_session(generator, session, ask.number)
         if kind == "former session":
             return [], "session"
-        self._renew(generator, ask.working_on, now_s)
+        self._hear(generator)
         if kind == "again":
             self.measure.heartbeat(generator, session, version, structs.replace(stats, stall_ms=[]), now_s)
             asked = session, ask.number
@@ -294,47 +290,22 @@ class ReplayQueue:
         if leases:
             log.info("leases of a lost session returned", count=len(leases))
 
-    # --- leases expire
+    # --- silent generators
 
-    def _renew(self, generator: int, leases: Sequence[LeaseName], now_s: float) -> None:
-        """Notes that the generator asks, and renews the leases that it holds."""
+    def _hear(self, generator: int) -> None:
         if generator in self._silent:
             self._silent.discard(generator)
             log.info("silent generator asks again", generator=generator, leases=self.state.leased_by[generator])
-        for lease in leases:
-            number, attempt = lease.ticket, lease.attempt
-            if lease.evaluation:
-                self.evaluation.renew(generator, number, attempt, now_s)
-            elif self.ledger.is_current(number, attempt) and self.held[number].generator == generator:
-                self.held[number].renewed_s = now_s
 
-    def expire(self, now_s: float | None = None) -> None:
-        """Takes back expired leases, and drops evaluations that no generator can continue."""
+    def check_silence(self, now_s: float | None = None) -> None:
+        """Makes the leases of silent generators reassignable, and drops evaluations that no generator can continue."""
         now_s = self.clock.now() if now_s is None else now_s
-        if now_s - self._checked_s >= CHECK_INTERVAL_S:
-            self._check_silence(now_s)
-        for lease in self.evaluation.expired(now_s):
-            log.warning("evaluation lease expired", ticket=lease.ticket)
-            self.store.return_lease(lease.ticket, lease.attempt, evaluation=True)
         for version in self.evaluation.stranded(now_s):
             self.store.record(DropEvent(version, STRANDED))
-        if now_s <= self._expires_s:
-            return
-        limit_s, oldest_s, expired = self.config.launch.heartbeat_timeout_s, now_s, Counter[int]()
-        for number, held in self.held.items():
-            if not self.ledger.is_current(number, held.attempt):
-                continue
-            if now_s - held.renewed_s > limit_s:
-                self.store.return_lease(number, held.attempt)
-                expired[held.generator] += 1
-            else:
-                oldest_s = min(oldest_s, held.renewed_s)
-        for generator, leases in expired.items():
-            log.warning("leases expired", generator=generator, leases=leases, limit_s=limit_s)
-        self._expires_s = oldest_s + limit_s
+        if now_s - self._checked_s >= CHECK_INTERVAL_S:
+            self._find_silent(now_s)
 
-    def _check_silence(self, now_s: float) -> None:
-        """Finds silent generators, and makes their leases reassignable."""
+    def _find_silent(self, now_s: float) -> None:
         if now_s - self._checked_s > STALL_S:
             self._listens_s = now_s
         self._checked_s = now_s
@@ -388,8 +359,7 @@ class ReplayQueue:
         leased_at = ledger.live[number].start_version
         if current and start_version < leased_at:
             raise ProtocolError(f"ticket {number} was leased at version {leased_at}, not started at {start_version}")
-        started_s, finished_s = self.clock.span(header.started_s, header.finished_s)
-        header = structs.replace(header, started_s=started_s, finished_s=finished_s)
+        header = self.clock.dated(header)
         reason = refund_reason(self.config, header, group_relative=self._group_relative)
         signal = not reason and has_signal(header, group_relative=self._group_relative)
         self.store.record(GroupEvent(header, reason, signal), arrays)
@@ -490,7 +460,7 @@ class ReplayQueue:
             self._note_progress(step)
         else:
             self.progress += 1
-        snapshot = self.store.snapshot(step) if saving else b""
+        snapshot = self.store.snapshot() if saving and step == self.ledger.steps else b""
         stopping = bool(state.stop_reason) and step == self.ledger.steps
         collapsed = stopping and state.stop_reason == COLLAPSE
         return Committed(own, snapshot, self.store.checkpoint_wanted(), stopping, self.num_waiting, collapsed)

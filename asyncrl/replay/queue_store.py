@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 import structlog
+from msgspec import structs
 
 from asyncrl.config.config import Config
 from asyncrl.errors import JournalError, ProtocolError
@@ -38,6 +39,7 @@ from asyncrl.replay.state import (
 )
 from asyncrl.types import Prompt
 from asyncrl.wire.frames import Array
+from asyncrl.wire.messages import GroupHeader
 
 log = structlog.get_logger()
 
@@ -62,13 +64,12 @@ class RunClock:
         self._latest_s = max(self._latest_s, time.monotonic() - self.origin_s)
         return self._latest_s
 
-    def span(self, started_s: float, finished_s: float) -> tuple[float, float]:
-        """Converts a start and an end on this machine's monotonic clock to seconds of the run.
-
-        Both are clamped to between 0 and now, in order: times of another machine are right to a few milliseconds."""
+    def dated(self, header: GroupHeader) -> GroupHeader:
+        """The header of a group that arrives now, with seconds of the run instead of the ages of its start and end."""
         now_s = self.now()
-        start_s = min(max(0.0, started_s - self.origin_s), now_s)
-        return start_s, min(max(start_s, finished_s - self.origin_s), now_s)
+        finished_s = max(0.0, now_s - header.finished_s)
+        started_s = min(max(0.0, now_s - header.started_s), finished_s)
+        return structs.replace(header, started_s=started_s, finished_s=finished_s)
 
 
 @dataclass(slots=True)
@@ -83,43 +84,30 @@ class Recovered:
     """The segment of the last record."""
 
 
-def recover(state: QueueState, journal: Journal | Loader, *, until_step: int | None = None) -> Recovered | None:
-    """Restores a new state to the end of the journal, or to just after the commit of step `until_step`. Returns None if
-    the journal is empty. With a Loader the journal is only read. Raises JournalError if it is damaged."""
-    newest = _newest_snapshot(journal, until_step)
-    if newest is None:
+def recover(state: QueueState, journal: Journal | Loader) -> Recovered | None:
+    """Restores a new state to the end of the journal. Returns None if the journal is empty. With a Loader the journal
+    is only read. Raises JournalError if it is damaged."""
+    if isinstance(journal, Journal):
+        journal.write()
+    for segment in reversed(segments_of(journal.folder)):  # the newest with a record
+        records = read_journal(journal.folder, first_segment=segment)
+        if (first := next(records, None)) is not None and first[0][0] == segment:
+            break
+    else:
         return None
-    segment, stored = newest
+    location, record = first
+    stored = event_of(record, location, journal.folder)
+    if not isinstance(stored, Snapshot):
+        raise JournalError(f"{journal.folder}: segment {segment} begins with a {record.kind!r}; {DAMAGED}")
     recovered = Recovered(stored.run_id, stored.origin_s, stored.at_s, segment)
-    state.restore(stored.queue, journal, stored.at_s)
-    for location, record in read_journal(journal.folder, first_segment=segment):
+    state.restore(stored.queue, journal)
+    for location, record in records:
         event = event_of(record, location, journal.folder)
         # A view would keep the complete batch in memory.
         state.apply(event, [array.copy() for array in record.arrays], location)
         recovered.segment = location[0]
         recovered.at_s = max(recovered.at_s, getattr(event, "at_s", 0.0))
-        if isinstance(event, CommitEvent) and event.step == until_step:
-            return recovered
-    if until_step is not None:
-        raise JournalError(f"{journal.folder}: step {until_step} is no longer in it; {DAMAGED}")
     return recovered
-
-
-def _newest_snapshot(journal: Journal | Loader, until_step: int | None) -> tuple[int, Snapshot] | None:
-    """The last segment with a record, or the last one started before the step was committed, and the state in it."""
-    if isinstance(journal, Journal):
-        journal.write()
-    for segment in reversed(segments_of(journal.folder)):
-        first = next(read_journal(journal.folder, first_segment=segment), None)
-        if first is None or first[0][0] != segment:
-            continue
-        location, record = first
-        stored = event_of(record, location, journal.folder)
-        if not isinstance(stored, Snapshot):
-            raise JournalError(f"{journal.folder}: segment {segment} begins with a {record.kind!r}; {DAMAGED}")
-        if until_step is None or stored.queue.ledger.steps < until_step:
-            return segment, stored
-    return None
 
 
 class QueueStore:
@@ -163,7 +151,7 @@ class QueueStore:
                 self._return_all_leases()
         elif checkpoint:
             stored = Snapshot.of_checkpoint(checkpoint)
-            state.restore(stored.queue, None, stored.at_s)
+            state.restore(stored.queue, None)
             self.clock = RunClock(elapsed_s=stored.at_s)
             ledger = state.ledger
             log.info("queue resumed from a checkpoint", step=ledger.steps, tickets_taken_back=len(ledger.live))
@@ -225,8 +213,9 @@ class QueueStore:
             return
         journal.write()
         if self._covered_step is not None:
-            journal.drop(self.state.coverage.covered(self._covered_step))
-            self.state.coverage.keep(journal.segments)
+            coverage, step = self.state.coverage, self._covered_step
+            journal.drop([segment for segment in journal.segments[:-1] if coverage.is_covered(segment, step)])
+            coverage.keep(journal.segments)
             self._covered_step = None
         if journal.full:
             self._begin_segment(journal)
@@ -265,18 +254,9 @@ class QueueStore:
             self._history = PastSteps(self.journal, segments, first=step, last=self.state.ledger.steps)
         return self._history
 
-    def snapshot(self, step: int) -> bytes:
-        """The queue's part of a checkpoint of the step, which may be an earlier one that the journal still contains."""
-        state = self.state
-        if step == state.ledger.steps or self.journal is None:
-            return msgspec.msgpack.encode(self._snapshot(state))
-        position = state.prompts.position
-        then = QueueState(state.config, state.prompts, None, state.eval_prompts)
-        try:
-            recover(then, self.journal, until_step=step)
-            return msgspec.msgpack.encode(self._snapshot(then))
-        finally:
-            state.prompts.seek(position)
+    def snapshot(self) -> bytes:
+        """The queue's part of a checkpoint of the last step."""
+        return msgspec.msgpack.encode(self._snapshot())
 
     def checkpoint_wanted(self) -> bool:
         """True if the journal approaches its size limit and a checkpoint may allow segments to be dropped."""
@@ -311,9 +291,8 @@ class QueueStore:
     def _begin_segment(self, journal: Journal) -> None:
         self.trace.flush()
         journal.rotate()
-        self.state.coverage.began[journal.current] = self.state.ledger.steps
-        journal.append(record_of(self._snapshot(self.state)))
+        journal.append(record_of(self._snapshot()))
         journal.write()
 
-    def _snapshot(self, state: QueueState) -> Snapshot:
-        return Snapshot(FORMAT, self.run_id, self.clock.origin_s, self.clock.now(), state.snapshot())
+    def _snapshot(self) -> Snapshot:
+        return Snapshot(FORMAT, self.run_id, self.clock.origin_s, self.clock.now(), self.state.snapshot())

@@ -10,19 +10,17 @@ One thread, one loop (`ReplayServer.serve`). A pass of it:
        |
     answer waiting takes    a "take" waits for a complete batch, which a "finish" or a "commit" completes; after
        |                    ANSWER_S it is      answered "wait", and the learner asks again
-    expire leases
+    find silent generators
        |
     flush the outbox        one write of the journal, then the replies. A reply that promises durability waits for the
                             sync, which runs in the journal's own thread; the loop does not wait for it
 
-A flush serves many messages: replies to "finish", and to an "ask" of a busy generator, wait up to
-GATHER_S for others. All other replies are flushed in the pass in which they were made.
+A flush serves all messages of a pass.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -88,24 +86,15 @@ WEIGHTS = "weights"
 """The name under which the sender of weights announces its address."""
 LEARNERS = "learners"
 """The name under which learner rank 0 announces the rendezvous of the ranks."""
-POLL_S = 0.001
-"""Shortest wait of the loop while replies wait for others."""
 SYNC_POLL_S = 0.001
 """The same while replies wait for a sync of the journal, or memory is freed."""
-RECEIVE_AT_ONCE = 64
+RECEIVE_AT_ONCE = 32
 GROUP_PADDING_BYTES = 4 * ALIGNMENT
 """Maximum padding between the arrays of a group's frame."""
 DENIED_ASKS_PER_S = 1000.0
 """Rate limit of asks by all generators that wait for leases, so that many of them do not overload the queue."""
 ANSWER_S = 1.0
 """A learner rank that waits for its batch gets a sign of life at this interval."""
-GATHER_S = 0.005
-"""Replies that nobody waits for are held back up to this time for others, so that one write of the journal serves all
-of them."""
-URGENT = (ShardHeader, Committed)
-"""Replies that a learner waits for."""
-PATIENT = (Finished, Leases)
-"""Replies that nobody waits for, unless the server flushes them (`flush_now`)."""
 PROMISES = {"group": Finished, "commit": Committed}
 """The reply that acknowledges a record of each kind."""
 MAX_NAMES = 4096
@@ -144,24 +133,17 @@ class ReplayServer:
         """Serves until a shutdown request or `should_stop()`."""
         while not (self.shut or should_stop()):
             self._timer.switch("syncing" if self._outbox.syncing else "waiting")
-            ready = self._server.poll(self._poll_s())
+            is_busy = self._outbox.syncing or self.queue.state.spent
+            ready = self._server.poll(SYNC_POLL_S if is_busy else TICK_S)
             self._timer.switch("working")
             if ready:
                 self._receive()
             self._answer_waiting(time.monotonic())
-            self.queue.expire()
+            self.queue.check_silence()
             self._timer.switch("writing")
-            if self._outbox.has_pending:
-                self._outbox.send_synced()
-            else:
-                self._outbox.flush()
+            self._outbox.flush()
             self.queue.state.free()
         self._outbox.flush(wait=True)
-
-    def _poll_s(self) -> float:
-        """The longest wait for a message."""
-        busy = self._outbox.syncing or self.queue.state.spent
-        return min(SYNC_POLL_S if busy else TICK_S, max(POLL_S, self._outbox.wait_s))
 
     def close(self) -> None:
         """Closes the socket."""
@@ -176,8 +158,6 @@ class ReplayServer:
                 self._outbox.flush(wait=True)
                 raise
             self._outbox.send_synced()
-            if self._outbox.has_urgent:
-                return
 
     def _handlers(self) -> dict[type[RequestBody], Handler]:
         """The handler of each request. Those that change something and have nothing to answer are answered `Ok`."""
@@ -225,9 +205,6 @@ class ReplayServer:
     def _ask(self, message: Message) -> Reply:
         queue = self.queue
         body: Ask = message.body
-        # A generator that lacks at least half of its groups may be idle, also if it gets nothing now: it asks again.
-        if body.num_evaluations or body.num_groups > queue.state.leased_by[body.generator]:
-            self._outbox.flush_now()
         leases, reason = queue.ask(body)
         if reason != "session":
             self._versions.report(body.generator, body.stats.weights)
@@ -257,7 +234,8 @@ class ReplayServer:
             check_group(recorded, message.arrays, group_size=recorded.num_members)
         if self.queue.evaluated(body) and recorded is not None and folder is not None:
             with observing("samples"):
-                samples = Samples.of_groups([unpack_group(recorded, message.arrays)], outcome="evaluated")
+                group = unpack_group(self.queue.clock.dated(recorded), message.arrays)
+                samples = Samples.of_groups([group], outcome="evaluated")
                 append_rows(evaluated_file(folder, body.version), samples)
         return Reply(Finished([LeaseName(body.ticket, body.attempt, evaluation=True)]))
 
@@ -340,7 +318,6 @@ class ReplayServer:
         server = self._server
         return {
             "bad_messages": server.errors.total(),
-            "cut_off": server.misbehaving_peers.cut_off,
             "strangers": server.num_rejected,
         }
 
@@ -356,8 +333,6 @@ class Outbox:
         self.answers: list[tuple[bytes, int, Reply]] = []
         """Replies that wait for the next write: peer, number of its request, reply."""
         self._store, self._send_one = queue.store, send
-        self._due_s = math.inf
-        """Time at which the replies are to be flushed."""
         self._unsynced: deque[tuple[Position, list[tuple[bytes, int, Reply]]]] = deque()
         """Written replies, with the place up to which the journal must be synced before they are sent."""
         self._promises = tuple(PROMISES[kind] for kind in SYNCED[queue.config.journal.flush])
@@ -367,37 +342,14 @@ class Outbox:
         """True if replies wait for a sync."""
         return bool(self._unsynced)
 
-    @property
-    def wait_s(self) -> float:
-        """Seconds until the replies are to be flushed; infinite if there are none."""
-        return max(0.0, self._due_s - time.monotonic())
-
-    @property
-    def has_pending(self) -> bool:
-        """True if there are replies, and none of them is due."""
-        return 0.0 < self.wait_s < math.inf
-
-    @property
-    def has_urgent(self) -> bool:
-        """True if a learner waits for the last reply: it should be flushed now rather than with more messages."""
-        return bool(self.answers) and isinstance(self.answers[-1][2].body, URGENT)
-
     def add(self, peer: bytes, seq: int, reply: Reply) -> None:
         """Queues a reply for the next `flush`."""
         self.answers.append((peer, seq, reply))
-        if not isinstance(reply.body, PATIENT):
-            self.flush_now()
-        elif self._due_s == math.inf:
-            self._due_s = time.monotonic() + GATHER_S
-
-    def flush_now(self) -> None:
-        """The replies are due: somebody waits for one of them, or for the next one."""
-        self._due_s = 0.0
 
     def flush(self, *, wait: bool = False) -> None:
         """Writes the journal and sends the replies whose records are durable; with `wait` all of them."""
         self._store.write(wait=wait)
-        answers, self.answers, self._due_s = self.answers, [], math.inf
+        answers, self.answers = self.answers, []
         promises = [answer for answer in answers if isinstance(answer[2].body, self._promises)]
         if promises:
             self._unsynced.append((self._store.promised, promises))

@@ -139,8 +139,6 @@ class Coverage(Durable):
 
     untrained: dict[int, int] = field(default_factory=dict[int, int])
     last_step: dict[int, int] = field(default_factory=dict[int, int])
-    began: dict[int, int] = field(default_factory=dict[int, int])
-    """Steps committed when the segment was started."""
 
     def hold(self, location: Location | None) -> None:
         """A group that is to be trained is stored at the location."""
@@ -158,18 +156,9 @@ class Coverage(Durable):
         if location is not None:
             self.last_step[location[0]] = max(step, self.last_step.get(location[0], 0))
 
-    def covered(self, step: int) -> list[int]:
-        """The segments that are not needed to resume from a checkpoint of the step.
-
-        The state of the queue after any later step can still be recovered: the newest state that is not later than the
-        checkpoint is kept, with every group that was untrained then.
-        """
-        base = max((segment for segment, steps in self.began.items() if steps <= step), default=0)
-        return [
-            segment
-            for segment in self.began
-            if segment < base and not self.untrained.get(segment) and self.last_step.get(segment, 0) <= self.began[base]
-        ]
+    def is_covered(self, segment: int, step: int) -> bool:
+        """True if the segment is not needed to resume from a checkpoint of the step."""
+        return not self.untrained.get(segment) and self.last_step.get(segment, 0) <= step
 
     def of_steps_from(self, step: int) -> list[int]:
         """Segments that may contain records of the step or a later one."""
@@ -178,7 +167,7 @@ class Coverage(Durable):
     def keep(self, segments: Iterable[int]) -> None:
         """Forgets all other segments."""
         kept = set(segments)
-        for counts in (self.untrained, self.last_step, self.began):
+        for counts in (self.untrained, self.last_step):
             for segment in set(counts) - kept:
                 del counts[segment]
 
@@ -460,7 +449,6 @@ class QueueState:
             number=event.number,
             counted=[] if before is None else before.counted,
             prompt=prompt,
-            renewed_s=event.at_s,
         )
         return ticket.number, ticket.attempt
 
@@ -601,12 +589,9 @@ class QueueState:
         """The stored attributes. Some are shared with the state: encode it before the state changes."""
         return msgspec.convert(self, QueueSnapshot, from_attributes=True)
 
-    def restore(self, stored: QueueSnapshot, journal: Journal | Loader | None, now_s: float) -> None:
-        """Restores a snapshot, with leases renewed at `now_s` and the frames of finished groups from the journal.
-
-        Without a journal every ticket is returned, to be leased again. Raises ConfigError if the run's settings do not
-        fit the state.
-        """
+    def restore(self, stored: QueueSnapshot, journal: Journal | Loader | None) -> None:
+        """Restores a snapshot, with the frames of finished groups from the journal. Without a journal every ticket is
+        returned, to be leased again. Raises ConfigError if the run's settings do not fit the state."""
         for key, value in self.rules.items():
             if value != (before := stored.rules[key]):
                 raise ConfigError(
@@ -624,16 +609,15 @@ class QueueState:
                 setattr(self, name, value)
         self.ledger.recount()
         self.measure.recent.clear()
-        self.evaluation.wake(now_s)
-        self.held = {number: self._restored(lease, journal, now_s) for number, lease in stored.held.items()}
+        self.held = {number: self._restored(lease, journal) for number, lease in stored.held.items()}
         if journal is None:
             self._return_all()
         self.held_bytes = sum(held.num_bytes for held in self.held.values())
         leased = (ticket.number for ticket in self.ledger.live.values() if ticket.state is State.LEASED)
         self.leased_by = Counter(self.held[number].generator for number in leased)
 
-    def _restored(self, lease: LiveLease, journal: Journal | Loader | None, now_s: float) -> LiveGroup:
-        held = LiveGroup(**msgspec.structs.asdict(lease), prompt=self.prompts.prompt(lease.row), renewed_s=now_s)
+    def _restored(self, lease: LiveLease, journal: Journal | Loader | None) -> LiveGroup:
+        held = LiveGroup(**msgspec.structs.asdict(lease), prompt=self.prompts.prompt(lease.row))
         if journal is None:
             held.location, held.taken_s = None, 0.0
         elif lease.location is not None:
@@ -653,14 +637,11 @@ class QueueState:
         self.evaluation.release(leases)
 
     def wake(self, now_s: float, *, same_launch: bool) -> None:
-        """Resumes after an outage: all leases count as renewed at `now_s`.
+        """Resumes after an outage: all processes count as heard at `now_s`.
 
         In a new launch no process is up, and the scaled number of generators and the stop reason are reset, unless the
         run must not continue from its last step.
         """
-        for held in self.held.values():
-            held.renewed_s = now_s
-        self.evaluation.wake(now_s)
         self.reported.wake(now_s if same_launch else None)
         if not same_launch:
             self.stop_reason, self.generators_wanted = "", self.config.launch.generators

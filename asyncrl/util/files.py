@@ -15,7 +15,7 @@ from typing import Any
 from asyncrl.errors import ConfigError
 
 DESCRIPTORS_S = 10.0
-"""Maximum wait for a file descriptor: longer than strangers may hold them (`wire/sockets.py`)."""
+"""Maximum wait for a file descriptor: longer than peers without keys may hold them (`wire/sockets.py`)."""
 READ_BYTES = 1 << 18
 """Buffer for reading lines."""
 MAX_TENSOR_HEADER_BYTES = 100_000_000

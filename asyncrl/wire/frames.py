@@ -1,8 +1,8 @@
 """The wire: one msgpack header and raw array buffers as separate frames. No pickle.
 
 A message is `[header, frame, frame, ...]`. The header is a map with the schema version, the run id, the kind, the
-sequence number that pairs a reply with its request, the time on the server clock (in a reply), a body, and the dtype
-and shape of every array. A frame holds one array, or several one after another, each at a multiple of ALIGNMENT bytes.
+sequence number that pairs a reply with its request, a body, and the dtype and shape of every array. A frame holds one
+array, or several one after another, each at a multiple of ALIGNMENT bytes.
 `decode` validates every message against the body of its kind.
 """
 
@@ -23,12 +23,12 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from asyncrl.errors import ProtocolError, UnknownPeerError
-from asyncrl.types import MAX_DOCUMENT_CHARACTERS, MAX_ITEMS, Name, Number, Time
+from asyncrl.types import MAX_DOCUMENT_CHARACTERS, MAX_ITEMS, Name, Number
 from asyncrl.wire import service_messages  # noqa: F401 (defines its kinds)
 from asyncrl.wire.messages import MAX_REQUEST_HEADER_BYTES, AnswerBody, Body, RequestBody
 from asyncrl.wire.sockets import MAX_FRAME_BYTES
 
-SCHEMA = 14
+SCHEMA = 15
 MAX_FRAMES = 1 << 16
 """Maximum number of frames in a message, and of arrays in a frame."""
 MAX_PROBLEM_CHARACTERS = 500
@@ -85,7 +85,6 @@ class _Header(msgspec.Struct, forbid_unknown_fields=True):
     run: Name
     kind: Name
     seq: Number
-    at_s: Time | None
     body: Any
     arrays: Annotated[list[Specs], Meta(max_length=MAX_FRAMES)]
 
@@ -109,8 +108,6 @@ class Message:
     """Views into the received frames, read-only."""
     peer: bytes = b""
     """Routing id of the sender at a server; empty at a client."""
-    at_s: float | None = None
-    """When it was sent, on the monotonic clock of a server's machine; None for a message that is no reply."""
 
     @property
     def kind(self) -> str:
@@ -130,12 +127,9 @@ Arrays = Array | list[Array]
 """One array, or several; a Block is sent as its frame."""
 
 
-def encode(
-    run_id: str, body: Body, *, seq: int = 0, arrays: Sequence[Arrays] = (), at_s: float | None = None
-) -> list[Buffer]:
+def encode(run_id: str, body: Body, *, seq: int = 0, arrays: Sequence[Arrays] = ()) -> list[Buffer]:
     """Returns the frames of a message: the header, and one frame for each Block and for each other array. Contiguous
-    buffers are not copied. `at_s` is the time on the clock of a server. Raises ProtocolError if the body is too large
-    for a header."""
+    buffers are not copied. Raises ProtocolError if the body is too large for a header."""
     specs: list[list[Any]] = []
     frames: list[Buffer] = []
     for part in arrays:
@@ -147,7 +141,7 @@ def encode(
             specs.append([[NAMES[array.dtype], list(array.shape)]])
             frames.append(np.ascontiguousarray(array).data.cast("B"))
     kind = type(body).__name__
-    header = {"v": SCHEMA, "run": run_id, "kind": kind, "seq": seq, "at_s": at_s, "body": body, "arrays": specs}
+    header = {"v": SCHEMA, "run": run_id, "kind": kind, "seq": seq, "body": body, "arrays": specs}
     packed = _ENCODER.encode(header)
     if len(packed) > body.max_header_bytes:
         raise ProtocolError(
@@ -179,7 +173,7 @@ def decode(
         body = msgspec.convert(header.body, BODIES[header.kind], builtin_types=(bytes,), dec_hook=_tokens)
     except UNREADABLE as error:
         raise BodyError(BODIES[header.kind], _problem(error)) from None
-    return Message(header.seq, body, _arrays(body, header.arrays, frames[1:]), peer, header.at_s)
+    return Message(header.seq, body, _arrays(body, header.arrays, frames[1:]), peer)
 
 
 def _tokens(kind: Any, data: Any) -> Array:

@@ -179,7 +179,7 @@ class GeneratorStats(Body):
 
 
 class LeaseName(Body):
-    """Identifies a lease in other messages."""
+    """Identifies a lease in `Finished`."""
 
     ticket: Number
     attempt: Count
@@ -213,7 +213,7 @@ class Leases(AnswerBody):
 
 
 class Ask(RequestBody):
-    """Sent by a generator for more leases, and to renew those it has."""
+    """Sent by a generator for more leases, and as its heartbeat."""
 
     answer = Leases
 
@@ -227,8 +227,6 @@ class Ask(RequestBody):
     num_groups: Count
     num_evaluations: Count
     stats: GeneratorStats
-    working_on: Items[LeaseName]
-    """Leases to renew: the generator is working on them."""
 
 
 class Finished(AnswerBody):
@@ -256,6 +254,7 @@ class GroupHeader(RequestBody):
     start_version: Version
     end_version: Version
     started_s: Time
+    """A generator sends this and the next one as seconds before now; the queue keeps seconds of the run."""
     finished_s: Time
     reward_s: Time
     greedy_reward: Reward | None

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-import select
 import threading
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from typing import Any, NamedTuple
@@ -32,103 +31,6 @@ from asyncrl.wire.messages import (
 )
 from asyncrl.wire.sockets import LINGER_S, MAX_FRAME_BYTES, CurveRouter, bind_router, connect_dealer
 
-MAX_BAD_MESSAGES = 16
-"""A peer that sends more is cut off: it has a defect or is an attacker, and decoding its messages costs time."""
-MAX_PEERS = 4096
-"""Peers remembered; the one silent for the longest time is forgotten first."""
-
-
-class MisbehavingPeers:
-    """Counts the bad messages of each peer, in bounded memory."""
-
-    def __init__(self, *, max_bad_messages: int = MAX_BAD_MESSAGES, max_peers: int = MAX_PEERS) -> None:
-        self.bad_messages = 0
-        """Bad messages of all peers."""
-        self.cut_off = 0
-        """Peers cut off so far."""
-        self._max_bad_messages = max_bad_messages
-        self._max_peers = max_peers
-        self._counts: OrderedDict[bytes, int] = OrderedDict()
-
-    def note(self, peer: bytes) -> bool:
-        """Counts a bad message; True when the peer is cut off by it."""
-        self.bad_messages += 1
-        count = self._counts.pop(peer, 0) + 1
-        self._counts[peer] = count
-        if len(self._counts) > self._max_peers:
-            self._counts.popitem(last=False)
-        if count != self._max_bad_messages + 1:
-            return False
-        self.cut_off += 1
-        return True
-
-    def ignores(self, peer: bytes) -> bool:
-        """True if the peer is cut off: its messages are dropped without decoding."""
-        if self._counts.get(peer, 0) <= self._max_bad_messages:
-            return False
-        self._counts.move_to_end(peer)
-        return True
-
-
-MAX_ANSWERS = 64
-"""The last answers, which count; also the most requests that are remembered without one."""
-MAX_DRIFT = 200e-6
-"""More than two clocks drift apart, in seconds per second."""
-
-
-class Answered(NamedTuple):
-    """When a request was first sent and when its answer arrived, and the server's clock in between."""
-
-    sent_s: float
-    received_s: float
-    at_s: float
-
-
-class ClockOffset:
-    """Bounds the offset from both sides: the server answered after the request was sent, and before the answer came.
-    Monotonic clocks of two machines have nothing else to do with one another.
-
-    A process may read its answers late, such as a generator between two steps of its engine. What it has sent is
-    there after half of the shortest round trip, so that the bound by the requests is the better one.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._sent_s: dict[int, float] = {}
-        self._answers: deque[Answered] = deque(maxlen=MAX_ANSWERS)
-        self._shortest_s = math.inf
-        """The shortest round trip so far."""
-
-    def asked(self, seq: int) -> None:
-        """A request is sent, possibly again: the answer may be to the first time."""
-        self._sent_s.setdefault(seq, self._clock())
-        if len(self._sent_s) > MAX_ANSWERS:
-            del self._sent_s[next(iter(self._sent_s))]
-
-    def answered(self, seq: int, at_s: float | None) -> None:
-        """An answer arrived, sent at this time of the server's clock. An answer to several requests has the number 0
-        and is not used here."""
-        if (sent_s := self._sent_s.pop(seq, None)) is not None and at_s is not None:
-            answer = Answered(sent_s, self._clock(), at_s)
-            self._answers.append(answer)
-            self._shortest_s = min(self._shortest_s, answer.received_s - sent_s)
-
-    @property
-    def seconds(self) -> float:
-        """To add to a time of this process's clock for the same time by the server's; 0 before the first answer.
-
-        0, so that times stay as they are to the last bit, if both may be one clock, as on one machine: then 0 is within
-        the bounds. Boot ids would do the same, but not for namespaces with a separate clock."""
-        if not self._answers:
-            return 0.0
-        now_s = self._clock()
-        highest_s = min(one.at_s - one.sent_s + MAX_DRIFT * (now_s - one.sent_s) for one in self._answers)
-        lowest_s = max(one.at_s - one.received_s - MAX_DRIFT * (now_s - one.sent_s) for one in self._answers)
-        if lowest_s <= 0.0 <= highest_s:
-            return 0.0
-        return max(lowest_s, highest_s - self._shortest_s / 2)
-
-
 log = structlog.get_logger()
 
 BACK_OFF = 2.0
@@ -152,7 +54,6 @@ class Connection:
         strict: bool = False,
         linger_s: float = LINGER_S,
         max_frame_bytes: int = MAX_FRAME_BYTES,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.endpoints = endpoints
         self.address = address or endpoints.replay
@@ -164,8 +65,6 @@ class Connection:
         """A bad message ends the request with RunError, too many waiting ones with PeerTimeoutError; otherwise the wait
         continues."""
         self.bad_messages = 0
-        self.clock_offset = ClockOffset(clock)
-        """The time by which the server's clock is ahead of `clock`."""
         self._seq = 0
         self._socket = connect_dealer(
             self.address, keys=endpoints.keys, linger_s=linger_s, max_frame_bytes=max_frame_bytes
@@ -181,7 +80,6 @@ class Connection:
             self._seq += 1
             seq = self._seq
         frames = encode(self.endpoints.run_id, body, seq=seq, arrays=arrays)
-        self.clock_offset.asked(seq)
         self.lost_s()  # a connection that has ended by now does not lose this request
         try:
             self._socket.send_multipart(frames, zmq.DONTWAIT, copy=False)
@@ -197,14 +95,10 @@ class Connection:
         deadline_s = time.monotonic() + timeout_s
         while self._socket.poll(max(0, math.ceil(1000 * (deadline_s - time.monotonic())))):
             frames = self._socket.recv_multipart(copy=False)
-            buffers = [frame.buffer for frame in frames]
             try:
-                message = decode(self.endpoints.run_id, buffers, max_bytes=MAX_HEADER_BYTES)
+                return decode(self.endpoints.run_id, [frame.buffer for frame in frames], max_bytes=MAX_HEADER_BYTES)
             except ProtocolError as error:
                 self.ignore(error)
-                continue
-            self.clock_offset.answered(message.seq, message.at_s)
-            return message
         return None
 
     def lost_s(self) -> float:
@@ -300,7 +194,7 @@ ProtocolError for a request that does not fit the state: it is answered with an 
 
 class _Listener:
     """A ROUTER socket that reads messages of the given kinds. Bad ones are counted and logged, one line for each
-    doubling; the messages of a peer that sends many bad ones are dropped without decoding."""
+    doubling."""
 
     def __init__(
         self,
@@ -314,8 +208,7 @@ class _Listener:
     ) -> None:
         self.what = what
         self.errors: Counter[str] = Counter()
-        """Bad and dropped messages, by the name of the error."""
-        self.misbehaving_peers = MisbehavingPeers()
+        """Bad messages, by the name of the error."""
         self._run_id, self._kinds = run_id, tuple(kinds)
         self._max_bytes = max(kind.max_header_bytes for kind in self._kinds)
         self._socket = bind_router(address, what, keys=keys, max_frame_bytes=max_frame_bytes)
@@ -327,26 +220,16 @@ class _Listener:
         """Connections without the run's key; 0 for a server without keys."""
         return self._socket.num_rejected if isinstance(self._socket, CurveRouter) else 0
 
-    def _ignores(self, peer: bytes) -> bool:
-        ignored = self.misbehaving_peers.ignores(peer)
-        self.errors["ignored"] += ignored
-        return ignored
-
     def _read(self, peer: bytes, frames: Sequence[bytes | memoryview]) -> Message:
-        return decode(self._run_id, frames, peer=peer, max_bytes=self._max_bytes)
-
-    def _check_kind(self, message: Message) -> None:
+        message = decode(self._run_id, frames, peer=peer, max_bytes=self._max_bytes)
         if not isinstance(message.body, self._kinds):
             raise ProtocolError(f"{message.kind!r} is not a request to the {self.what}")
+        return message
 
-    def _note(self, peer: bytes, error: Exception) -> None:
+    def _note(self, error: Exception) -> None:
         self.errors[type(error).__name__] += 1
-        is_cut_off = self.misbehaving_peers.note(peer)
-        total = self.misbehaving_peers.bad_messages
-        if total.bit_count() == 1:
+        if (total := self.errors.total()).bit_count() == 1:
             log.warning(f"bad message to the {self.what}", error=str(error), total=total)
-        if is_cut_off:
-            log.warning(f"a peer of the {self.what} was cut off for its bad messages", peer=peer.hex())
 
 
 class Server(_Listener):
@@ -361,9 +244,8 @@ class Server(_Listener):
         handlers: Mapping[type[RequestBody], Handler],
         *,
         max_frame_bytes: int = MAX_FRAME_BYTES,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`what` names the server in errors and logs. Answers have the time of `clock`."""
+        """`what` names the server in errors and logs."""
         super().__init__(
             endpoints.listening(address),
             what,
@@ -374,7 +256,7 @@ class Server(_Listener):
         )
         self.reply: Callable[[bytes, int, Reply], None] = self.send
         """Receives the answers of handlers; by default it sends them at once."""
-        self._handlers, self._clock = handlers, clock
+        self._handlers = handlers
 
     @property
     def event_fd(self) -> int:
@@ -399,7 +281,7 @@ class Server(_Listener):
 
     def send(self, peer: bytes, seq: int, reply: Reply) -> None:
         """Sends an answer to the request `seq` of a peer."""
-        frames = encode(self._run_id, reply.body, seq=seq, arrays=reply.arrays, at_s=self._clock())
+        frames = encode(self._run_id, reply.body, seq=seq, arrays=reply.arrays)
         self._socket.send_multipart([peer, *frames], copy=False)
 
     def close(self) -> None:
@@ -407,18 +289,15 @@ class Server(_Listener):
         self._socket.close()
 
     def _handle(self, peer: bytes, frames: list[zmq.Frame]) -> None:
-        if self._ignores(peer):
-            return
         seq = 0
         try:
             message = self._read(peer, [frame.buffer for frame in frames])
             seq = message.seq
             if message.arrays.frame is not None:
                 message.arrays.frame = frames[-1]  # ZeroMQ forwards a received frame without a copy
-            self._check_kind(message)
             reply = self._handlers[type(message.body)](message)
         except (ProtocolError, InvariantError) as error:
-            self._note(peer, error)
+            self._note(error)
             if not isinstance(error, UnknownPeerError):
                 self.reply(peer, seq, Reply(Error(str(error))))
             if isinstance(error, InvariantError):
@@ -474,8 +353,6 @@ def located(
 
 LISTEN_S = 0.05
 """Interval of the checks whether a client's wait should be abandoned."""
-_BATCH = 64
-"""Messages that a server takes from its socket at once."""
 
 
 class ServerLostError(PeerTimeoutError):
@@ -487,10 +364,9 @@ class BadServerError(ProtocolError):
 
 
 class ChannelServer(_Listener):
-    """Listens at an address. A separate thread reads the messages; any thread may send.
+    """Listens at an address. A separate thread reads and writes the messages; any thread may send.
 
-    That thread waits for messages, woken by the socket, by `close`, and by `send` if messages have come since; it
-    has no deadline.
+    That thread is woken by messages, `send` and `close`; it has no deadline.
     """
 
     def __init__(
@@ -499,9 +375,9 @@ class ChannelServer(_Listener):
         """`what` names the server in errors and logs; `accepts` are the kinds of messages that it handles. With `keys`
         only clients with the run's keys are admitted. Raises ConfigError if the address is in use."""
         super().__init__(address, what, accepts, run_id=run_id, keys=keys, max_frame_bytes=MAX_REQUEST_HEADER_BYTES)
-        self._lock = threading.Lock()
+        self._unsent: deque[list[Any]] = deque()
         self._wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._closing = False
+        self._closing, self._lock = False, threading.Lock()
         self._thread = threading.Thread(target=self._serve, name=f"channel-{what}", daemon=True)
 
     def start(
@@ -516,61 +392,50 @@ class ChannelServer(_Listener):
 
     def send(self, peer: bytes, body: Body) -> None:
         """Sends a message; one to a peer that has ended, or does not read, is dropped. Never blocks."""
-        frames = encode(self._run_id, body)
+        self._unsent.append([peer, *encode(self._run_id, body)])
         with self._lock:
-            if self._socket.closed:
-                return
-            with suppress(zmq.Again):
-                self._socket.send_multipart([peer, *frames], zmq.DONTWAIT)
-            # Sending takes the signal that messages are there from the socket's file descriptor.
-            if self._socket.poll(0):
+            if not self._closing:
                 os.eventfd_write(self._wakes, 1)
 
     def close(self) -> None:
-        """Stops serving; idempotent."""
-        if not self._closing:
+        """Sends what is left and stops serving; idempotent."""
+        with self._lock:
+            if self._closing:
+                return
             self._closing = True
             os.eventfd_write(self._wakes, 1)
-            self._thread.join()
-            os.close(self._wakes)
-
-    # --- the thread
+        self._thread.join()
+        os.close(self._wakes)
 
     def _serve(self) -> None:
-        poller = select.poll()
-        poller.register(self._socket.FD, select.POLLIN)
-        poller.register(self._wakes, select.POLLIN)
-        batch: list[list[bytes]] = [[]]
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wakes, zmq.POLLIN)
         while not self._closing:
-            if not batch:
-                poller.poll()
-                with suppress(BlockingIOError):
-                    os.eventfd_read(self._wakes)
-            batch = self._take()
-            for peer, *frames in batch:
+            ready = dict(poller.poll())
+            if self._wakes in ready:
+                os.eventfd_read(self._wakes)
+            self._send_all()
+            if self._socket in ready:
+                peer, *frames = self._socket.recv_multipart()
                 self._receive(peer, frames)
-        with self._lock:
-            self._socket.close()
+        self._send_all()
+        self._socket.close()
 
-    def _take(self) -> list[list[bytes]]:
-        batch: list[list[bytes]] = []
-        with self._lock, suppress(zmq.Again):
-            while len(batch) < _BATCH:
-                batch.append(self._socket.recv_multipart(zmq.DONTWAIT))
-        return batch
+    def _send_all(self) -> None:
+        while self._unsent:
+            with suppress(zmq.Again):
+                self._socket.send_multipart(self._unsent.popleft(), zmq.DONTWAIT)
 
     def _receive(self, peer: bytes, frames: list[bytes]) -> None:
-        if self._ignores(peer):
-            return
         try:
-            message = self._read(peer, frames)
-            self._check_kind(message)
+            body = self._read(peer, frames).body
         except ProtocolError as error:
-            self._note(peer, error)
+            self._note(error)
             if isinstance(error, BodyError) and issubclass(error.body, self._kinds):
                 self._refuse(peer, error.body, str(error))
             return
-        self._handle(peer, message.body)
+        self._handle(peer, body)
 
 
 class ChannelClient:

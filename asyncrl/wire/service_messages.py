@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from asyncrl.types import MAX_NUMBER, Count, Document, EpisodeEnd, Items, Name, Number, Prompt, Reward, Time
+from asyncrl.types import MAX_ITEMS, MAX_NUMBER, Count, Document, EpisodeEnd, Items, Name, Number, Prompt, Reward, Time
 from asyncrl.wire.messages import (
     MAX_INDEX,
     MAX_PARTS,
@@ -24,8 +24,6 @@ from asyncrl.wire.messages import (
 MAX_TEXT_HEADER_BYTES = 1 << 26
 """Maximum size of the header of a request to the reward model, which has prompt and completions as text, and to an
 environment host, which has rows of the data."""
-MAX_KEY_CHARACTERS = 512
-MAX_KEYS_ASKED = 1 << 10
 StoreAction = Literal["set", "get", "wait", "add", "delete"]
 
 
@@ -140,7 +138,7 @@ class StoreRequest(RequestBody):
 
     number: Number
     action: StoreAction
-    keys: Annotated[list[Annotated[str, Meta(max_length=MAX_KEY_CHARACTERS)]], Meta(max_length=MAX_KEYS_ASKED)]
+    keys: Annotated[list[Name], Meta(min_length=1, max_length=MAX_ITEMS)]
     value: bytes
     """The value to set; otherwise empty."""
     amount: Annotated[int, Meta(ge=-MAX_NUMBER, le=MAX_NUMBER)]

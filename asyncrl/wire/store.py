@@ -1,7 +1,7 @@
 """A key-value store in which the members of a process group find one another.
 
-One process holds the values and serves them over a channel (`asyncrl.wire.rpc`), which authenticates the clients;
-its size is bounded. Torch's own store has neither. `TorchStore` adapts it to torch.
+One process holds the values and serves them over a channel (`asyncrl.wire.rpc`), which authenticates the clients, as
+torch's own store does not. `TorchStore` adapts it to torch.
 """
 
 from __future__ import annotations
@@ -15,16 +15,10 @@ from torch._C import _distributed_c10d as c10d
 
 from asyncrl.errors import AsyncrlError
 from asyncrl.wire.rpc import LISTEN_S, ChannelClient, ChannelServer, ServerLostError
-from asyncrl.wire.service_messages import MAX_KEY_CHARACTERS, StoreAction, StoreReply, StoreRequest
+from asyncrl.wire.service_messages import StoreAction, StoreReply, StoreRequest
 
 ANSWER_S = 30.0
 """Deadline of an answer."""
-MAX_KEYS = 1 << 16
-MAX_VALUE_BYTES = 1 << 20
-MAX_BYTES = 64 << 20
-"""The limit of all keys and values together, and of one answer."""
-MAX_WAITING = 4096
-"""Clients that may wait for keys at the same time; one more, and the one that has waited longest is forgotten."""
 GROUP_KEYS = "group/"
 """Prefix of the keys of all groups that `group_store` serves."""
 
@@ -39,7 +33,6 @@ class KeyValueStore:
     def __init__(self, send: Callable[[bytes, StoreReply], None]) -> None:
         self._send = send
         self._values: dict[str, bytes] = {}
-        self._num_bytes = 0
         self._waiting: dict[bytes, StoreRequest] = {}
         self._changed = threading.Condition()
 
@@ -49,8 +42,8 @@ class KeyValueStore:
     def ask(
         self, action: StoreAction, keys: Sequence[str], value: bytes = b"", amount: int = 0, within_s: float = 0.0
     ) -> StoreReply:
-        """Returns the answer to a request; a wait has `within_s`. Raises TimeoutError, and StoreError if the store is
-        full or the request is wrong."""
+        """Returns the answer to a request; a wait has `within_s`. Raises TimeoutError, and StoreError for a counter
+        that is no number."""
         with self._changed:
             if action == "wait" and not self._changed.wait_for(lambda: not self._missing(keys), within_s):
                 raise _too_late(self._missing(keys), within_s)
@@ -64,8 +57,6 @@ class KeyValueStore:
             self._waiting.pop(peer, None)
             if request.action == "wait":
                 self._waiting[peer] = request
-                if len(self._waiting) > MAX_WAITING:
-                    del self._waiting[next(iter(self._waiting))]
             else:
                 self._answer(peer, request)
             self._serve()
@@ -74,7 +65,7 @@ class KeyValueStore:
         """Deletes all keys with this prefix."""
         with self._changed:
             for key in [key for key in self._values if key.startswith(prefix)]:
-                self._delete(key)
+                del self._values[key]
 
     def _serve(self) -> None:
         """Answers the waits whose keys exist."""
@@ -95,42 +86,22 @@ class KeyValueStore:
         return [key for key in keys if key not in self._values]
 
     def _done(self, request: StoreRequest) -> StoreReply:
-        if request.action in ("get", "wait"):
-            values = [self._values.get(key) for key in request.keys]
-            size = sum(len(value) for value in values if value is not None)
-            if size > MAX_BYTES:
-                raise StoreError(f"an answer of {size} bytes is too large")
-            return StoreReply(request.number, values, 0, "")
-        if len(request.keys) != 1:
-            raise StoreError(f"{len(request.keys)} keys where one is needed")
-        (key,) = request.keys
-        if request.action == "delete":
-            return StoreReply(request.number, [], self._delete(key), "")
-        count, value = 0, request.value
-        if request.action == "add":
-            before = self._values.get(key, b"0")
-            try:
-                count = int(before) + request.amount
-            except ValueError:
-                raise StoreError(f"{key} holds {before[:20]!r}, which is not a number") from None
-            value = str(count).encode()
-        self._set(key, value)
-        return StoreReply(request.number, [], count, "")
-
-    def _set(self, key: str, data: bytes) -> None:
-        before = self._values.get(key)
-        more = len(data) + len(key) if before is None else len(data) - len(before)
-        if len(key) > MAX_KEY_CHARACTERS or len(data) > MAX_VALUE_BYTES:
-            raise StoreError(f"a key of {len(key)} characters with {len(data)} bytes is too large for the store")
-        if self._num_bytes + more > MAX_BYTES or (before is None and len(self._values) >= MAX_KEYS):
-            raise StoreError(f"the store is full: {len(self._values)} keys, {self._num_bytes} bytes")
-        self._values[key] = data
-        self._num_bytes += more
-
-    def _delete(self, key: str) -> int:
-        value = self._values.pop(key, None)
-        self._num_bytes -= 0 if value is None else len(key) + len(value)
-        return int(value is not None)
+        key, count, values = request.keys[0], 0, list[bytes | None]()
+        match request.action:
+            case "get" | "wait":
+                values = [self._values.get(key) for key in request.keys]
+            case "set":
+                self._values[key] = request.value
+            case "delete":
+                count = int(self._values.pop(key, None) is not None)
+            case "add":
+                before = self._values.get(key, b"0")
+                try:
+                    count = int(before) + request.amount
+                except ValueError:
+                    raise StoreError(f"{key} holds {before[:20]!r}, which is not a number") from None
+                self._values[key] = str(count).encode()
+        return StoreReply(request.number, values, count, "")
 
 
 class StoreServer(KeyValueStore):
@@ -175,7 +146,7 @@ class RemoteStore:
         )
         store = cls(client)
         try:
-            store.ask("get", [], within_s=timeout_s)
+            store.ask("get", [""], within_s=timeout_s)
         except BaseException:
             store.close()
             raise

@@ -28,7 +28,7 @@ from tests.fuzz.mutate import Frames, Mutator
 
 ROOT = Path(__file__).parents[2]
 PER_IDENTITY = 24
-"""Messages of one peer: more than it may spoil before it is cut off."""
+"""Messages of one peer."""
 PER_ROUND = 192
 PEERS_ALIVE = 16
 MUTANTS_PER_ANSWER = 4
@@ -224,7 +224,7 @@ def fuzz_server(messages: int, seed: int, say: Callable[[str], None]) -> Report:
         honest.close()
         report.seconds = time.monotonic() - start_s
         report.outcomes["sent"] = sent
-        for name in ("bad_messages", "cut_off", "step", "trained"):
+        for name in ("bad_messages", "step", "trained"):
             report.outcomes[name] = status[name]
     report.check_growth()
     return report

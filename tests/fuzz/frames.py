@@ -102,7 +102,6 @@ def ask_body(
         num_groups=num_groups,
         num_evaluations=num_evaluations,
         stats=STATS,
-        working_on=[m.LeaseName(0, 0, evaluation=False), m.LeaseName(1, 0, evaluation=True)],
     )
 
 

@@ -155,7 +155,7 @@ class Mutator:
 
     def _swap_field(self, header: dict[Any, Any], pool: Sequence[Frames]) -> None:
         other = msgpack.unpackb(self._random.choice(pool)[0])
-        names = [name for name in ("kind", "body", "arrays", "seq", "at_s") if other[name] != header.get(name)]
+        names = [name for name in ("kind", "body", "arrays", "seq") if other[name] != header.get(name)]
         if names:
             name = self._random.choice(names)
             header[name] = other[name]

@@ -84,7 +84,6 @@ def test_any_bytes_are_refused_with_a_protocol_error(frames: list[bytes]) -> Non
 def test_server_stands_mutated_messages() -> None:
     report = fuzz_server(17_000, 11, lambda _: None)
     assert report.outcomes["bad_messages"] > 10_000
-    assert report.outcomes["cut_off"] > 100
     assert report.outcomes["step"] > 3, "the run went on all the while"
 
 
@@ -129,7 +128,7 @@ def test_no_message_ends_or_holds_up_the_sender_of_weights(tmp_path: Path) -> No
                 assert staged.version == version
                 assert torch.equal(staged.tensors[0][1], tensor + version)
                 receiver.loaded(staged)
-        assert sender._channel.misbehaving_peers.bad_messages > 1000
+        assert sender._channel.errors.total() > 1000
         assert not [entry for entry in logs if entry["log_level"] == "error"]
     finally:
         receiver.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,8 +47,6 @@ class FakeClient:
     released_evaluations: list[tuple[int, int]] = field(default_factory=list)
     num_evaluations: int = 0
     """Evaluation prompts that the last ask was for."""
-    working_on: list[list[tuple[int, int, bool]]] = field(default_factory=list)
-    """Ticket, attempt and whether it is an evaluation, of the leases that each ask renewed."""
     outstanding: bool = False
     unacknowledged: int = 0
 
@@ -59,11 +57,9 @@ class FakeClient:
         stats: GeneratorStats,
         *,
         num_evaluations: int = 0,
-        working_on: Iterable[Lease] = (),
     ) -> None:
         assert not self.outstanding
         self.num_evaluations = num_evaluations
-        self.working_on.append([(lease.ticket, lease.attempt, lease.evaluation) for lease in working_on])
         self.asks.append((version, num_groups, structs.replace(stats, stall_ms=list(stats.stall_ms))))
         self.outstanding = True
 

@@ -218,32 +218,6 @@ def test_a_full_generator_still_speaks_and_hears_that_the_run_is_over(
     assert [asked for _, asked, _ in client.asks[asks:]] == [0]
 
 
-def test_what_runs_and_what_is_scored_is_named_every_second(
-    engine: Engine, model_path: str, policies: Policies
-) -> None:
-    rewards = FakeRewards()
-    loop, client, _ = make_loop(engine, model_path, PromptLeases(100), policies[:1], rewards=rewards)
-    rewards.collect = list  # type: ignore[method-assign]  # no reward ever comes
-    loop._swap_staged()
-    deadline_s = time.monotonic() + 20
-    while not (loop.groups.running and loop.groups.scoring):
-        assert time.monotonic() < deadline_s
-        loop.tick()
-    asks = len(client.asks)
-    loop._heartbeat_s = 0.0
-    while len(client.asks) == asks:
-        loop.tick()
-    held = {
-        (group.lease.ticket, group.lease.attempt, False)
-        for group in (*loop.groups.running.values(), *loop.groups.scoring.values())
-    }
-    assert set(client.working_on[asks]) <= held and len(client.working_on[asks]) >= 2
-    loop._next_ask_s = 0.0
-    while len(client.asks) < asks + 2:
-        loop.tick()
-    assert client.working_on[asks + 1] == [], "not at every ask"
-
-
 def test_missing_first_weights_are_an_error_that_names_the_learner(engine: Engine, model_path: str) -> None:
     loop, client, _ = make_loop(engine, model_path, lambda *_: lease_reply([], False, ""), launch__start_timeout_s=0.1)
     with pytest.raises(PeerTimeoutError, match=r"generator 3: learner rank 0 did not send the first weights .* 0.1 s"):

@@ -196,7 +196,7 @@ class Client:
     def outstanding(self) -> bool:
         return self._asked is not None
 
-    def ask(self, version: int, num_groups: int, stats: Any, *, num_evaluations: int = 0, working_on: Any = ()) -> None:
+    def ask(self, version: int, num_groups: int, stats: Any, *, num_evaluations: int = 0) -> None:
         self._asked = version, num_groups, num_evaluations
 
     def poll(self, timeout_s: float = 0.0) -> Leases | None:

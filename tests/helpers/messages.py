@@ -11,5 +11,5 @@ from asyncrl.wire.frames import SCHEMA
 
 def raw_frames(run_id: str, kind: str, body: Any, *, seq: int = 1) -> list[bytes]:
     """A message without arrays, with any body."""
-    header = {"v": SCHEMA, "run": run_id, "kind": kind, "seq": seq, "at_s": None, "body": body, "arrays": []}
+    header = {"v": SCHEMA, "run": run_id, "kind": kind, "seq": seq, "body": body, "arrays": []}
     return [msgspec.msgpack.encode(header)]

@@ -17,7 +17,7 @@ from asyncrl.replay.state import QueueSnapshot
 from asyncrl.types import NO_VERSION, Group, Lease, Prompt, PromptPosition, Status, Trajectory
 from asyncrl.util.durable import of_bytes, to_bytes
 from asyncrl.wire.endpoints import Endpoints
-from asyncrl.wire.messages import Ask, GeneratorStats, LeaseName
+from asyncrl.wire.messages import Ask, GeneratorStats
 
 PROMPT_TOKENS = 3
 
@@ -50,7 +50,6 @@ def ask_queue(
     session: str | None = None,
     number: int | None = None,
     stats: GeneratorStats | None = None,
-    working_on: Sequence[LeaseName] = (),
 ) -> tuple[list[Lease], str]:
     """An ask of a generator, by default the next one of its only session."""
     ask = Ask(
@@ -61,7 +60,6 @@ def ask_queue(
         num_groups=num_groups,
         num_evaluations=num_evaluations,
         stats=STATS if stats is None else stats,
-        working_on=list(working_on),
     )
     return queue.ask(ask)
 

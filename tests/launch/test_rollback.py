@@ -55,7 +55,7 @@ def collapsed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any],
         assert queue.take(0, step)[0] == "shard"
         committed = queue.commit(step, {"learner/wait_s": 0.1} | (DIVERGED if step >= ONSET else {}))
         assert committed.collapsed == (step == RAISED)
-        states[step] = queue.store.snapshot(step)
+        states[step] = queue.store.snapshot()
     summary = queue.summary() | {"status": "failed", "wall_s": 1.0}
     queue.store.close()
     return summary, states

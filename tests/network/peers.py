@@ -65,7 +65,7 @@ def serve(keys: str, requests: str, channel: str, store: str) -> None:
             server.send(*key, waiting.pop(key))
         if now_s - said_s > SAY_S:
             said_s = now_s
-            bad = server.errors.total() + sum(one.misbehaving_peers.bad_messages for one in channels)
+            bad = sum(router.errors.total() for router in routers)
             say(strangers=[router.num_rejected for router in routers], bad=bad)
 
 

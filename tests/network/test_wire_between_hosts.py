@@ -18,8 +18,6 @@ from tests.network.hosts import Host, Network
 from tests.network.link import Quality
 
 PORTS = (6000, 6001, 6002)
-KNOCKS = 5
-"""Connections of a stranger to each port."""
 GREETING_BYTES = 64
 """The limit of ZeroMQ's greeting, which everybody gets: its version, and that it wants CURVE."""
 BACK_S = 3.0
@@ -111,7 +109,7 @@ def test_large_requests_come_through_a_long_and_lossy_link(
 
 
 @pytest.mark.slow
-def test_strangers_get_nothing_change_nothing_and_are_counted(
+def test_strangers_get_nothing_and_change_nothing(
     network: Network, server: tuple[list[str], Lines], keys: Path
 ) -> None:
     """Without keys, with another run's keys, and with bytes that are no messages, at every port."""
@@ -124,6 +122,6 @@ def test_strangers_get_nothing_change_nothing_and_are_counted(
     lines = Lines(stranger.start("tests.network.peers", "intrude", str(others), *addresses))
     came = lines.next()
     assert came["answers"] == 0 and came["greeted"] <= GREETING_BYTES, came
-    line = said.until(lambda line: "strangers" not in line or min(line["strangers"]) >= KNOCKS)
+    line = said.until(lambda line: "strangers" not in line or min(line["strangers"]) >= 1)
     assert line["bad"] == 0, "a message was taken"
     assert ask(friend, addresses[0], keys).next()["connection"] == 0

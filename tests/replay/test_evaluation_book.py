@@ -45,9 +45,8 @@ def make_book(prompts: int = 4, samples: int = 2, every: int | None = 2, steps: 
     return Evaluations(config=config, prompts=make_prompts(prompts))
 
 
-def expire(book: Evaluations, now_s: float) -> None:
+def drop_stranded(book: Evaluations, now_s: float) -> None:
     """As the queue does."""
-    book.release(book.expired(now_s))
     for version in book.stranded(now_s):
         book.drop(version, STRANDED)
 
@@ -141,23 +140,16 @@ def test_result_is_complete_counted_once_and_reported_once() -> None:
     assert book.prompts_done == 4
 
 
-def test_released_and_expired_prompts_are_handed_out_again() -> None:
-    book = make_book(prompts=2)
-    released, expired = book.lease(0, 0, 9, 1.0)
-    book.release([ReleasedEvaluation(released.ticket, 5)])
+def test_a_released_prompt_is_handed_out_again_and_the_first_result_counts() -> None:
+    book = make_book(prompts=1)
+    (first,) = book.lease(0, 0, 9, 1.0)
+    book.release([ReleasedEvaluation(first.ticket, 5)])
     assert not book.left(0), "another attempt is not the one that holds the lease"
-    book.release([ReleasedEvaluation(released.ticket, 0)])
+    book.release([ReleasedEvaluation(first.ticket, 0)])
     (again,) = book.lease(1, 0, 9, 2.0)
-    assert (again.ticket, again.attempt, again.prompt.row) == (released.ticket, 1, released.prompt.row)
-    expire(book, 1.0 + LEASE_S)
-    assert not book.left(0)
-    book.lease(1, 0, 0, 2.0 + LEASE_S)
-    expire(book, 1.5 + LEASE_S)
-    (late,) = book.lease(1, 0, 9, 2.0 + LEASE_S)
-    assert (late.ticket, late.attempt) == (expired.ticket, 1)
-    book.finish(result_of(expired, 0))  # the first attempt comes after all, of the same version
-    book.finish(result_of(again, 0))
-    book.finish(result_of(late, 0, (1.0, 1.0)))
+    assert (again.ticket, again.attempt, again.prompt.row) == (first.ticket, 1, first.prompt.row)
+    book.finish(result_of(first, 0))  # the first attempt comes after all, of the same version
+    book.finish(result_of(again, 0, (1.0, 1.0)))
     assert [result["reward"] for result in book.ended] == [0.5]
 
 
@@ -167,13 +159,13 @@ def test_dropped_with_its_reason_when_no_generator_has_the_version_any_more() ->
     book.finish(result_of(kept, 0))
     book.committed(1, due=False)
     book.lease(1, 1, 9, 2.0)
-    expire(book, 3.0)
+    drop_stranded(book, 3.0)
     assert book.running, "generator 0 has the version"
     book.lease(0, 1, 9, 4.0)
-    expire(book, 5.0)
+    drop_stranded(book, 5.0)
     assert book.running, "a prompt is still leased"
     book.release([ReleasedEvaluation(lost.ticket, lost.attempt)])
-    expire(book, 6.0)
+    drop_stranded(book, 6.0)
     assert not book.running
     reason = "no generator has the version any more"
     assert book.summary()["eval_dropped"] == [{"version": 0, "reason": reason, "done": 1, "prompts": 4}]
@@ -184,9 +176,9 @@ def test_dropped_with_its_reason_when_no_generator_has_the_version_any_more() ->
 def test_a_silent_generator_does_not_hold_an_evaluation_open() -> None:
     book = make_book()
     book.lease(0, 0, 0, 1.0)
-    expire(book, 1.0 + LEASE_S + START_S)
+    drop_stranded(book, 1.0 + LEASE_S + START_S)
     assert book.running, "a restarted one may still come"
-    expire(book, 1.1 + LEASE_S + START_S)
+    drop_stranded(book, 1.1 + LEASE_S + START_S)
     assert [one["version"] for one in book.dropped] == [0]
 
 
@@ -244,6 +236,8 @@ class Generator:
         """Ends; its place is taken by a new one that loads whatever is newest."""
         if cleanly:
             book.release(ReleasedEvaluation(lease.ticket, lease.attempt) for lease in self.leases)
+        else:  # the launcher reports it lost
+            book.release([ReleasedEvaluation(lease.ticket, lease.attempt) for lease, *_ in book.leases_of(self.index)])
         self.leases, self.version, self.pinned = [], -1, False
 
 
@@ -269,7 +263,7 @@ def test_any_schedule_ends_with_every_due_version_complete_or_dropped(seed: int,
         if deaths and rng.random() < 0.05:
             one.stop(book, cleanly=rng.random() < 0.5)
             one.alive = rng.random() < 0.7 or sum(g.alive for g in generators) == 1
-        expire(book, now_s)
+        drop_stranded(book, now_s)
         if newest == steps and not book.running:
             break
     assert not book.running, "an evaluation hangs"

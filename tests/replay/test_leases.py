@@ -1,4 +1,4 @@
-"""Leases in simulated time: renewed while their generator works on them, handed out again otherwise."""
+"""Leases in simulated time: of generators that are silent or lost, and their late attempts."""
 
 from __future__ import annotations
 
@@ -8,19 +8,13 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.load import load_config
 from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay.codec import pack_group
 from asyncrl.replay.ledger import Ledger
 from asyncrl.replay.queue import SUSPECT_S, ReplayQueue
 from asyncrl.types import Lease
-from asyncrl.wire.messages import LeaseName, ReleasedLease
+from asyncrl.wire.messages import ReleasedLease
 from tests.helpers.replay import EndlessPrompts, ask_queue, make_group, small_config
-
-LONG_TOKENS = 32_000
-LONG_S = LONG_TOKENS / 30
-"""At 30 tokens a second: longer than the default of `launch.heartbeat_timeout_s`."""
-BEAT_S = 10.0
 
 
 class Simulated:
@@ -31,121 +25,53 @@ class Simulated:
         self.now_s = 0.0
         self.queue = ReplayQueue(config, EndlessPrompts(), TraceWriter(folder / "trace.parquet"))
         self.queue.clock.now = lambda: self.now_s  # type: ignore[method-assign]
-        self.working_on: list[tuple[Lease, int, float]] = []
-        """Lease, version and the time when it is done, of generator 0."""
 
-    def ask(self, num_groups: int = 0, *, generator: int = 0, working_on: Iterable[Lease] = ()) -> list[Lease]:
-        names = [LeaseName(one.ticket, one.attempt, one.evaluation) for one in working_on]
-        version = self.queue.ledger.steps
-        return ask_queue(self.queue, generator, version, num_groups, working_on=names)[0]
+    def ask(self, num_groups: int = 0, *, generator: int = 0) -> list[Lease]:
+        return ask_queue(self.queue, generator, self.queue.ledger.steps, num_groups)[0]
+
+    def lose(self, num_groups: int) -> tuple[list[Lease], list[Lease]]:
+        """Leases that generator 0 loses, and the ones of the next attempts."""
+        lost = self.ask(num_groups)
+        self.queue.lost(0)
+        return lost, self.ask(num_groups)
 
     def finish(self, lease: Lease, version: int = 0, **options: Any) -> None:
         self.queue.finish(*pack_group(make_group(lease, version, **options)))
 
     def pass_time(self, seconds: float, *asking: int) -> None:
-        """Time passes for the queue, in which these generators ask for nothing, and say nothing of their leases."""
+        """Time passes for the queue, in which these generators ask for nothing."""
         for _ in range(round(seconds)):
             self.now_s += 1.0
             for generator in asking:
                 self.ask(generator=generator)
-            self.queue.expire()
-
-    def beat(self, group_s: float, *, says_what_runs: bool = True) -> None:
-        """Does the work of generator 0 and a learner between two heartbeats; a group takes `group_s`."""
-        self.now_s += BEAT_S
-        for work in [work for work in self.working_on if work[2] <= self.now_s]:
-            self.working_on.remove(work)
-            self.finish(work[0], work[1], completion_tokens=(LONG_TOKENS, 5))
-        leases = self.ask(4, working_on=[lease for lease, *_ in self.working_on if says_what_runs])
-        self.working_on += [(lease, self.queue.ledger.steps, self.now_s + group_s) for lease in leases]
-        self.queue.expire(self.now_s)
-        step = self.queue.ledger.steps + 1
-        if self.queue.take(0, step)[0] == "shard":
-            self.queue.commit(step, {})
+            self.queue.check_silence()
 
     @property
     def tokens(self) -> dict[str, Any]:
         return self.queue.summary()["ledger"]["tokens"]
 
 
-def test_answers_that_take_longer_than_the_lease_timeout_are_trained(tmp_path: Path) -> None:
-    run = Simulated(tmp_path, steps=3)
-    limit_s = run.queue.config.launch.heartbeat_timeout_s
-    assert limit_s == load_config(None, {"model.path": "m", "data.train": "d"}).launch.heartbeat_timeout_s < LONG_S
-    while not run.queue.trained and run.now_s < 4 * LONG_S:
-        run.beat(LONG_S)
-    assert run.queue.ledger.steps == 3
-    assert run.now_s < 3 * LONG_S, "three steps at a staleness of 1 are two rounds of answers"
-    assert (run.tokens["generated"], run.tokens["returned"]) == (6 * (LONG_TOKENS + 5), 0)
-    rows = [held.attempt for held in run.queue.held.values()]
-    assert set(rows) <= {0}
-
-
-def test_leases_that_are_not_renewed_are_trained_all_the_same_by_their_first_attempt(tmp_path: Path) -> None:
-    """Each lease of a generator that never names its work passes to another one; its groups are used nevertheless."""
-    run = Simulated(tmp_path, steps=3)
-    while not run.queue.trained and run.now_s < 8 * LONG_S:
-        run.beat(LONG_S, says_what_runs=False)
-    assert run.queue.ledger.steps == 3
-    assert run.tokens["trained"] == 6 * (LONG_TOKENS + 5)
-
-
-@pytest.mark.parametrize("silent", ["dead", "lost one group"])
-def test_a_lease_that_nobody_works_on_is_handed_out_again(tmp_path: Path, silent: str) -> None:
-    run = Simulated(tmp_path, launch__heartbeat_timeout_s=60)
-    lost, kept = run.ask(2)
-    while run.now_s < 55:
-        run.now_s += 5
-        run.ask(working_on=[lost, kept])
-        run.queue.expire()
-    while run.now_s < 120:
-        run.now_s += 5
-        if silent != "dead":
-            run.ask(working_on=[kept])
-        run.queue.expire()
-        assert run.queue.ledger.is_current(lost.ticket, 0) == (run.now_s <= 55 + 60)
-    assert run.queue.ledger.is_current(kept.ticket, 0) == (silent != "dead")
-    again = run.ask(1, generator=0)
-    assert [(lease.ticket, lease.attempt) for lease in again] == [(lost.ticket, 1)]
-
-
-def test_only_who_holds_a_lease_renews_it(tmp_path: Path) -> None:
-    run = Simulated(tmp_path, launch__heartbeat_timeout_s=60, launch__generators=2)
+def test_a_lease_of_a_generator_that_asks_lasts(tmp_path: Path) -> None:
+    run = Simulated(tmp_path, launch__generators=2)
     (lease,) = run.ask(1)
-    other = Lease(lease.ticket, 1, lease.prompt)
-    unknown = Lease(99, 0, lease.prompt)
-    while run.now_s <= 61:
-        run.now_s += 5
-        run.ask(generator=1, working_on=[lease])
-        run.ask(generator=0, working_on=[other, unknown])
-        run.queue.expire()
-    assert not run.queue.ledger.is_current(lease.ticket, 0)
+    run.pass_time(10 * SUSPECT_S, 0, 1)
+    assert run.queue.ledger.is_current(lease.ticket, 0)
 
 
-def test_an_evaluation_lease_is_renewed_too(tmp_path: Path) -> None:
-    config = small_config(data__eval="eval.parquet", eval__samples=1, launch__heartbeat_timeout_s=60)
+def test_an_evaluation_lease_goes_on_when_its_generator_is_lost(tmp_path: Path) -> None:
+    config = small_config(data__eval="eval.parquet", eval__samples=1)
     prompts = [EndlessPrompts().prompt(0)]
     queue = ReplayQueue(config, EndlessPrompts(), TraceWriter(tmp_path / "trace.parquet"), prompts)
-    now_s = 0.0
-    queue.clock.now = lambda: now_s  # type: ignore[method-assign]
     (lease,) = ask_queue(queue, 0, 0, 0, 1)[0]
-    assert lease.evaluation
-    for now_s in range(10, 200, 10):  # noqa: B007
-        ask_queue(queue, 0, 0, 0, working_on=[LeaseName(lease.ticket, 0, True)])
-        queue.expire()
     assert list(queue.evaluation.held()) == [(0, lease.ticket, 0)]
-    for now_s in range(200, 300, 10):  # noqa: B007
-        ask_queue(queue, 0, 0, 0)
-        queue.expire()
-    assert list(queue.evaluation.held()) == []
+    queue.lost(0)
+    (again,) = ask_queue(queue, 1, 0, 0, 1)[0]
+    assert (again.ticket, again.attempt, again.evaluation) == (lease.ticket, 1, True)
 
 
 def test_of_two_attempts_the_first_that_comes_is_trained_and_both_are_counted(tmp_path: Path) -> None:
-    run = Simulated(tmp_path, launch__heartbeat_timeout_s=10)
-    leases = run.ask(2)
-    run.now_s = 11
-    run.queue.expire()
-    again = run.ask(2)
+    run = Simulated(tmp_path)
+    leases, again = run.lose(2)
     assert [(lease.ticket, lease.attempt) for lease in again] == [(0, 1), (1, 1)]
     run.finish(leases[0])
     assert run.queue.state.leased_by[0] == 1
@@ -165,10 +91,9 @@ def test_of_two_attempts_the_first_that_comes_is_trained_and_both_are_counted(tm
 
 
 def test_a_group_whose_lease_was_taken_back_and_not_handed_out_again_is_used(tmp_path: Path) -> None:
-    run = Simulated(tmp_path, launch__heartbeat_timeout_s=10)
+    run = Simulated(tmp_path)
     (lease,) = run.ask(1)
-    run.now_s = 11
-    run.queue.expire()
+    run.queue.lost(0)
     assert run.queue.ledger.returned == [0]
     run.finish(lease)
     assert (run.queue.ledger.returned, run.queue.state.leased_by[0]) == ([], 0)
@@ -177,11 +102,8 @@ def test_a_group_whose_lease_was_taken_back_and_not_handed_out_again_is_used(tmp
 
 @pytest.mark.parametrize("refunded", [True, False])
 def test_what_a_superseded_attempt_gives_back_is_counted_once(tmp_path: Path, refunded: bool) -> None:
-    run = Simulated(tmp_path, launch__heartbeat_timeout_s=10)
-    (lease,) = run.ask(1)
-    run.now_s = 11
-    run.queue.expire()
-    (again,) = run.ask(1)
+    run = Simulated(tmp_path)
+    (lease,), (again,) = run.lose(1)
     run.finish(lease, rewards=(1.0, 1.0) if refunded else (0.0, 1.0))
     for _ in range(2):
         run.queue.release(0, [ReleasedLease(again.ticket, again.attempt, 7)])
@@ -191,13 +113,12 @@ def test_what_a_superseded_attempt_gives_back_is_counted_once(tmp_path: Path, re
 
 
 def test_a_late_attempt_that_is_too_old_by_now_is_not_trained(tmp_path: Path) -> None:
-    run = Simulated(tmp_path, replay__groups_per_step=1, launch__heartbeat_timeout_s=10, steps=10)
+    run = Simulated(tmp_path, replay__groups_per_step=1, steps=10)
     late, other = run.ask(2)
     run.finish(other)
     assert run.queue.take(0, 1)[0] == "shard"
     run.queue.commit(1, {})
-    run.now_s = 11
-    run.queue.expire()
+    run.queue.lost(0)
     again, third = run.ask(2)
     assert (again.ticket, again.attempt) == (late.ticket, 1)
     run.finish(third, 1)
@@ -257,7 +178,7 @@ def test_a_generator_that_comes_back_keeps_what_nobody_took_and_the_first_attemp
     run.pass_time(SUSPECT_S + 1, 1)
     again = run.ask(2, generator=1)
     assert names(again) == [(0, 1), (1, 1)]
-    run.ask(generator=0, working_on=leases)
+    run.ask(generator=0)
     assert run.queue.state.leased_by == {0: 2, 1: 2}
     assert names(run.ask(2, generator=1)) == [(4, 0), (5, 0)], "it is heard again: its leases are its own"
     run.finish(leases[0], completion_tokens=(10, 20))
@@ -274,7 +195,7 @@ def test_a_generator_alone_loses_no_lease_while_it_is_silent(tmp_path: Path) -> 
     run = Simulated(tmp_path)
     leases = run.ask(2)
     run.pass_time(2 * SUSPECT_S)
-    assert names(run.ask(4, working_on=leases)) == [(2, 0), (3, 0)]
+    assert names(run.ask(4)) == [(2, 0), (3, 0)]
     assert all(run.queue.ledger.is_current(lease.ticket, 0) for lease in leases)
 
 
@@ -284,7 +205,7 @@ def test_nobody_is_suspected_by_a_queue_that_stood_still(tmp_path: Path) -> None
     run.ask(4)
     run.pass_time(2, 0, 1)
     run.now_s += 2 * SUSPECT_S
-    run.queue.expire()
+    run.queue.check_silence()
     assert names(run.ask(1, generator=1)) == [(4, 0)]
     run.pass_time(SUSPECT_S, 1)
     assert names(run.ask(1, generator=1)) == [(5, 0)]

@@ -184,7 +184,7 @@ def test_failed_rewards_end_the_run_by_their_time_and_not_by_their_number(
     with pytest.raises(RunError, match=r"the rewards of the last \d+ groups have failed for .* the last one: it broke"):
         while time.monotonic() < began_s + 10:
             group = make_group(*ask(queue, num_groups=1), version=0, status="failed")
-            group.started_s = group.finished_s = time.monotonic()
+            group.started_s = group.finished_s = 0.0  # seconds ago
             queue.finish(*pack_group(group))
     assert time.monotonic() > began_s + 0.2
 
@@ -204,16 +204,6 @@ def test_duplicate_and_superseded_groups_count_once(tmp_path: Path) -> None:
     assert sorted(train(queue, 1)) == [0, 1]
     tokens = queue.summary()["ledger"]["tokens"]
     assert tokens == {"generated": 17, "trained": 12, "refunded": {}, "returned": 5, "in_flight": 0}
-
-
-def test_expired_lease_is_handed_out_again(tmp_path: Path) -> None:
-    queue = make_queue(tmp_path, launch__heartbeat_timeout_s=10)
-    (lease,) = ask(queue, num_groups=1)
-    leased_s = queue.held[lease.ticket].renewed_s
-    queue.expire(leased_s + 9)
-    assert queue.ledger.is_current(lease.ticket, 0)
-    queue.expire(leased_s + 11)
-    assert ask(queue, num_groups=1)[0].attempt == 1
 
 
 def test_ranks_get_disjoint_balanced_shards_and_the_same_again(tmp_path: Path) -> None:

@@ -184,7 +184,7 @@ def test_a_former_attempt_is_returned_by_its_holder_only(queue: ReplayQueue) -> 
             queue.finish(*pack_group(make_group(one, 0, generator=1)))
         queue.take(0, 1)
         queue.commit(1, {})
-        queue.state.restore(saved_state(queue), None, 1.0)
+        queue.state.restore(saved_state(queue), None)
         queue.release(1, [former])
         assert queue.ledger.returned_tokens == 0
         queue.release(0, [former, former])

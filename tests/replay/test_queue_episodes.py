@@ -134,7 +134,7 @@ def fail_group(queue: ReplayQueue, ended: EpisodeEnd, *, at_s: float) -> None:
     """The group is finished at this second of the run."""
     queue.clock.origin_s = time.monotonic() - at_s
     group = fail(make_episodes(ask_queue(queue, 0, 0, 1)[0][0]), ended)
-    group.started_s = group.finished_s = time.monotonic()
+    group.started_s = group.finished_s = 0.0  # seconds ago
     queue.finish(*pack_group(group))
 
 

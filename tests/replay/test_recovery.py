@@ -26,7 +26,7 @@ from asyncrl.replay.ledger import State
 from asyncrl.replay.queue import SUSPECT_S, ReplayQueue
 from asyncrl.replay.state import EVENTS, KINDS, Event, Snapshot
 from asyncrl.types import Lease
-from asyncrl.wire.messages import Evaluated, GeneratorStats, LeaseName, ReleasedEvaluation, ReleasedLease
+from asyncrl.wire.messages import Evaluated, GeneratorStats, ReleasedEvaluation, ReleasedLease
 from tests.helpers.examples import examples
 from tests.helpers.journal import record_with
 from tests.helpers.replay import EndlessPrompts, ask_queue, kill_queue, make_group, saved_state, small_config
@@ -188,28 +188,15 @@ class Run:
         self.generated.setdefault((lease.ticket, lease.attempt), sum(tokens))
         finish(self.queue, lease, version, rewards=rewards, completion_tokens=tokens)
 
-    def expire(self, pick: int) -> None:
-        """Time passes; the generator renews every second lease, or none."""
-        limit_s = self.config.launch.heartbeat_timeout_s
-        is_current, held = self.queue.ledger.is_current, [lease for lease in self.leases if not lease.evaluation]
-        renewed = [lease for lease in held[:: 1 + pick % 2] if pick % 3 and is_current(lease.ticket, lease.attempt)]
-        self.ahead_s += 0.9 * limit_s
-        self.number += 1
-        self._renew(renewed)
-        self.ahead_s += 0.2 * limit_s
-        self.queue.expire()
-        for lease in held:
-            assert is_current(lease.ticket, lease.attempt) == (lease in renewed)
-
     def silence(self, pick: int) -> None:
         """The generator is silent while another gets some of its leases; then it continues with its session."""
         is_current = self.queue.ledger.is_current
         held = [lease for lease in self.leases if not lease.evaluation and is_current(lease.ticket, lease.attempt)]
         self.number += 1
-        self._renew(held)
+        ask_queue(self.queue, 0, self.steps, 0, session=f"session {self.session}", number=self.number)
         for _ in range(round(SUSPECT_S) + 2):
             self.ahead_s += 1.0
-            self.queue.expire()
+            self.queue.check_silence()
         version = max(0, self.steps - pick % 2)
         got, _ = ask_queue(self.queue, 1, version, pick % 5)
         self._note(got)
@@ -223,11 +210,6 @@ class Run:
             self.late(-1)
         self.orphans += got[pick % 3 :]
         self.queue.lost(1)
-
-    def _renew(self, leases: list[Lease]) -> None:
-        names = [LeaseName(lease.ticket, lease.attempt, False) for lease in leases]
-        session = f"session {self.session}"
-        ask_queue(self.queue, 0, self.steps, 0, session=session, number=self.number, working_on=names)
 
     def _evaluated(self, lease: Lease) -> None:
         for one in self.queue.evaluation.running.values():
@@ -291,6 +273,9 @@ class Run:
             assert frames(self.queue.take(0, step)[1]) == self.batches[step]
             saved = self.queue.commit(step, {}, saving=True)
             assert saved.metrics == self.metrics[step]
+            if step < self.steps:
+                assert not saved.state, "the state at an earlier step is gone"
+                continue
             stored = Snapshot.of_checkpoint(saved.state)
             assert stored.queue.ledger.steps == step and msgspec.msgpack.encode(stored) == saved.state
             trace, evaluated = TraceWriter(self.folder / "other.parquet"), [EndlessPrompts().prompt(0)] * 2
@@ -327,7 +312,7 @@ class Run:
 WEIGHTS = {"ask": 3, "finish": 5, "step": 3}
 """Relative frequency of events; 1 for the others."""
 NAMES = [
-    "ask", "finish", "step", "send_again", "release", "lose", "late", "expire", "silence", "catch_up", "die",
+    "ask", "finish", "step", "send_again", "release", "lose", "late", "silence", "catch_up", "die",
     "die_unwritten", "relaunch",
 ]  # fmt: skip
 SCHEDULES = st.lists(
@@ -406,7 +391,7 @@ def test_nothing_changes_before_its_record(tmp_path: Path) -> None:
     again = ask_queue(queue, 0, 1, 2)[0]
     finish(queue, again[0], 1)
     do("lose", lambda: finish(queue, groups[2], 0))
-    do("drop", queue.expire)
+    do("drop", queue.check_silence)
     do("scale", lambda: queue.scale(2))
     do("stop", lambda: queue.stop("enough"))
     assert {*kinds, "state"} == set(EVENTS)
@@ -424,8 +409,6 @@ def test_restart_within_a_launch_keeps_leases_and_another_launch_takes_them_back
     queue = open_queue(tmp_path, config)
     assert queue.ledger.is_current(second.ticket, 0)
     assert queue.state.generators_wanted == 3
-    queue.expire(queue.held[second.ticket].renewed_s + 9)
-    assert queue.ledger.is_current(second.ticket, 0), "the clock of leases starts anew"
     queue.stop("interrupted")
     queue.store.write()
     kill_queue(queue)
@@ -607,7 +590,7 @@ def test_checkpoint_without_journal_takes_every_ticket_back(tmp_path: Path) -> N
 
 def test_a_checkpoint_of_another_format_is_refused_with_the_way_out(tmp_path: Path) -> None:
     queue = open_queue(tmp_path, small_config())
-    saved = msgpack.unpackb(queue.store.snapshot(0), strict_map_key=False)
+    saved = msgpack.unpackb(queue.store.snapshot(), strict_map_key=False)
     queue.store.close()
     for body, number in (
         (saved | {"format": FORMAT + 1}, FORMAT + 1),
@@ -835,7 +818,7 @@ def test_the_trace_of_a_run_without_its_journal_is_of_the_line_that_goes_on(tmp_
     queue = open_queue(tmp_path, config)
     train(queue, 1)
     leases = ask_queue(queue, 0, 1, 100)[0]
-    saved = queue.store.snapshot(1)
+    saved = queue.store.snapshot()
     for lease in leases:
         finish(queue, lease, 1)
     for step in (2, 3):

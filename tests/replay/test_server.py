@@ -43,7 +43,7 @@ from asyncrl.wire.messages import (
     Stop,
     Take,
 )
-from asyncrl.wire.rpc import MAX_BAD_MESSAGES, Connection
+from asyncrl.wire.rpc import Connection
 from asyncrl.wire.sockets import connect_dealer, new_keys
 from tests.helpers.replay import EndlessPrompts, ask_queue, loopback_endpoints, make_group, small_config
 
@@ -308,23 +308,6 @@ def test_an_unforeseen_error_of_a_handler_ends_the_process(endpoints: Endpoints,
             stop.set()
 
 
-def test_a_peer_of_bad_messages_is_cut_off_and_nobody_else(served: ReplayQueue, endpoints: Endpoints) -> None:
-    rubbish = connect_dealer(endpoints.replay)
-    bad, sound = ([bytes(frame) for frame in encode("test", body)] for body in (Ok({}), ReadStatus()))
-    for _ in range(MAX_BAD_MESSAGES + 1):
-        rubbish.send_multipart(bad)
-        assert rubbish.poll(10_000), "a bad message is answered"
-        rubbish.recv_multipart()
-    for message in ([b"more rubbish"], sound):
-        rubbish.send_multipart(message)
-    assert not rubbish.poll(300), "whatever it sends now"
-    launcher = LauncherClient(endpoints)
-    status = launcher.status()
-    assert (status["bad_messages"], status["cut_off"]) == (MAX_BAD_MESSAGES + 3, 1)
-    launcher.close()
-    rubbish.close()
-
-
 def test_encrypted_queue_serves_who_has_the_keys(tmp_path: Path) -> None:
     bare = loopback_endpoints(find_port())
     secured = replace(bare, keys=new_keys())
@@ -430,52 +413,3 @@ def test_evaluation_over_the_wire(endpoints: Endpoints, tmp_path: Path) -> None:
         learner.close()
         stop.set()
         thread.join(timeout=10)
-
-
-def test_answers_that_nobody_waits_for_are_gathered_and_others_are_not(
-    endpoints: Endpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server_module, "GATHER_S", 20.0)
-    config = small_config(replay__groups_per_step=4, replay__max_staleness=3)
-    journal = Journal(tmp_path / "journal", flush="step")
-    queue = ReplayQueue(config, EndlessPrompts(), TraceWriter(tmp_path / "trace.parquet"), journal=journal)
-    stop, generator, learner = threading.Event(), GeneratorClient(endpoints, 0), LearnerClient(endpoints, 0)
-    with ThreadPoolExecutor(1) as pool:
-        served = pool.submit(run_replay, queue, endpoints, stop.is_set)
-        try:
-            began_s = time.monotonic()
-            generator.ask(0, 8, GeneratorStats.of())
-            first, *leases = wait_for(generator).leases
-            batches = journal._writer.num_batches
-            for lease in (first, *leases[:2]):
-                generator.finish(make_group(lease, 0))
-            generator.poll(0.3)
-            assert generator.unacknowledged == 3, "nobody waits for it"
-            generator.ask(0, 3, GeneratorStats.of())
-            generator.poll(0.3)
-            assert generator.outstanding, "5 groups run, 3 are asked for"
-            generator.finish(make_group(leases[2], 0))
-            assert learner.take(1) is not None
-            assert len(wait_for(generator).leases) == 3, "a learner's answer takes the others along"
-            generator.poll(0.05)
-            assert generator.unacknowledged == 0
-            assert journal._writer.num_batches == batches + 1, "one write"
-            for lease in leases[3:]:
-                generator.release([(lease.ticket, lease.attempt, 0)])
-            generator.ask(0, 8, GeneratorStats.of())
-            assert len(wait_for(generator).leases) == 8, "most of it is idle"
-            generator.ask(0, 12, GeneratorStats.of())
-            reply = wait_for(generator)
-            assert (len(reply.leases), reply.reason) == (1, "staleness"), "also if there is little for it"
-            learner.commit(1, {})
-            assert time.monotonic() - began_s < 10.0, "all that was waited for came at once"
-            monkeypatch.setattr(server_module, "GATHER_S", 0.5)
-            began_s = time.monotonic()
-            generator.ask(1, 0, GeneratorStats.of())
-            wait_for(generator)
-            assert time.monotonic() - began_s > 0.4, "a heartbeat may wait"
-        finally:
-            stop.set()
-            generator.close()
-            learner.close()
-        served.result(timeout=10)

@@ -100,7 +100,7 @@ def test_every_field_is_saved_and_restored() -> None:
     for again in (Snapshot.of_checkpoint(record.body), event_of(record, HERE, Path())):
         assert isinstance(again, Snapshot) and again == stored
         state = make_state()
-        state.restore(again.queue, JOURNAL, 1.0)
+        state.restore(again.queue, JOURNAL)
         assert of_bytes(QueueSnapshot, encoded(state)) == stored.queue
         assert state.measure.generators == stored.queue.reported.generators
         assert state.evaluation.reported.loaded == stored.queue.reported.loaded
@@ -110,7 +110,7 @@ def test_what_a_queue_saves_is_read_as_a_snapshot_of_the_same_bytes(tmp_path: Pa
     queue = ReplayQueue(small_config(), EndlessPrompts(), TraceWriter(tmp_path / "trace.parquet"))
     leases, _ = ask_queue(queue, 0, 0, 2)
     queue.finish(*pack_group(make_group(leases[0], 0)))
-    saved = queue.store.snapshot(0)
+    saved = queue.store.snapshot()
     queue.store.close()
     assert msgspec.msgpack.encode(Snapshot.of_checkpoint(saved)) == saved
 
