@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -82,8 +82,8 @@ class GeneratorClient:
         self._connection = Connection(endpoints, resend_s=RESEND_S)
         self._number = 0
         self._ask: _Unanswered | None = None
-        self._unacknowledged: dict[Hashable, _Unanswered] = {}
-        """Finished ones by (evaluation, ticket, attempt), released ones by number."""
+        self._unacknowledged: dict[int, _Unanswered] = {}
+        """By the number of the message."""
 
     @property
     def outstanding(self) -> bool:
@@ -134,7 +134,7 @@ class GeneratorClient:
     def finish(self, group: Group) -> None:
         """Sends a finished group; it is kept and sent again until the queue acknowledges it."""
         header, block = pack_group(group)
-        self._unacknowledged[False, group.ticket, group.attempt] = self._send(header, [block])
+        self._deliver(header, [block])
 
     def evaluated(self, result: Evaluated, recorded: Group | None = None) -> None:
         """Sends an evaluated prompt, with the completions that are recorded, as `finish` does a group."""
@@ -142,7 +142,7 @@ class GeneratorClient:
         if recorded is not None:
             header, block = pack_group(recorded)
             result, arrays = structs.replace(result, recorded=header), [block]
-        self._unacknowledged[True, result.ticket, result.attempt] = self._send(result, arrays)
+        self._deliver(result, arrays)
 
     def release(self, leases: Sequence[tuple[int, int, int]], *, evaluations: Sequence[tuple[int, int]] = ()) -> None:
         """Releases unfinished leases: (ticket, attempt, action tokens generated so far), and (ticket, attempt) of
@@ -152,8 +152,7 @@ class GeneratorClient:
             leases=[ReleasedLease(*lease) for lease in leases],
             evaluations=[ReleasedEvaluation(*lease) for lease in evaluations],
         )
-        sent = self._send(body)
-        self._unacknowledged[sent.seq] = sent
+        self._deliver(body)
 
     def close(self, *, linger_s: float = 5.0) -> None:
         """Waits for acknowledgements, at most `linger_s`, and closes."""
@@ -166,14 +165,16 @@ class GeneratorClient:
         seq, now_s = self._connection.send(_with_ages(body), arrays), time.monotonic()
         return _Unanswered(seq, now_s, now_s, body, arrays, RESEND_S)
 
+    def _deliver(self, body: RequestBody, arrays: Sequence[Arrays] = ()) -> None:
+        """Sends a message, again and again until it is acknowledged."""
+        sent = self._send(body, arrays)
+        self._unacknowledged[sent.seq] = sent
+
     def _take(self, message: Message) -> Leases | None:
         """Raises ProtocolError for an invalid answer, RunError if an outstanding message is refused."""
         body, seq = message.body, message.seq
         match body:
-            case Finished():
-                for kept in body.kept:
-                    self._unacknowledged.pop((kept.evaluation, kept.ticket, kept.attempt), None)
-            case Ok():
+            case Finished() | Ok():
                 self._unacknowledged.pop(seq, None)
             case Leases() if self._ask is not None and seq == self._ask.seq:
                 self._ask = None

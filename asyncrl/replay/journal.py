@@ -1,9 +1,9 @@
 """The journal: every event of the replay queue on disk, so that a restarted queue continues where it was.
 
 A segment is an Arrow IPC stream, `00000001.arrow`, with `00000001.sums` next to it: a head of two numbers, each with
-its xxh3, and one entry for each batch of where it ends, the xxh3 of its bytes and the xxh3 of the entry itself. The
-first batch's bytes start with the schema. The first number is the mark: where the last batch ends that a sync has
-brought to the disk. The second one is the size of the stream of the segment before, which ended when this one started.
+its xxh3, and one entry for each batch of where it ends and the xxh3 of its bytes. The first batch's bytes start with
+the schema. The first number is the mark: where the last batch ends that a sync has brought to the disk. The second one
+is the size of the stream of the segment before, which ended when this one started.
 
 When the machine loses power, any part written after the last sync may be missing. Damage before the mark
 is an error. After it the newest segment ends before the first batch that is not intact. A segment is synced in the
@@ -70,8 +70,7 @@ SCHEMA = pa.schema(
 """One row is one record; frames are null unless it is a group."""
 HEADER = SCHEMA.serialize().to_pybytes()
 """The first bytes of every segment."""
-ENTRY = np.dtype([("end", "<u8"), ("sum", "<u8"), ("own", "<u8")])
-OWN_AT = ENTRY.fields["own"][1]  # type: ignore[index]
+ENTRY = np.dtype([("end", "<u8"), ("sum", "<u8")])
 NUMBER_BYTES = 16
 HEAD_BYTES = 2 * NUMBER_BYTES
 """Two numbers, each with its xxh3."""
@@ -192,7 +191,7 @@ class Segment:
         begin, end = self.span(batch)
         where = f"{self.path}: bytes {begin} to {end} (record batch {batch})"
         if (data := self.bytes_of(batch)) is None:
-            raise JournalError(f"{where} do not have their checksum; {DAMAGED}")
+            raise JournalError(f"{where} do not have their checksum in {sums_path(self.path).name}; {DAMAGED}")
         try:
             return unpack_batch(memoryview(data)[0 if batch else len(HEADER) :])
         except (pa.ArrowException, ValueError, OSError) as error:
@@ -323,11 +322,6 @@ def scan_segment(folder: Path, number: int, *, newest: bool) -> Segment:
     sums_bytes = HEAD_BYTES + count * ENTRY.itemsize
     if not newest or segment.num_bytes < synced_bytes:
         sizes = f"{path}: has {size} bytes, {sums.name} has sums of {segment.num_bytes}"
-        if count == len(entries) and len(raw) - sums_bytes >= ENTRY.itemsize:
-            raise JournalError(
-                f"{sums}: bytes {sums_bytes} to {sums_bytes + ENTRY.itemsize} (entry of record batch {count}) do not "
-                f"have their checksum; {DAMAGED}"
-            )
         if not newest and (size, len(raw)) != (segment.num_bytes, sums_bytes):
             raise JournalError(f"{sizes}, and only the newest segment may be cut off; {DAMAGED}")
         if segment.num_bytes < synced_bytes:
@@ -370,16 +364,11 @@ def _read_head(path: Path, raw: bytes, newest: bool) -> tuple[int, int]:
 
 
 def _entries(raw: bytes) -> np.ndarray:
-    """The entries before the first that is not intact."""
+    """The entries before the first that does not end after the one before."""
     count = max(0, len(raw) - HEAD_BYTES) // ENTRY.itemsize
     entries = np.frombuffer(raw, dtype=ENTRY, count=count, offset=min(HEAD_BYTES, len(raw)))
-    before = 0
-    for index, (end, _, own) in enumerate(entries.tolist()):
-        begin = HEAD_BYTES + index * ENTRY.itemsize
-        if xxhash.xxh3_64_intdigest(raw[begin : begin + OWN_AT]) != own or end <= before:
-            return entries[:index]
-        before = end
-    return entries
+    rises = entries["end"] > np.append(np.uint64(0), entries["end"][:-1])
+    return entries if rises.all() else entries[: rises.argmin()]
 
 
 def _without_damage(segment: Segment, synced_bytes: int) -> Segment:
@@ -458,8 +447,8 @@ class SegmentWriter:
         digest.update(batch)
         _write(self._stream, self.path, batch)
         self._size += batch.size
-        checked = self._size.to_bytes(8, "little") + digest.intdigest().to_bytes(8, "little")
-        _write(self._sums, sums_path(self.path), checked + xxhash.xxh3_64_intdigest(checked).to_bytes(8, "little"))
+        entry = self._size.to_bytes(8, "little") + digest.intdigest().to_bytes(8, "little")
+        _write(self._sums, sums_path(self.path), entry)
         self.segment.sums.append(digest.intdigest())
         self.segment.ends.append(self._size)
 

@@ -56,7 +56,6 @@ from asyncrl.wire.messages import (
     Followers,
     Following,
     GroupHeader,
-    LeaseName,
     Leases,
     Located,
     LookUp,
@@ -223,9 +222,8 @@ class ReplayServer:
         return Reply(answer)
 
     def _finish(self, message: Message) -> Reply:
-        body: GroupHeader = message.body
-        self.queue.finish(body, message.arrays)
-        return Reply(Finished([LeaseName(body.ticket, body.attempt, evaluation=False)]))
+        self.queue.finish(message.body, message.arrays)
+        return Reply(Finished())
 
     def _evaluated(self, message: Message) -> Reply:
         body: Evaluated = message.body
@@ -237,7 +235,7 @@ class ReplayServer:
                 group = unpack_group(self.queue.clock.dated(recorded), message.arrays)
                 samples = Samples.of_groups([group], outcome="evaluated")
                 append_rows(evaluated_file(folder, body.version), samples)
-        return Reply(Finished([LeaseName(body.ticket, body.attempt, evaluation=True)]))
+        return Reply(Finished())
 
     # --- learner ranks: ranks of an earlier start than the newest that began are refused
 
@@ -362,15 +360,8 @@ class Outbox:
             self._send(self._unsynced.popleft()[1])
 
     def _send(self, answers: Sequence[tuple[bytes, int, Reply]]) -> None:
-        """Sends the answers, with all `Finished` replies to a peer merged into one."""
-        kept: dict[bytes, list[LeaseName]] = {}
-        for peer, seq, reply in answers:
-            if isinstance(reply.body, Finished):
-                kept.setdefault(peer, []).extend(reply.body.kept)
-            else:
-                self._send_one(peer, seq, reply)
-        for peer, names in kept.items():
-            self._send_one(peer, 0, Reply(Finished(names)))
+        for answer in answers:
+            self._send_one(*answer)
 
 
 class Directory:

@@ -178,14 +178,6 @@ class GeneratorStats(Body):
         return cls(**{**counts, **times, "stall_ms": [], "costs": [], "weights": None, **values})
 
 
-class LeaseName(Body):
-    """Identifies a lease in `Finished`."""
-
-    ticket: Number
-    attempt: Count
-    evaluation: bool
-
-
 class Leases(AnswerBody):
     """The answer of the queue to `Ask`."""
 
@@ -230,10 +222,7 @@ class Ask(RequestBody):
 
 
 class Finished(AnswerBody):
-    """The answer of the queue to `GroupHeader` and `Evaluated`: groups and evaluated prompts of one generator that need
-    not be sent again."""
-
-    kept: Items[LeaseName]
+    """The answer of the queue to `GroupHeader` and `Evaluated`, which need not be sent again."""
 
 
 class GroupHeader(RequestBody):

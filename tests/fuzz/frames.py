@@ -176,7 +176,7 @@ def answers(seq: int = 1, *, ticket: int = 0, attempt: int = 0, step: int = 1) -
     header, arrays = pack_group(make_group(lease, 0))
     bodies: list[tuple[m.Body, Sequence[Arrays]]] = [
         (leases, []),
-        (m.Finished([m.LeaseName(ticket, attempt, evaluation=False)]), []),
+        (m.Finished(), []),
         (m.ShardHeader(step, "shard", [header]), [arrays]),
         (m.Begun(step), []),
         (m.Committed(METRICS, b"state", checkpoint_wanted=False, stopping=False, batches=1, collapsed=False), []),

@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import re
-import time
 from collections import Counter
-from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from structlog.testing import capture_logs
 
 from asyncrl.errors import ProtocolError
 from asyncrl.replay.codec import check_group
-from asyncrl.weights.layout import WeightManifest
-from asyncrl.weights.receiver import WeightReceiver
-from asyncrl.weights.sender import WeightSender
 from asyncrl.wire.frames import BODIES, decode
-from asyncrl.wire.service_messages import ReceiverMessage
-from asyncrl.wire.sockets import connect_dealer
 from tests.fuzz.drive import fuzz_clients, fuzz_server
 from tests.fuzz.frames import GROUP_SIZE, RUN_ID, answers, requests
 from tests.fuzz.mutate import Mutator
 from tests.helpers.examples import examples
-from tests.helpers.messages import raw_frames
 
 SOUND = requests() | answers()
 REASONS = [
@@ -92,44 +82,3 @@ def test_clients_stand_mutated_answers() -> None:
     report = fuzz_clients(3_000, 11, lambda _: None)
     for outcome in ("leases", "shard", "committed", "evaluation"):
         assert report.outcomes[outcome] > 5, "sound answers are found among the others"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(240)
-def test_no_message_ends_or_holds_up_the_sender_of_weights(tmp_path: Path) -> None:
-    address, names, tensor = (
-        f"ipc://{tmp_path}/weights",
-        [kind.__name__ for kind in ReceiverMessage.__subclasses__()],
-        torch.arange(1000.0),
-    )
-    manifest = WeightManifest.of([("a", tensor.dtype, tensor.shape)])
-    options = {"transport": "gloo", "timeout_s": 5.0, "run_id": RUN_ID}
-    sender = WeightSender(address, manifest, expected_generators=1, **options)
-    receiver = WeightReceiver(address, rank=1, max_bytes=manifest.num_bytes, **options)
-    receiver.start()
-    receiver.engine_is_up()
-    mutator, pool = Mutator(7), [SOUND[name] for name in names if name != "Join"]
-    try:
-        with capture_logs() as logs:
-            for version in range(5):
-                for number in range(20):
-                    peer = connect_dealer(address, linger_s=1.0)
-                    join = raw_frames(RUN_ID, "Join", {"rank": 2 + number, "device": "cpu", "host": "host-1"})
-                    for frames in (join, *(mutator.mutant(pool) for _ in range(20))):
-                        peer.send_multipart(frames)
-                    peer.close()
-                sender._membership.await_members(1, 60.0)
-                sender.send(version, [("a", tensor + version)])
-                sender.wait()
-                deadline_s = time.monotonic() + 60.0
-                while (staged := receiver.staged()) is None:
-                    assert time.monotonic() < deadline_s, "the generator gets no weights"
-                    time.sleep(0.01)
-                assert staged.version == version
-                assert torch.equal(staged.tensors[0][1], tensor + version)
-                receiver.loaded(staged)
-        assert sender._channel.errors.total() > 1000
-        assert not [entry for entry in logs if entry["log_level"] == "error"]
-    finally:
-        receiver.close()
-        sender.close()

@@ -193,10 +193,9 @@ def test_missing_files_and_cut_segments_that_are_not_the_newest_are_errors(
 def write_with_sums(folder: Path, batch: pa.RecordBatch, schema: bytes = HEADER) -> None:
     """A segment whose sums are right, whatever is in it."""
     data = schema + batch.serialize().to_pybytes()
-    checked = len(data).to_bytes(8, "little") + xxhash.xxh3_64_intdigest(data).to_bytes(8, "little")
-    own = xxhash.xxh3_64_intdigest(checked).to_bytes(8, "little")
+    entry = len(data).to_bytes(8, "little") + xxhash.xxh3_64_intdigest(data).to_bytes(8, "little")
     (folder / "00000001.arrow").write_bytes(data)
-    (folder / "00000001.sums").write_bytes(head(len(data), 0) + checked + own)
+    (folder / "00000001.sums").write_bytes(head(len(data), 0) + entry)
 
 
 def test_what_is_no_record_under_a_right_sum_is_an_error(tmp_path: Path) -> None:
@@ -267,19 +266,6 @@ def check_full(folder: Path, output: str, reason: str) -> None:
 def test_a_file_that_may_not_grow_ends_the_journal_with_a_whole_record(tmp_path: Path) -> None:
     output = run_code(FILL, str(tmp_path), "100000")
     check_full(tmp_path, output, os.strerror(errno.EFBIG))
-
-
-def test_a_full_disk_ends_the_journal_with_a_whole_record(tmp_path: Path) -> None:
-    namespace = ("unshare", "-Urm")
-    if subprocess.run([*namespace, "true"], capture_output=True, timeout=20).returncode:
-        pytest.skip("user and mount namespaces are not allowed here")
-    disk, copy = tmp_path / "disk", tmp_path / "copy"
-    disk.mkdir()
-    script = 'mount -t tmpfs -o size=200k none "$1" && "$0" -c "$3" "$1" 0 && cp -r "$1" "$2"'
-    command = [*namespace, "sh", "-ec", script, sys.executable, str(disk), str(copy), textwrap.dedent(FILL)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[2])
-    assert done.returncode == 0, done.stderr
-    check_full(copy, done.stdout, os.strerror(errno.ENOSPC))
 
 
 ENDLESS = """

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import msgpack
 import pytest
@@ -33,7 +32,6 @@ from asyncrl.wire.messages import (
     MAX_REQUEST_HEADER_BYTES,
     Error,
     Evaluated,
-    Finished,
     GeneratorStats,
     Leases,
     Lost,
@@ -184,35 +182,6 @@ def test_promises_of_the_disk_wait_for_their_sync_and_the_queue_works_on(
             stop.set()
         served.result(timeout=10)
     learner.close()
-
-
-def test_one_answer_tells_a_generator_of_all_that_was_kept(tmp_path: Path, endpoints: Endpoints) -> None:
-    config = small_config(replay__groups_per_step=4)
-    queue = ReplayQueue(config, EndlessPrompts(), TraceWriter(tmp_path / "trace.parquet"))
-    server, generator = ReplayServer(queue, endpoints), GeneratorClient(endpoints, 0)
-    try:
-        generator.ask(0, 3, GeneratorStats.of())
-        while generator.outstanding:
-            server.serve(once())
-            reply = generator.poll(0.01)
-            leases = reply.leases if reply is not None else []
-        for lease in leases:
-            generator.finish(make_group(lease, 0))
-        server._receive()
-        deadline_s = time.monotonic() + 5
-        while len(server._outbox.answers) < 3 and time.monotonic() < deadline_s:
-            server._receive()
-        sent: list[Any] = []
-        send = server._outbox._send_one
-        server._outbox._send_one = lambda peer, seq, reply: [sent.append(reply), send(peer, seq, reply)]
-        server._outbox.flush()
-        assert [len(body.kept) for body, _ in sent if isinstance(body, Finished)] == [3] and len(sent) == 1
-        while generator.unacknowledged and time.monotonic() < deadline_s:
-            generator.poll(0.05)
-        assert generator.unacknowledged == 0
-    finally:
-        generator.close()
-        server.close()
 
 
 def once() -> Callable[[], bool]:

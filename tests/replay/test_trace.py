@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import os
-import resource
-import time
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from asyncrl.errors import observer_failures
-from asyncrl.launch.run import TRACE_BYTES_PER_S, TRACE_S
 from asyncrl.observe import trace as trace_module
 from asyncrl.observe.stats import completion_tokens
-from asyncrl.observe.trace import SCHEMA, TraceWriter, read_trace, trace_bytes, trace_parts
+from asyncrl.observe.trace import TraceWriter, read_trace, trace_parts
 from asyncrl.replay.codec import pack_group
 from asyncrl.types import Lease
 from tests.helpers.replay import EndlessPrompts, make_group
 
 
 @pytest.fixture(autouse=True)
-def small_parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if "slow" not in request.keywords:
-        monkeypatch.setattr(trace_module, "ROWS_PER_WRITE", 2)
-        monkeypatch.setattr(trace_module, "ROWS_PER_PART", 4)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_module, "ROWS_PER_WRITE", 2)
+    monkeypatch.setattr(trace_module, "ROWS_PER_PART", 4)
 
 
 def add(trace: TraceWriter, tickets: range, outcome: str = "trained") -> None:
@@ -106,23 +101,3 @@ def test_a_file_that_cannot_be_joined_leaves_its_parts(tmp_path: Path, monkeypat
     assert tickets_of(read_trace(tmp_path)) == list(range(9)) and not path.exists()
     TraceWriter(path).close()
     assert tickets_of(pq.read_table(path)) == list(range(9)), "the next launch joins them"
-
-
-@pytest.mark.slow
-def test_two_million_rows_close_within_the_deadline_in_bounded_memory(tmp_path: Path) -> None:
-    path, rows = tmp_path / "trace.parquet", trace_module.ROWS_PER_PART
-    trace = TraceWriter(path)
-    add(trace, range(500))
-    trace.flush()
-    few = pa.concat_tables([read_trace(tmp_path)] * (rows // 500 + 1)).slice(0, rows)
-    for number in range(1, 124):
-        tickets = pa.array(np.arange(rows) + number * rows)
-        pq.write_table(few.set_column(0, SCHEMA.field("ticket"), tickets), path.with_suffix(f".{number:06d}.parquet"))
-    before_kib, num_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, trace_bytes(tmp_path)
-    started_s = time.monotonic()
-    trace.close()
-    took_s = time.monotonic() - started_s
-    growth_mib = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib) / 1024
-    print(f"{123 * rows:,} rows, {num_bytes:,} bytes: {took_s:.1f} s, {growth_mib:.0f} MiB")
-    assert pq.read_metadata(path).num_rows == 123 * rows + 500
-    assert took_s < (TRACE_S + num_bytes / TRACE_BYTES_PER_S) / 4 and growth_mib < 200
