@@ -1,15 +1,16 @@
-"""Serialization of groups: a part of the header, and arrays."""
+"""Serialization of groups, as messages (a header and arrays) and as records of the journal (Arrow batches)."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+import pyarrow as pa
 
 from asyncrl.errors import InvariantError, ProtocolError
 from asyncrl.types import MAX_REWARD, NO_VERSION, Group, Prompt, Trajectory
@@ -228,3 +229,87 @@ def unpack_group(header: GroupHeader, arrays: Sequence[Array]) -> Group:
         for i, span in enumerate(spans)
     ]
     return Group(trajectories=rows, **{name: getattr(header, name) for name in _SHARED})
+
+
+# --- records of the journal
+
+FORMAT = 13
+"""The number of the format of journals, and of the queue's part of checkpoints."""
+FRAMES = {
+    "tokens": DTYPES["i4"],
+    "action_mask": DTYPES["b1"],
+    "behavior_logprobs": DTYPES["f4"],
+    "versions": DTYPES["i4"],
+    "routing": DTYPES["u1"],
+}
+"""The frames of a group, in order; the last one is a flat array, which most groups do not have."""
+FRAME_BYTES = sum(dtype.itemsize for name, dtype in FRAMES.items() if name != "routing")
+"""Bytes of one token in all frames but the routing."""
+STORED = {name: DTYPES["u1"] if dtype.kind == "b" else dtype for name, dtype in FRAMES.items()}
+"""A mask is stored as bytes, so that it is read without a copy."""
+SCHEMA = pa.schema(
+    [
+        pa.field("kind", pa.string(), nullable=False),
+        pa.field("body", pa.binary(), nullable=False),
+        *(pa.field(name, pa.large_list(pa.from_numpy_dtype(dtype))) for name, dtype in STORED.items()),
+    ],
+    metadata={"asyncrl.journal": str(FORMAT)},
+)
+"""One row is one record; frames are null unless it is a group."""
+HEADER = SCHEMA.serialize().to_pybytes()
+"""The first bytes of every segment."""
+
+
+@dataclass(frozen=True, slots=True)
+class JournalRecord:
+    """One event of the run, as it is stored."""
+
+    kind: str
+    body: bytes
+    """The event as msgpack (`asyncrl.replay.state`)."""
+    arrays: list[Array] = field(default_factory=list[Array])
+    """The four frames of a group, and its routing if it has one; or none."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of body and frames."""
+        return len(self.body) + sum(array.nbytes for array in self.arrays)
+
+
+def pack_batch(records: Sequence[JournalRecord]) -> pa.Buffer:
+    """The records as the message of an Arrow record batch."""
+    columns = [
+        pa.array([record.kind for record in records], pa.string()),
+        pa.array([record.body for record in records], pa.binary()),
+    ]
+    rows = len(records)
+    for index, (dtype, kind) in enumerate(zip(STORED.values(), SCHEMA.types[2:], strict=True)):
+        there = [index < len(record.arrays) for record in records]
+        frames = [record.arrays[index] for record, has_frame in zip(records, there, strict=True) if has_frame]
+        if not frames:
+            columns.append(pa.nulls(rows, kind))
+            continue
+        ends = np.zeros(rows + 1, np.int64)
+        ends[1:][there] = [frame.size for frame in frames]
+        validity = pa.py_buffer(np.packbits(there, bitorder="little"))
+        values = frames[0] if len(frames) == 1 else np.concatenate(frames)
+        buffer = pa.py_buffer(np.ascontiguousarray(values).view(dtype))
+        children = [pa.Array.from_buffers(kind.value_type, values.size, [None, buffer])]
+        offsets = pa.py_buffer(ends.cumsum())
+        columns.append(pa.Array.from_buffers(kind, rows, [validity, offsets], children=children))
+    return pa.RecordBatch.from_arrays(columns, schema=SCHEMA).serialize()
+
+
+def unpack_batch(message: memoryview) -> list[JournalRecord]:
+    """The inverse of `pack_batch`; arrays are read-only views. Raises ArrowException, ValueError or OSError for other
+    bytes."""
+    batch = pa.ipc.read_record_batch(pa.py_buffer(message), SCHEMA)
+    batch.validate(full=True)
+    frames: list[list[Array | None]] = []
+    for name, dtype in FRAMES.items():
+        column = batch.column(name)
+        offsets, values = column.offsets.to_pylist(), column.values.to_numpy().view(dtype)
+        valid = column.is_valid().to_pylist()
+        frames.append([values[offsets[row] : offsets[row + 1]] if there else None for row, there in enumerate(valid)])
+    rows = zip(batch.column("kind").to_pylist(), batch.column("body").to_pylist(), *frames, strict=True)
+    return [JournalRecord(kind, body, [frame for frame in arrays if frame is not None]) for kind, body, *arrays in rows]

@@ -13,10 +13,10 @@ from msgspec import structs
 from asyncrl.config.config import Config
 from asyncrl.errors import JournalError, ProtocolError
 from asyncrl.observe.trace import TraceWriter
+from asyncrl.replay.codec import FORMAT
 from asyncrl.replay.history import PastSteps
 from asyncrl.replay.journal import (
     DAMAGED,
-    FORMAT,
     MAX_UNSYNCED_BYTES,
     START,
     Journal,

@@ -31,8 +31,8 @@ import structlog
 
 from asyncrl.errors import InvariantError, ProtocolError, observer_failures, observing
 from asyncrl.observe.samples import Samples, append_rows, evaluated_file
-from asyncrl.replay.codec import check_group, unpack_group
-from asyncrl.replay.journal import FRAME_BYTES, SYNCED, Position
+from asyncrl.replay.codec import FRAME_BYTES, check_group, unpack_group
+from asyncrl.replay.journal import SYNCED, Position
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.util.files import read_json, replace_file
 from asyncrl.util.processes import Stopwatch, fractions

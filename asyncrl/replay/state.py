@@ -20,8 +20,9 @@ from asyncrl.observe.collapse import COLLAPSE
 from asyncrl.observe.run_metrics import RunMetrics, RunSums
 from asyncrl.observe.stats import ReportedStats
 from asyncrl.observe.trace import TraceWriter
+from asyncrl.replay.codec import FORMAT, JournalRecord
 from asyncrl.replay.evaluation import EvalRecord, Evaluations
-from asyncrl.replay.journal import DAMAGED, FORMAT, OTHER_FORMAT, Journal, JournalRecord, Loader, Location
+from asyncrl.replay.journal import DAMAGED, OTHER_FORMAT, Journal, Loader, Location
 from asyncrl.replay.ledger import ControllerState, Ledger, LedgerCounts, StalenessController, State
 from asyncrl.replay.live_group import FAILURES, Failures, LiveGroup, LiveLease, TakenStep
 from asyncrl.replay.results import RowRecord, RowResults

@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from asyncrl.replay.journal import Journal, JournalRecord, Location, read_journal
+from asyncrl.replay.codec import JournalRecord
+from asyncrl.replay.journal import Journal, Location, read_journal
 
 
 def record_with(kind: str, **body: object) -> JournalRecord:

@@ -10,9 +10,9 @@ import pytest
 
 from asyncrl.errors import JournalError
 from asyncrl.observe.stats import ReportedStats
-from asyncrl.replay.codec import pack_group
+from asyncrl.replay.codec import JournalRecord, pack_group
 from asyncrl.replay.history import JournalBatches, read_index
-from asyncrl.replay.journal import Journal, JournalRecord
+from asyncrl.replay.journal import Journal
 from asyncrl.replay.state import CommitEvent, GroupEvent, TakeEvent, record_of
 from asyncrl.types import Group, Lease, Prompt
 from asyncrl.wire.messages import Committed

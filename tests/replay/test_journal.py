@@ -14,7 +14,8 @@ import pytest
 
 from asyncrl.errors import InvariantError, JournalError
 from asyncrl.replay import journal as journal_module
-from asyncrl.replay.journal import START, Journal, JournalRecord, read_journal, segments_of
+from asyncrl.replay.codec import JournalRecord
+from asyncrl.replay.journal import START, Journal, read_journal, segments_of
 from tests.helpers.journal import body_of, group_record, plain, record_with, records_of, write_batches
 
 RECORDS = [

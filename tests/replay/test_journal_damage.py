@@ -21,20 +21,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import JournalError
-from asyncrl.replay.journal import (
-    ENTRY,
-    FORMAT,
-    HEAD_BYTES,
-    HEADER,
-    SCHEMA,
-    Flush,
-    Journal,
-    JournalRecord,
-    head,
-    read_journal,
-    scan_segment,
-    segments_of,
-)
+from asyncrl.replay.codec import FORMAT, HEADER, SCHEMA, JournalRecord
+from asyncrl.replay.journal import ENTRY, HEAD_BYTES, Flush, Journal, head, read_journal, scan_segment, segments_of
 from tests.helpers.examples import examples
 from tests.helpers.journal import body_of, group_record, kill_journal, plain, record_with, records_of, write_batches
 
@@ -222,7 +210,8 @@ FILL = """
     import sys, resource, signal
     from pathlib import Path
     from asyncrl.errors import JournalError
-    from asyncrl.replay.journal import Journal, JournalRecord
+    from asyncrl.replay.codec import JournalRecord
+    from asyncrl.replay.journal import Journal
     from tests.helpers.journal import group_record
     folder, limit = Path(sys.argv[1]), int(sys.argv[2])
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError, JournalError, ProtocolError, RunError
 from asyncrl.observe.trace import TraceWriter
-from asyncrl.replay.codec import pack_group
-from asyncrl.replay.journal import FORMAT, Journal, read_journal, segments_of
+from asyncrl.replay.codec import FORMAT, pack_group
+from asyncrl.replay.journal import Journal, read_journal, segments_of
 from asyncrl.replay.ledger import State
 from asyncrl.replay.queue import SUSPECT_S, ReplayQueue
 from asyncrl.replay.state import EVENTS, KINDS, Event, Snapshot

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import InvariantError, ProtocolError
-from asyncrl.replay.codec import check_group, pack_group, unpack_group
-from asyncrl.replay.journal import JournalRecord, pack_batch, unpack_batch
+from asyncrl.replay.codec import JournalRecord, check_group, pack_batch, pack_group, unpack_batch, unpack_group
 from asyncrl.types import NO_VERSION, Group, Trajectory
 from asyncrl.wire.frames import decode, encode
 

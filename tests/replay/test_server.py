@@ -21,8 +21,8 @@ from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay import history as history_module
 from asyncrl.replay import server as server_module
 from asyncrl.replay.client import GeneratorClient, LauncherClient, LearnerClient
-from asyncrl.replay.codec import pack_group
-from asyncrl.replay.journal import FRAME_BYTES, Flush, Journal
+from asyncrl.replay.codec import FRAME_BYTES, pack_group
+from asyncrl.replay.journal import Flush, Journal
 from asyncrl.replay.ledger import State
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.server import ReplayServer, run_replay

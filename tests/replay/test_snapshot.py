@@ -14,8 +14,8 @@ import pytest
 
 from asyncrl.errors import JournalError, RunError
 from asyncrl.observe.trace import TraceWriter
-from asyncrl.replay.codec import pack_group
-from asyncrl.replay.journal import FORMAT, JournalRecord, Location
+from asyncrl.replay.codec import FORMAT, JournalRecord, pack_group
+from asyncrl.replay.journal import Location
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.results import RowResults
 from asyncrl.replay.state import GroupEvent, QueueSnapshot, QueueState, Snapshot, event_of, record_of
