@@ -1,15 +1,14 @@
 """The wire: one msgpack header and raw array buffers as separate frames. No pickle.
 
 A message is `[header, frame, frame, ...]`. The header is a map with the schema version, the run id, the kind, the
-sequence number that pairs a reply with its request, a body, and the dtype and shape of every array. A frame holds one
-array, or several one after another, each at a multiple of ALIGNMENT bytes.
+sequence number that pairs a reply with its request, a body, and the dtype and length of every array; arrays have one
+dimension. A frame holds one array, or several one after another, each at a multiple of ALIGNMENT bytes.
 `decode` validates every message against the body of its kind.
 """
 
 from __future__ import annotations
 
 import hmac
-import math
 import reprlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -40,7 +39,6 @@ WAYS_OUT = {
     False: "shorten the other columns of the data (ground_truth, extra_info), or lower replay.groups_per_step",
 }
 """Advice for a header that is too large, of a request and of an answer."""
-MAX_DIMENSIONS = 8
 ALIGNMENT = 8
 """Alignment of the arrays in a frame, in bytes."""
 TRUTH = np.dtype("bool")
@@ -51,9 +49,8 @@ Array = NDArray[Any]
 Buffer = bytes | memoryview
 
 
-Shape = Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=MAX_DIMENSIONS)]
-Specs = Annotated[list[tuple[Literal["i4", "f4", "b1", "u1"], Shape]], Meta(max_length=MAX_FRAMES)]
-"""Dtype and shape of each array in a frame."""
+Specs = Annotated[list[tuple[Literal["i4", "f4", "b1", "u1"], Annotated[int, Meta(ge=0)]]], Meta(max_length=MAX_FRAMES)]
+"""Dtype and length of each array in a frame."""
 
 
 def make_encoder() -> msgspec.msgpack.Encoder:
@@ -134,11 +131,11 @@ def encode(run_id: str, body: Body, *, seq: int = 0, arrays: Sequence[Arrays] = 
     frames: list[Buffer] = []
     for part in arrays:
         if isinstance(part, Block) and part.frame is not None:
-            specs.append([[NAMES[array.dtype], list(array.shape)] for array in part])
+            specs.append([[NAMES[array.dtype], *array.shape] for array in part])
             frames.append(part.frame)
             continue
         for array in part if isinstance(part, list) else [part]:
-            specs.append([[NAMES[array.dtype], list(array.shape)]])
+            specs.append([[NAMES[array.dtype], *array.shape]])
             frames.append(np.ascontiguousarray(array).data.cast("B"))
     kind = type(body).__name__
     header = {"v": SCHEMA, "run": run_id, "kind": kind, "seq": seq, "body": body, "arrays": specs}
@@ -216,24 +213,20 @@ def _arrays(body: Body, specs: list[Any], frames: Sequence[Buffer]) -> Block:
     return arrays
 
 
-def _members(kind: str, specs: list[tuple[str, list[int]]], frame: Buffer) -> list[Array]:
+def _members(kind: str, specs: list[tuple[str, int]], frame: Buffer) -> list[Array]:
     """The arrays of a frame."""
     size, begin, end = memoryview(frame).nbytes, 0, 0
     arrays: list[Array] = []
-    for name, shape in specs:
+    for name, length in specs:
         dtype = DTYPES[name]
-        # A dimension of 0 hides the others from the product, but numpy still multiplies them.
-        if len(shape) != 1 and math.prod(filter(None, shape)) > MAX_FRAME_BYTES:
-            raise ProtocolError(f"{kind}: no frame holds {name}{shape}")
-        count = shape[0] if len(shape) == 1 else math.prod(shape)
         begin = _aligned(end)
-        end = begin + count * dtype.itemsize
+        end = begin + length * dtype.itemsize
         if end > size:
             break
-        array = np.frombuffer(frame, dtype, count, begin)
-        if dtype is TRUTH and count and array.view(np.uint8).max() > 1:
+        array = np.frombuffer(frame, dtype, length, begin)
+        if dtype is TRUTH and length and array.view(np.uint8).max() > 1:
             raise ProtocolError(f"{kind}: a truth value is neither 0 nor 1")
-        arrays.append(array if len(shape) == 1 else array.reshape(shape))
+        arrays.append(array)
     if end != size or len(arrays) != len(specs) or size > MAX_FRAME_BYTES:
         raise ProtocolError(f"{kind}: a frame of {size} bytes does not hold {reprlib.repr(specs)}")
     return arrays
@@ -273,7 +266,7 @@ def unpack_lists(message: Message, count: int) -> list[Array]:
     """The lists of a message, which should have this many. Raises ProtocolError if it does not."""
     if not count and not message.arrays:
         return []
-    if [(array.dtype, array.ndim) for array in message.arrays] != [(np.dtype(np.int32), 1)] * 2:
+    if [array.dtype for array in message.arrays] != [np.dtype(np.int32)] * 2:
         raise ProtocolError(f"{message.kind}: its arrays are not the lengths and the tokens of {count} lists")
     lengths, tokens = message.arrays
     ends = [0, *np.cumsum(lengths, dtype=np.int64).tolist()]

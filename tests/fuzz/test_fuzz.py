@@ -22,7 +22,7 @@ REASONS = [
     "schema version", "does not have the id of this run", "unknown kind", "is not msgpack", r"exceeds max_\w+_len",
     "frames do not fit the header's list", "frames of arrays, this kind has none",
     "bytes does not hold", "a truth value is neither",
-    "no frame holds", "missing required field", "contains unknown field", r"Expected `[\w |]+`(, got| - at)",
+    "missing required field", "contains unknown field", r"Expected `[\w |]+`(, got| - at)",
     r"Expected `\w+` [<>]=?", "matching regex",
     "of length", "Invalid enum value", "a header of .* are read",
     r"\d+ \w+ for \d+ trajectories", "trajectories are of the members", "expected frames of tokens",

@@ -112,7 +112,7 @@ def test_the_thread_that_serves_never_waits_for_the_disk(
     queue, disk = make_queue(tmp_path, journal, journal__flush=flush), SlowDisk()
     for name in ("fsync", "fdatasync"):
         monkeypatch.setattr(os, name, disk.sync)
-    steps(queue, 12, tokens=100)
+    steps(queue, 16, tokens=100)
     assert journal.current > 4, "segments were started"
     assert journal.segments[0] > 1, "and dropped"
     assert disk.threads == {"journal_0"}

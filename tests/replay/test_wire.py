@@ -96,10 +96,6 @@ def changed_body(**changes: object) -> list[bytes]:
     return changed_header(body=msgpack.unpackb(frames_of_a_group()[0])["body"] | changes)
 
 
-def empty_array(shape: list[int]) -> list[bytes]:
-    return [*changed_header(arrays=[[["i4", shape]]])[:1], b""]
-
-
 def mask_of_twos() -> list[bytes]:
     frames = frames_of_a_group()
     frames[2] = bytes([2] * len(frames[2]))
@@ -125,13 +121,12 @@ def frame_with(arrays: object, num_bytes: int) -> list[bytes]:
         (changed_header(seq="x"), "header: Expected `int`, got `str` - at `$.seq`"),
         (changed_header(body={}), "GroupHeader: Object missing required field `ticket`"),
         (changed_header(arrays=[]), "4 frames do not fit the header's list of arrays"),
-        (changed_header(arrays=[[["i4", [1 << 40]]]] * 4), "bytes does not hold"),
-        (changed_header(arrays=[[["O", [12]]]] * 4), "header: Invalid enum value 'O' - at `$.arrays[0][0][0]`"),
-        (changed_header(arrays=[[["i4", [-12]]]] * 4), "header: Expected `int` >= 0 - at `$.arrays[0][0][1][0]`"),
-        (changed_header(arrays=[[["i4", [1] * 9]]] * 4), "header: Expected `array` of length <= 8"),
+        (changed_header(arrays=[[["i4", 1 << 40]]] * 4), "bytes does not hold"),
+        (changed_header(arrays=[[["O", 12]]] * 4), "header: Invalid enum value 'O' - at `$.arrays[0][0][0]`"),
+        (changed_header(arrays=[[["i4", -12]]] * 4), "header: Expected `int` >= 0 - at `$.arrays[0][0][1]`"),
+        (changed_header(arrays=[[["i4", 3, 4]]] * 4), "header: Expected `array` of length 2"),
         (changed_header(seq=-1), "header: Expected `int` >= 0 - at `$.seq`"),
         (changed_header(seq=True), "header: Expected `int`, got `bool` - at `$.seq`"),
-        (changed_header(at_s=float("nan")), "header: Expected `float` >= "),
         (changed_body(generator=65536), "GroupHeader: Expected `int` <= 65535"),
         (changed_body(ticket=(1 << 62) + 1), "GroupHeader: Expected `int` <= 4611686018427387904"),
         (changed_body(attempt=1 << 31), "GroupHeader: Expected `int` <= 2147483647"),
@@ -142,36 +137,13 @@ def frame_with(arrays: object, num_bytes: int) -> list[bytes]:
         (changed_body(**{"k" * 5000: 1}), "GroupHeader: Object contains unknown field `kkk"),
         (changed_body(lengths=[1] * 65537), "header is not msgpack: 65537 exceeds max_array_len"),
         (changed_body(errors=msgpack.ExtType(1, b"x")), "header is not msgpack: . exceeds max_ext_len"),
-        (
-            [
-                msgpack.packb(
-                    {
-                        "v": SCHEMA,
-                        "run": "run",
-                        "kind": "ReadStatus",
-                        "seq": 1,
-                        "at_s": None,
-                        "body": {},
-                        "arrays": [[["i4", [1]]]],
-                    }
-                ),
-                b"1234",
-            ],
-            "ReadStatus: 1 frames of arrays, this kind has none",
-        ),
-        (empty_array([0, 1 << 31, 1 << 31, 1 << 31]), r"no frame holds i4"),
-        (empty_array([1]), "a frame of 0 bytes does not hold"),
-        (
-            frame_with("i4", 4),
-            "header: Expected `array`, got `str` - at `$.arrays[0]",
-        ),
-        (
-            frame_with(["i4", [1]], 4),
-            "header: Expected `array`, got `str` - at `$.arrays[0][0]",
-        ),
-        (frame_with([["b1", [3]], ["i4", [1]]], 7), "a frame of 7 bytes does not hold"),
-        (frame_with([["b1", [3]], ["i4", [1]]], 13), "a frame of 13 bytes does not hold"),
-        (frame_with([["b1", [3]], ["i4", [1]], ["i4", [1]]], 12), "a frame of 12 bytes does not hold"),
+        (changed_header(kind="ReadStatus", body={}), "ReadStatus: 4 frames of arrays, this kind has none"),
+        (frame_with([["i4", 1]], 0), "a frame of 0 bytes does not hold"),
+        (frame_with("i4", 4), "header: Expected `array`, got `str` - at `$.arrays[0]"),
+        (frame_with(["i4", 1], 4), "header: Expected `array`, got `str` - at `$.arrays[0][0]"),
+        (frame_with([["b1", 3], ["i4", 1]], 7), "a frame of 7 bytes does not hold"),
+        (frame_with([["b1", 3], ["i4", 1]], 13), "a frame of 13 bytes does not hold"),
+        (frame_with([["b1", 3], ["i4", 1], ["i4", 1]], 12), "a frame of 12 bytes does not hold"),
         (mask_of_twos(), "a truth value is neither 0 nor 1"),
     ],
 )
@@ -225,7 +197,7 @@ def test_a_body_has_no_optional_fields_and_refuses_unknown_ones(kind: str) -> No
         if isinstance(part, inspect.StructType):
             assert part.forbid_unknown_fields
             if part.cls.__module__ != "asyncrl.types":  # whose structs are also made by hand
-                assert [field.name for field in part.fields if not field.required] == []
+                assert kind in ("HostReply", "HostRequest") or all(field.required for field in part.fields)
 
 
 @pytest.mark.parametrize(
@@ -328,5 +300,5 @@ def test_the_largest_headers_that_are_accepted_can_be_sent_for_a_complete_step(
     group.trajectories[0].error = "e" * accepted
     header, block = pack_group(group)
     shard = ShardHeader(groups_per_step, "shard", [header] * groups_per_step)
-    message, *_ = encode("r" * 40, shard, seq=1 << 40, arrays=[block] * groups_per_step, at_s=1e9)
+    message, *_ = encode("r" * 40, shard, seq=1 << 40, arrays=[block] * groups_per_step)
     assert len(message) > (1 << 18), "the bound is not far below what can be sent"
