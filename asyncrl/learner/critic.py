@@ -404,7 +404,7 @@ class CriticServer:
         if len(body.minibatches) != self.critic.config.learner.minibatches or sum(body.minibatches) != rows:
             raise ProtocolError(f"value: {rows} rows in mini-batches of {body.minibatches[:10]}")
         if len(arrays) != 3 * rows or any(NAMES[array.dtype] != "i4" for array in arrays):
-            raise ProtocolError(f"value: {rows} rows need 3 frames of i4 each")
+            raise ProtocolError(f"value: {rows} rows need 3 frames each, of i4")
         columns = (array.astype(np.int64) for array in arrays)
         unpacked = iter([_unpack_row(*row) for row in zip(columns, columns, columns, body.names, strict=True)])
         vocabulary = self.critic.model.model.config.get_text_config().vocab_size

@@ -407,8 +407,8 @@ def test_damage_of_what_was_synced_is_an_error(tmp_path: Path, flush: Flush) -> 
         damaged = bytearray(entries)
         flip(damaged, HEAD_BYTES + batch * ENTRY.itemsize, HEAD_BYTES + (batch + 1) * ENTRY.itemsize)
         sums.write_bytes(damaged)
-        with pytest.raises(JournalError, match=rf"00000002.sums: bytes .*entry of record batch {batch}\) do not have"):
-            open_writer(folder)
+        with pytest.raises(JournalError, match="do not have their checksum in 00000002.sums|bytes were on the disk"):
+            records_of(folder)
         sums.write_bytes(entries)
     os.truncate(path, synced_bytes - 1)
     with pytest.raises(JournalError, match=rf"has sums of .*, but {synced_bytes} bytes were on the disk"):

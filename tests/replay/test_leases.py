@@ -65,7 +65,7 @@ def test_an_evaluation_lease_goes_on_when_its_generator_is_lost(tmp_path: Path) 
     (lease,) = ask_queue(queue, 0, 0, 0, 1)[0]
     assert list(queue.evaluation.held()) == [(0, lease.ticket, 0)]
     queue.lost(0)
-    (again,) = ask_queue(queue, 1, 0, 0, 1)[0]
+    (again,) = ask_queue(queue, 0, 0, 0, 1, session="another")[0]
     assert (again.ticket, again.attempt, again.evaluation) == (lease.ticket, 1, True)
 
 
