@@ -407,7 +407,7 @@ def test_damage_of_what_was_synced_is_an_error(tmp_path: Path, flush: Flush) -> 
         damaged = bytearray(entries)
         flip(damaged, HEAD_BYTES + batch * ENTRY.itemsize, HEAD_BYTES + (batch + 1) * ENTRY.itemsize)
         sums.write_bytes(damaged)
-        with pytest.raises(JournalError, match="do not have their checksum in 00000002.sums|bytes were on the disk"):
+        with pytest.raises(JournalError, match=r"do not have their checksum in 00000002.sums|bytes were on the disk"):
             records_of(folder)
         sums.write_bytes(entries)
     os.truncate(path, synced_bytes - 1)
