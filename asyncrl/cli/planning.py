@@ -34,10 +34,6 @@ def simulate(
         str | None, typer.Option(help="Groups without signal: refund, train or drop; refund, or that of the run.")
     ] = None,
     max_episodes: Annotated[int | None, typer.Option(help="Episodes that a generator plays at once.")] = None,
-    turns: Annotated[
-        float,
-        typer.Option(min=1, help="Slowdown of engine steps on a shared device, beyond their number."),
-    ] = 1.1,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the lengths that are drawn.")] = 0,
     numbers: Annotated[
         list[str] | None,
@@ -56,7 +52,7 @@ def simulate(
         "zero_variance": zero_variance, "max_episodes": max_episodes,
     }  # fmt: skip
     changed = {name: value for name, value in changes.items() if value is not None}
-    show_simulation(Console(), run, numbers or [], changed, turns=turns, seed=seed)
+    show_simulation(Console(), run, numbers or [], changed, seed=seed)
 
 
 @app.command()

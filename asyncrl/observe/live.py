@@ -18,7 +18,7 @@ from rich.text import Text
 
 from asyncrl.observe.curves import spread
 from asyncrl.observe.document import duration
-from asyncrl.types import GOODPUT_FACTORS, STALENESS_BUCKETS, STALENESS_METRICS, goodput_of
+from asyncrl.types import GOODPUT_FACTORS, goodput_of
 from asyncrl.util.text import shortened
 
 PLAIN_EVERY_S = 5.0
@@ -152,8 +152,7 @@ class LiveView:
         samples = _samples(self._samples, width)
         full: list[Section] = [[self._progress, _answers_table(answers, with_minor=True)], warnings]
         brief: list[Section] = [[self._progress, _answers_table(answers, with_minor=False)], warnings]
-        tables = [samples, _generators(status["generators"]), _staleness_table(metrics)]
-        layouts = [*(full + tables[:number] for number in (3, 2, 1)), [*brief, samples], brief]
+        layouts = [[*full, samples, _generators(status["generators"])], [*full, samples], [*brief, samples], brief]
         options = self._console.options.update(width=width, height=None)
         for layout in layouts:
             group = Group(*(part for section in layout if section for part in ("", *section)))
@@ -175,14 +174,10 @@ def _disturbances(status: dict[str, Any], restarts: int) -> str:
 
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-MAX_HISTORY = 512
-"""Rewards that are kept; when there are more, adjacent ones are replaced by their mean."""
 STEP_TIMES = 20
 """Latest steps whose duration is shown."""
 BAR_CHARACTERS = 6
 QUESTION_CHARACTERS = 19
-STALENESS_COLUMNS = {"tokens": "tokens_fraction", "ratio": "ratio_mean", "max": "ratio_max", "KL": "kl", "ESS": "ess"}
-"""Column title -> metric."""
 
 
 class ShownSample(NamedTuple):
@@ -223,8 +218,6 @@ class RewardHistory:
         self._times.append((step, time.monotonic()))
         if reward is not None:
             self.rewards.append(reward)
-        if len(self.rewards) > MAX_HISTORY:
-            self.rewards = spread(self.rewards, MAX_HISTORY // 2)
 
     @property
     def step_s(self) -> float | None:
@@ -349,26 +342,6 @@ def _generators(generators: dict[str, dict[str, Any]]) -> Section:
         if has_episodes:
             cells += [f"{g['environments']:.0%}", f"{g['live_episodes']:,}", f"{g['waiting_episodes']:,}"]
         table.add_row(*cells)
-    return [table]
-
-
-def _staleness_table(metrics: dict[str, float]) -> Section:
-    """The off-policy metrics of the last step by staleness."""
-    buckets = [bucket for bucket in STALENESS_BUCKETS if f"staleness/{bucket}/ess" in metrics]
-    if not buckets:
-        return []
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    table.add_column("staleness")
-    for title in (*STALENESS_COLUMNS, "clipped +/-", "masked +/-"):
-        table.add_column(title, justify="right")
-    for bucket in buckets:
-        values = {name: metrics.get(f"staleness/{bucket}/{name}", float("nan")) for name in STALENESS_METRICS}
-        cells = [
-            f"{values[name]:.0%}" if name == "tokens_fraction" else f"{values[name]:.3g}"
-            for name in STALENESS_COLUMNS.values()
-        ]
-        signs = [f"{values[f'{name}_positive']:.1%} {values[f'{name}_negative']:.1%}" for name in ("clip", "mask")]
-        table.add_row(bucket, *cells, *(text.replace("nan%", "-") for text in signs))
     return [table]
 
 

@@ -133,24 +133,6 @@ class JsonLines:
         self._file.close()
 
 
-class ConsoleLines:
-    """A line with all metrics per step, and one per sample, in `logs/learner-0.out`."""
-
-    def __init__(self, config: Config, run_dir: Path, last_step: int) -> None:
-        pass
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        print(f"step:{step}", *(f"{name}:{value:.5g}" for name, value in metrics.items()), sep=" - ", flush=True)
-
-    def log_samples(self, step: int, kind: str, samples: Samples) -> None:
-        for row in rows_of(samples):
-            values = (f"{name}={value!r}" for name, value in row.items() if value is not None)
-            print(printable(f"step:{step} - {kind} sample: {', '.join(values)}"), flush=True)
-
-    def close(self) -> None:
-        pass
-
-
 class TensorBoard:
     """TensorBoard event files in `tensorboard/`; samples are texts.
 
@@ -293,7 +275,6 @@ class SwanLab:
 MakeTracker = Callable[[Config, Path, int], Tracker]
 TRACKERS: dict[str, MakeTracker] = {
     "jsonl": JsonLines,
-    "console": ConsoleLines,
     "tensorboard": TensorBoard,
     "wandb": Wandb,
     "mlflow": MLflow,

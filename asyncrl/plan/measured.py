@@ -19,7 +19,6 @@ from asyncrl.observe.run_metrics import COSTS
 from asyncrl.observe.stats import bare_fraction
 from asyncrl.observe.trace import list_sums, read_trace
 from asyncrl.plan.workload import (
-    TURNS,
     EngineCost,
     EpisodeLengths,
     LearnerCost,
@@ -69,9 +68,9 @@ class Measured:
     a rollback; None otherwise."""
 
 
-def read_run(path: Path, *, generators_per_device: int | None = None, turns: float = TURNS) -> Measured:
+def read_run(path: Path, *, generators_per_device: int | None = None) -> Measured:
     """Reads the folder of a run, live or ended, or the `trace.parquet` in it. `generators_per_device` defaults to the
-    value in the summary of an ended run; `turns` is stored in the workload.
+    value in the summary of an ended run.
 
     Raises DataError if a file is missing or incomplete, or has fewer than MIN_STEPS steps.
     """
@@ -87,7 +86,7 @@ def read_run(path: Path, *, generators_per_device: int | None = None, turns: flo
     summary["rollbacks"] = read_rollbacks(folder)
     if generators_per_device is not None:
         summary["generators_per_device"] = generators_per_device
-    return _measure(config, trace, rows, steps, summary, turns)
+    return _measure(config, trace, rows, steps, summary)
 
 
 class RecentRun:
@@ -113,7 +112,7 @@ class RecentRun:
         complete = self._config.replay.groups_per_step
         steps = {number: step for number, step in _steps(self._trace, self._config).items() if step.groups == complete}
         rows, each = _rows_of(steps, self._rows, self._config.run_dir), self._generators_per_device
-        workload = _workload(self._config, self._trace, rows, steps, slowdown(each, TURNS), TURNS)
+        workload = _workload(self._config, self._trace, rows, steps, each)
         return workload, _setup(self._config, len(rows), each)
 
     def recent(self, metric: str, default: float) -> float:
@@ -175,7 +174,6 @@ def _measure(
     rows: list[dict[str, float]],
     steps: dict[int, _Step],
     summary: dict[str, Any],
-    turns: float,
 ) -> Measured:
     last, limit = rows[-1], config.replay.max_staleness
     collapse, highest_staleness = "", None
@@ -188,7 +186,7 @@ def _measure(
     first_s = rows[0]["time/elapsed_s"]
     waited_s += max(0.0, min(rows[0]["learner/wait_s"], first_s - rows[0]["learner/step_s"]))
     return Measured(
-        workload=_workload(config, trace, rows, steps, slowdown(each, turns), turns),
+        workload=_workload(config, trace, rows, steps, each),
         setup=_setup(config, len(rows), each),
         tokens_per_s=last["throughput/trained_tokens_per_s"],
         generator_idle=last["generator/idle_fraction"],
@@ -202,14 +200,9 @@ def _measure(
 
 
 def _workload(
-    config: Config,
-    trace: pa.Table,
-    rows: list[dict[str, float]],
-    steps: dict[int, _Step],
-    slowed: float,
-    turns: float,
+    config: Config, trace: pa.Table, rows: list[dict[str, float]], steps: dict[int, _Step], generators_per_device: int
 ) -> Workload:
-    last = rows[-1]
+    last, slowed = rows[-1], slowdown(generators_per_device)
     base_s, sequence_s, request_s, reward_s = (last[name] for name in COSTS)
     bare = bare_fraction({name: last.get(f"generator/{name}_fraction", 0.0) for name in GENERATOR_PHASES})
     return Workload(
@@ -219,7 +212,6 @@ def _workload(
         learner=_learner_cost(rows, steps, config.launch.learners),
         sync=_sync_cost(rows),
         reward_s=reward_s,
-        turns=turns,
     )
 
 

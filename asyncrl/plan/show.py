@@ -16,14 +16,9 @@ from asyncrl.errors import ConfigError
 from asyncrl.plan.measured import Measured, read_run
 from asyncrl.plan.simulation import Prediction, simulate
 from asyncrl.plan.verdict import bottleneck_of, search
-from asyncrl.plan.workload import TURNS, Lengths, Setup, SyntheticJob
+from asyncrl.plan.workload import Setup, SyntheticJob
 from asyncrl.types import mean_staleness
-from asyncrl.util.model_files import replayed_routers
 
-QUEUE_GROUP_S, QUEUE_BYTE_S = 0.56e-3, 1.22e-9
-"""Time of the replay queue's core for a group and for each of its bytes: 0.7 ms at 118 KB and 2.8 ms at 1.84 MB."""
-TOKEN_BYTES = 13
-"""Bytes of a token in a group."""
 ROWS = 12
 """Maximum number of rows in the table of a plan."""
 TITLES = (
@@ -33,23 +28,17 @@ TITLES = (
 
 
 def show_simulation(
-    console: Console,
-    run: Path | None,
-    numbers: Sequence[str],
-    changes: dict[str, Any],
-    *,
-    turns: float = TURNS,
-    seed: int = 0,
+    console: Console, run: Path | None, numbers: Sequence[str], changes: dict[str, Any], *, seed: int = 0
 ) -> Prediction:
     """Simulates the job of a run, or the synthetic one of `KEY=VALUE` numbers, with changed settings, and prints the
     prediction. Raises ConfigError for invalid options and DataError for a run that cannot be read."""
     max_tokens = changes.pop("max_new_tokens", None)
-    measured, routing_bytes = None, 0
+    measured = None
     if run is not None:
         if numbers:
             raise ConfigError(f"{numbers[0]}: is read from the run of --from; leave one of them out")
-        measured = read_run(run, turns=turns)
-        workload, before, routing_bytes = measured.workload, measured.setup, _routing_of(run)
+        measured = read_run(run)
+        workload, before = measured.workload, measured.setup
         if measured.collapse:
             console.print(f"{run} {measured.collapse}", style="yellow", highlight=False, markup=False, soft_wrap=True)
     else:
@@ -58,14 +47,13 @@ def show_simulation(
             generators=1, learners=1, max_staleness=1, groups_per_step=32, group_size=changes.get("group_size", 8),
             max_running_groups=64, steps=200,
         )  # fmt: skip
-        workload, routing_bytes = replace(job.workload(before.group_size), turns=turns), job.routing_bytes
+        workload = job.workload(before.group_size)
     if max_tokens is not None:
         workload = replace(workload, lengths=workload.lengths.cut(max_tokens))
     setup = replace(before, **changes)
     prediction = simulate(workload, setup, seed=seed)
     unchanged = measured if setup == before and max_tokens is None else None
     _print_prediction(console, prediction, unchanged, has_episodes=workload.lengths.episodes is not None)
-    _print_queue(console, prediction, workload.lengths, routing_bytes)
     return prediction
 
 
@@ -97,9 +85,6 @@ def _print_prediction(
     for name, form, simulated, own in lines:
         own_text = "-" if math.isnan(own) else f"{own:{form}}"
         table.add_row(name, f"{simulated:{form}}", *([own_text] if measured is not None else []))
-    table.add_row("tokens in flight, mean", f"{prediction.tokens_in_flight:,.0f}")
-    table.add_row("groups in flight, mean", f"{prediction.groups_in_flight:,.1f}")
-    table.add_row("seconds from lease to training", f"{prediction.life_s:.2f}")
     setup = prediction.setup
     hidden = {"generators_per_device", *(["max_episodes"] if setup.max_episodes is None else [])}
     title = ", ".join(f"{name} {getattr(setup, name)}" for name in setup.__slots__ if name not in hidden)
@@ -109,27 +94,6 @@ def _print_prediction(
     shares = ", ".join(f"{staleness}: {tokens / total:.1%}" for staleness, tokens in enumerate(prediction.staleness))
     console.print(f"tokens by staleness  {shares}", highlight=False, soft_wrap=True)
     console.print(f"bottleneck           {bottleneck_of(prediction)}", highlight=False)
-
-
-def _routing_of(run: Path) -> int:
-    """Returns the bytes of a token's routing in a run; 0 without `algorithm.routing_replay`."""
-    config = load_config((run if run.is_dir() else run.parent) / "config.yaml")
-    model = config.model
-    routers = replayed_routers(config.algorithm.routing_replay, model.path, trust_remote_code=model.trust_remote_code)
-    return 0 if routers is None else routers.token_bytes
-
-
-def _print_queue(console: Console, prediction: Prediction, lengths: Lengths, routing_bytes: int) -> None:
-    """Prints the bytes that go through the replay queue, and how busy it is."""
-    tokens = float((lengths.completions.sum(axis=1) + lengths.group_size * lengths.prompts).mean())
-    groups_per_s, group_bytes = prediction.leased_groups / prediction.wall_s, (TOKEN_BYTES + routing_bytes) * tokens
-    routing = f", of a token {routing_bytes} for its routing" if routing_bytes else ""
-    console.print(
-        f"replay queue         {groups_per_s * group_bytes / 1e6:,.3g} MB/s{routing}, busy for "
-        f"{groups_per_s * (QUEUE_GROUP_S + QUEUE_BYTE_S * group_bytes):.2g} of its one core (estimated)",
-        highlight=False,
-        soft_wrap=True,
-    )
 
 
 def show_plan(console: Console, run: Path, *, devices: int, max_staleness: int) -> list[Prediction]:

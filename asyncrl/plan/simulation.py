@@ -34,7 +34,6 @@ class Prediction:
     """Trained action tokens per second of groups with signal."""
     goodput: dict[str, float]
     """As `asyncrl.types.goodput_of`."""
-    generated_tokens_per_s: float
     generator_idle: float
     """Fraction of the generators' time without a running sequence and without an episode."""
     environments: float
@@ -43,19 +42,6 @@ class Prediction:
     """Fraction of the time in which learners waited for groups or for weights to be sent."""
     staleness: list[int]
     """Trained action tokens by staleness, in learner steps."""
-    tokens_in_flight: float
-    """Tokens generated but neither trained nor refunded; mean over the ends of steps."""
-    groups_in_flight: float
-    """Groups leased but neither trained nor refunded; mean over time."""
-    life_s: float
-    """Mean seconds from the lease of a group until it is trained or refunded."""
-    leased_groups: int
-    refunded_groups: int
-
-    @property
-    def steps_per_s(self) -> float:
-        """Optimizer steps per second."""
-        return self.setup.steps / self.wall_s
 
     @property
     def staleness_mean(self) -> float:
@@ -66,10 +52,6 @@ class Prediction:
     def staleness_max(self) -> int:
         """Highest staleness of a trained token, in learner steps."""
         return max((staleness for staleness, tokens in enumerate(self.staleness) if tokens), default=0)
-
-
-COUNTED = 256
-"""Approximate number of measurements of the tokens in flight."""
 
 
 def simulate(workload: Workload, setup: Setup, *, seed: int = 0) -> Prediction:
@@ -90,10 +72,6 @@ class _Tally:
     """Tokens of complete groups without rewards."""
     waited_s: float = 0.0
     """Seconds in which learners waited."""
-    lived_s: float = 0.0
-    """Total lifetime of groups that are trained or refunded."""
-    in_flight: list[float] = field(default_factory=list[float])
-    """Tokens in flight at the ends of steps."""
 
 
 class Simulation:
@@ -125,7 +103,6 @@ class Simulation:
         self._waits_since_s = 0.0
         self._sent_s = 0.0
         """End of the last broadcast."""
-        self._counted_every = max(1, setup.steps // COUNTED)
 
     def run(self) -> Prediction:
         for generator in range(self._setup.generators):
@@ -166,10 +143,7 @@ class Simulation:
         leased = min(free, self._limit - self._leases[generator], ledger.num_leasable(version), self._unplayed(engine))
         for _ in range(leased):
             ticket = ledger.lease(version)
-            self._groups[ticket.number] = self._draws.start(
-                engine, ticket.number, self._draws.row(), generator=generator,
-                now_s=self._now_s,
-            )  # fmt: skip
+            self._groups[ticket.number] = self._draws.start(engine, ticket.number, generator)
         if leased > 0:
             self._leases[generator] += leased
             free, changed = free - leased, True
@@ -202,7 +176,7 @@ class Simulation:
         each = self._setup.generators_per_device
         first = generator - generator % each
         sharing = range(first, min(first + each, len(self._engines)))
-        slowed = slowdown(sum(self._busy[engine] for engine in sharing), self._workload.turns)
+        slowed = slowdown(sum(self._busy[engine] for engine in sharing))
         for engine in sharing:
             self._engines[engine].advance(self._now_s)
             self._engines[engine].slowdown = slowed
@@ -252,7 +226,6 @@ class Simulation:
             self._take()
             return
         self._ledger.refund(number, "refunded")
-        self._tally.lived_s += self._now_s - group.leased_s
         del self._groups[number]
         denied = next(iter(self._denied), None)
         if denied is not None and self._ledger.can_lease(self._engines[denied].version):
@@ -281,24 +254,14 @@ class Simulation:
         version = self._ledger.steps
         for number in self._ledger.commit():
             group = self._groups.pop(number)
-            self._tally.lived_s += self._now_s - group.leased_s
             self._tally.trained_signal_tokens += group.tokens if group.signal else 0
             for sampled, tokens in group.by_version.items():
                 self._tally.histogram[version - sampled] += tokens
-        if not version % self._counted_every:
-            self._count_in_flight()
         self._waits_since_s = self._now_s
         if self._sent_s <= self._now_s:
             self._send()
         else:  # both the next broadcast and the learner wait for the previous broadcast
             self._push(self._sent_s, "sent")
-
-    def _count_in_flight(self) -> None:
-        running = 0.0
-        for engine in self._engines:
-            engine.advance(self._now_s)
-            running += engine.tokens
-        self._tally.in_flight.append(self._ledger.in_flight().tokens + self._tally.scoring_tokens + running)
 
     def _send(self) -> None:
         sync = self._workload.sync
@@ -314,9 +277,8 @@ class Simulation:
         tally, ledger, workload, setup, wall_s = self._tally, self._ledger, self._workload, self._setup, self._now_s
         idle_s = sum(engine.idle_s for engine in self._engines)
         environments_s = sum(engine.environments_s for engine in self._engines)
-        refunded = sum(amount.groups for amount in ledger.refunded.values())
         offered_s = wall_s * setup.generators
-        slowed = slowdown(min(setup.generators_per_device, setup.generators), workload.turns)
+        slowed = slowdown(min(setup.generators_per_device, setup.generators))
         slots = setup.max_running_groups * setup.group_size
         finished = ledger.generated.tokens
         goodput = goodput_factors(
@@ -334,16 +296,10 @@ class Simulation:
             tokens_per_s=ledger.trained.tokens / wall_s,
             signal_tokens_per_s=tally.trained_signal_tokens / wall_s,
             goodput=goodput,
-            generated_tokens_per_s=(finished + tally.scoring_tokens) / wall_s,
             generator_idle=idle_s / offered_s,
             environments=environments_s / offered_s,
             learner_idle=tally.waited_s / wall_s,
             staleness=[tally.histogram[staleness] for staleness in range(max(tally.histogram, default=-1) + 1)],
-            tokens_in_flight=float(np.mean(tally.in_flight)),
-            groups_in_flight=(tally.lived_s + sum(wall_s - group.leased_s for group in self._groups.values())) / wall_s,
-            life_s=tally.lived_s / (ledger.trained.groups + refunded),
-            leased_groups=ledger.issued,
-            refunded_groups=refunded,
         )
 
 
@@ -355,7 +311,6 @@ class LeasedGroup:
     """A group in flight."""
 
     generator: int
-    leased_s: float
     tokens: int
     prompt_tokens: int
     """Sum of the prompt tokens of all members."""
@@ -382,14 +337,11 @@ class Draws:
         self._dice, self._waits = np.random.default_rng(seed), np.random.default_rng([seed, 1])
         self._drawn: list[int] = []
 
-    def row(self) -> int:
-        """Returns a row."""
+    def start(self, engine: SimulatedEngine, number: int, generator: int) -> LeasedGroup:
+        """Starts a group of a drawn row in the engine of a generator."""
         if not self._drawn:
             self._drawn = self._dice.integers(len(self._completions), size=DRAWN_AT_ONCE).tolist()
-        return self._drawn.pop()
-
-    def start(self, engine: SimulatedEngine, number: int, row: int, *, generator: int, now_s: float) -> LeasedGroup:
-        """Starts the group of this row in an engine."""
+        row = self._drawn.pop()
         lengths, episodes = self._completions[row], self._episodes
         if episodes is None:
             engine.add(number, self._single_turns[row])
@@ -404,7 +356,7 @@ class Draws:
             engine.add(number, turns)
         prompt_tokens = self._prompts[row] * len(lengths)
         signal, refunded = self._signal[row], self._refunded[row]
-        return LeasedGroup(generator, now_s, sum(lengths), prompt_tokens, signal, refunded)
+        return LeasedGroup(generator, sum(lengths), prompt_tokens, signal, refunded)
 
 
 ALMOST = 1e-6

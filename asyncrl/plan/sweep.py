@@ -217,7 +217,7 @@ class CellResult:
         return float(np.interp(seconds, self.seconds, self.rewards))
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class LimitResult:
     """The results of one limit over all seeds: means and their standard errors (NaN with one seed)."""
 
@@ -235,8 +235,6 @@ class LimitResult:
     staleness_mean: float
     collapsed: int
     """Runs that collapsed."""
-    pareto: bool = False
-    """True if none collapsed, and no other such limit has both more tokens/s and more reward."""
 
     @classmethod
     def of(cls, cells: Sequence[CellResult], seconds: float) -> Self:
@@ -251,11 +249,6 @@ class LimitResult:
         means = (float(np.mean([getattr(c, name) for c in cells])) for name in ("goodput", "ess", "staleness_mean"))
         collapsed = sum(bool(cell.collapse) for cell in cells)
         return cls(cells[0].max_staleness, len(cells), *rate, *reward, *in_time, *means, collapsed=collapsed)
-
-    def is_beaten_by(self, other: LimitResult) -> bool:
-        """Returns True if the other limit is at least as fast and as good, and better in one of both."""
-        mine, theirs = (self.tokens_per_s, self.reward), (other.tokens_per_s, other.reward)
-        return not other.collapsed and mine != theirs and all(a <= b for a, b in zip(mine, theirs, strict=True))
 
     def texts(self, best_fraction: float) -> list[str]:
         """Returns the cells of its row in the table."""
@@ -272,7 +265,6 @@ class LimitResult:
             f"{best_fraction:.0%}",
             f"{self.ess:.3f}",
             f"{self.staleness_mean:.2f}",
-            "yes" if self.pareto else "",
             f"{self.collapsed} of {self.seeds}" if self.collapsed else "",
         ]
 
@@ -302,15 +294,14 @@ class SweepResults:
         """The titles of the columns, and a row of texts for each limit."""
         in_time = f"reward after\n{self.seconds:.0f} s"
         titles = ["max\nstaleness", "tokens/s", "goodput", "last reward", in_time, "best\nin", "ESS",
-                  "mean\nstaleness", "pareto", "collapsed"]  # fmt: skip
+                  "mean\nstaleness", "collapsed"]  # fmt: skip
         fractions = self.recommendation.best_fraction
         return titles, [limit.texts(fractions.get(limit.max_staleness, 0.0)) for limit in self.limits]
 
     def write(self, folder: Path, *, name: str) -> None:
-        """Writes the results as JSON, and the page with the table, the rewards against steps and against time, and the
-        Pareto front."""
+        """Writes the results as JSON, and the page with the table and the rewards against steps and against time."""
         (folder / "sweep.json").write_text(json.dumps(asdict(self), indent=1) + "\n")
-        steps, times, front = list[Any](), list[Any](), list[Any]()
+        steps, times = list[Any](), list[Any]()
         for limit in self.limits:
             cells = [cell for cell in self.cells if cell.max_staleness == limit.max_staleness]
             title = f"max_staleness {limit.max_staleness}"
@@ -320,13 +311,9 @@ class SweepResults:
             in_time = [np.interp(seconds, cell.seconds, cell.rewards) for cell in cells]
             steps.append([title, cells[0].steps[:last], np.mean([cell.rewards[:last] for cell in cells], 0).tolist()])
             times.append([title, seconds.tolist(), np.mean(in_time, 0).tolist()])
-            front.append([title, [limit.tokens_per_s], [limit.reward]])
-        best = sorted((limit.tokens_per_s, limit.reward) for limit in self.limits if limit.pareto)
-        front.append(["Pareto front", [rate for rate, _ in best], [reward for _, reward in best]])
         charts = [
             {"title": "Reward against steps, mean of the seeds", "x": "step", "lines": steps},
             {"title": "Reward against time (s), mean of the seeds", "x": "seconds", "lines": times},
-            {"title": "Pareto front: last reward against trained tokens/s", "x": "tokens/s", "lines": front},
         ]
         titles, rows = self.table()
         verdict = f"Use {self.recommendation.sentence}."
@@ -369,8 +356,6 @@ def read_results(cells: Sequence[Cell], *, seed: int = 0) -> SweepResults:
     by_limit = {limit: [cell for cell in ended if cell.max_staleness == limit] for limit in sorted(
         {cell.max_staleness for cell in ended})}  # fmt: skip
     results = [LimitResult.of(results_of_limit, seconds) for results_of_limit in by_limit.values()]
-    for result in results:
-        result.pareto = not result.collapsed and not any(map(result.is_beaten_by, results))
     in_time = {
         limit: np.array([cell.reward_at(seconds) for cell in results_of_limit])
         for limit, results_of_limit in by_limit.items()

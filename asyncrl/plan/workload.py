@@ -25,12 +25,13 @@ ZeroVariance = Literal["refund", "train", "drop"]
 CHOICES: tuple[ZeroVariance, ...] = ("refund", "train", "drop")
 
 TURNS = 1.1
-"""Default of `Workload.turns`: approximately the measured value of two engines of 32 sequences on one core."""
+"""Additional factor of an engine step's time while engines share a device, beyond their number, since they evict one
+another's cache lines: approximately the measured value of two engines of 32 sequences on one core."""
 
 
-def slowdown(computing: int, turns: float = TURNS) -> float:
+def slowdown(computing: int) -> float:
     """Returns the factor by which steps are slower while `computing` engines compute on one device."""
-    return computing * turns if computing > 1 else 1.0
+    return computing * TURNS if computing > 1 else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +140,6 @@ class Workload:
     sync: SyncCost = SyncCost()
     reward_s: float = 0.0
     """Seconds from the last token of a group until it is in the replay queue."""
-    turns: float = TURNS
-    """Additional factor of an engine step's time while engines share a device, beyond their number, since they evict
-    one another's cache lines. It depends on the machine."""
 
     def __post_init__(self) -> None:
         if self.engine.step_s(1) <= 0 or self.learner.step_s(1, 1) <= 0:
@@ -151,8 +149,6 @@ class Workload:
             )
         if not (self.lengths.signal & ~self.lengths.failed).any():
             raise ConfigError("workload: no group has a training signal, so nothing can ever be learned")
-        if not self.turns >= 1:
-            raise ConfigError(f"workload: turns = {self.turns:g}: must be at least 1; sharing a device saves no time")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,8 +217,6 @@ class SyntheticJob(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Stall of an engine by a swap of weights."""
     reward_s: Time = 0.0
     """Time until a group has its rewards."""
-    routing_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """Bytes of a token's routing with `algorithm.routing_replay`."""
 
     @classmethod
     def parse(cls, numbers: Sequence[str]) -> Self:

@@ -129,10 +129,9 @@ def test_the_page_of_a_sweep_draws_its_table_and_curves(browser: Browser, tmp_pa
         for seed in (0, 1)
     ]
     limits = [LimitResult.of(cells[:2], 3.0), LimitResult.of(cells[2:], 3.0)]
-    limits[1].pareto = True
     SweepResults(3.0, limits, Recommendation(2, HOSTILE, {0: 0.25, 2: 0.75}), cells).write(tmp_path, name="lr")
     browser.open((tmp_path / "sweep.html").as_uri())
-    browser.wait_for(f"{CHARTS} === 3")
+    browser.wait_for(f"{CHARTS} === 2")
     assert browser.run("return document.querySelector('.verdict').textContent") == f"Use {HOSTILE}."
     assert "75%" in browser.run("return document.querySelector('table').innerText")
 

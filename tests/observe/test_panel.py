@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from asyncrl.observe.live import MAX_HISTORY, LiveView, RewardHistory, ShownSample
-from tests.observe.test_observe import COLLAPSE, LAGS, STATUS
+from asyncrl.observe.live import LiveView, RewardHistory, ShownSample
+from tests.observe.test_observe import COLLAPSE, STATUS
 
 METRICS = {
     "learner/entropy": 0.7, "learner/grad_norm": 0.3, "completion/tokens": 12.25, "staleness/in_flight": 0.25,
@@ -34,7 +34,7 @@ def panel(width: int, height: int, *, restarts: int = 0, **status: Any) -> list[
     )
     view.show_samples(SAMPLES)
     for step, reward in ((1, 0.3), (2, 0.4), (3, 0.5)):
-        shown = STATUS | {"metrics": METRICS | LAGS, "step": step, "reward": reward, "eval": EVALUATION} | status
+        shown = STATUS | {"metrics": METRICS, "step": step, "reward": reward, "eval": EVALUATION} | status
         view.update(shown, restarts=restarts)
     assert view._live is not None
     recorder = Console(file=io.StringIO(), width=width, height=height, color_system=None)
@@ -48,7 +48,7 @@ def test_episodes_and_their_waits_are_shown_where_there_is_an_environment() -> N
         "environment/wait_s/p50": 0.1, "environment/wait_s/p95": 1.125,
     }  # fmt: skip
     generator = STATUS["generators"]["0"] | {"environments": 0.19, "live_episodes": 54, "waiting_episodes": 23}
-    shown = {"metrics": METRICS | LAGS | more, "generators": {"0": generator}, "generator_environments": 0.19}
+    shown = {"metrics": METRICS | more, "generators": {"0": generator}, "generator_environments": 0.19}
     text = "\n".join(panel(200, 50, **shown))
     assert "in environments 19%" in text
     assert (
@@ -83,8 +83,8 @@ def test_the_questions_are_answered_and_fit_the_terminal(width: int, height: int
 def test_a_small_terminal_shows_samples_before_tables() -> None:
     small, large = "\n".join(panel(80, 21)), "\n".join(panel(200, 50))
     assert "What does it write?" in small and "'[red]1+1=[/red]' → '\\n'" in small
-    assert "3-4" not in small and "entropy" not in small and "entropy" in large
-    for part in ("0.25 in flight, 1.25 in the queue", "generated 2.5 s", "3-4", "0.625", "50.0% 25.0%", "0.0% -", "99"):
+    assert "entropy" not in small and "entropy" in large
+    for part in ("0.25 in flight, 1.25 in the queue", "generated 2.5 s", "99"):
         assert part in large, part
     assert "refunded 7 zero_variance" in large and "evaluation 0.250 (version 2), version 4: 3 of 9" in large
     assert "▁▃▄▆█" in large
@@ -113,14 +113,14 @@ def test_a_panel_without_steps_or_metrics_is_drawn() -> None:
     assert not any("goodput" in line for line in lines), "unknown and not 0"
 
 
-def test_the_history_is_bounded_and_knows_how_long_a_step_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_history_knows_how_long_a_step_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = iter(range(0, 10_000, 2))
     monkeypatch.setattr("asyncrl.observe.live.time.monotonic", lambda: float(next(now_s)))
     history = RewardHistory()
-    for step in range(1, 2 * MAX_HISTORY):
+    for step in range(1, 100):
         history.add(step, 1.0)
         history.add(step, 5.0)
-    assert len(history.rewards) <= MAX_HISTORY and set(history.rewards) == {1.0}
+    assert set(history.rewards) == {1.0}
     assert history.step_s == 2.0
     history.add(3, 1.0)
     assert history.step_s is None, "a run that was resumed"

@@ -64,16 +64,6 @@ def test_wandb_has_samples_as_tables(config: Config, tmp_path: Path, monkeypatch
     assert [(row[0], row[3]) for row in table["data"]] == [("best", 1.0), ("worst", 0.0)]
 
 
-def test_the_console_tracker_prints_a_line_per_step_and_sample(
-    config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    log_all(config, tmp_path, "console")
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "step:3 - reward/mean:0.5 - eval/version:2"
-    assert [line.split(":")[1].split("=")[0] for line in lines[1:]] == ["3 - evaluated sample", "3 - evaluated sample",
-        "3 - trained sample", "3 - trained sample"]  # fmt: skip
-
-
 @pytest.mark.slow
 def test_mlflow_has_metrics_parameters_and_samples_of_one_run(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

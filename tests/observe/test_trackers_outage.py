@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +17,7 @@ from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError, observer_failures
 from asyncrl.observe import trackers as trackers_module
 from asyncrl.observe.trackers import TRACKERS, JsonLines, make_trackers, tracker_summary
+from tests.helpers.mlflow_server import logged_steps
 from tests.helpers.replay import small_config
 
 
@@ -195,3 +198,42 @@ def test_rows_that_a_full_disk_did_not_take_are_written_when_there_is_room(tmp_p
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3] and observer_failures[
         "metrics.jsonl"
     ] - before == 2
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_rows_of_an_outage_of_mlflow_are_complete_and_none_is_there_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
+    command = [sys.executable, "-m", "tests.helpers.mlflow_server", str(tmp_path)]
+
+    def serve(port: int) -> tuple[subprocess.Popen[str], int]:
+        server = subprocess.Popen([*command, str(port)], stdout=subprocess.PIPE, text=True)
+        assert server.stdout is not None
+        return server, int(server.stdout.readline())
+
+    server, port = serve(0)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
+    trackers = make_trackers(small_config(observe__trackers=["mlflow"]), tmp_path)
+    try:
+        trackers.log(1, {"reward/mean": 0.5})
+        wait_for(lambda: logged_steps(tmp_path) == [1])
+        server.kill()
+        server.wait()
+        for step in range(2, 6):
+            trackers.log(step, {"reward/mean": 0.5})
+        wait_for(lambda: bool(tracker_summary(tmp_path)["mlflow"]["failures"]))
+        assert tracker_summary(tmp_path)["mlflow"]["unsent_rows"] == 4
+        server, _ = serve(port)
+        trackers.close()
+    finally:
+        server.kill()
+        server.wait()
+    assert logged_steps(tmp_path) == [1, 2, 3, 4, 5]

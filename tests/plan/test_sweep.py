@@ -134,7 +134,6 @@ def test_results_of_all_cells(sweep: Sweep, tmp_path: Path) -> None:
     assert low.reward_in_time_error == pytest.approx(0.005)
     assert (low.tokens_per_s, high.tokens_per_s) == (100.0, 102.0)
     assert (low.goodput, high.goodput) == (pytest.approx(0.26), pytest.approx(0.46))
-    assert (low.pareto, high.pareto) == (False, True)
     assert results.recommendation.max_staleness == 2
     assert results.recommendation.best_fraction == {0: 0.0, 2: 1.0}
     out = io.StringIO()
@@ -145,7 +144,6 @@ def test_results_of_all_cells(sweep: Sweep, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "sweep.json").read_text())["recommendation"]["max_staleness"] == 2
     page = (tmp_path / "sweep.html").read_text()
     assert "<title>asyncrl sweep &lt;try&gt;</title>" in page
-    assert "Pareto front" in page
 
 
 def test_a_partial_sweep_has_results_and_an_empty_one_none(sweep: Sweep) -> None:
@@ -185,7 +183,7 @@ def test_a_limit_at_which_a_run_collapsed_is_not_recommended(sweep: Sweep, tmp_p
     collapse(sweep.cells[1])
     results = read_results(sweep.cells)
     assert (results.recommendation.max_staleness, results.recommendation.best_fraction) == (0, {0: 1.0})
-    assert [(limit.collapsed, limit.seeds, limit.pareto) for limit in results.limits] == [(0, 2, True), (1, 2, False)]
+    assert [(limit.collapsed, limit.seeds) for limit in results.limits] == [(0, 2), (1, 2)]
     out = io.StringIO()
     results.show(Console(file=out, width=200))
     assert "collapsed" in out.getvalue() and "1 of 2" in out.getvalue() and "use max_staleness 0: " in out.getvalue()

@@ -45,4 +45,4 @@ def test_an_interrupted_sweep_resumes_and_recommends(demo_folder: Path) -> None:
     results = json.loads((demo_folder / "sweeps" / "small" / "sweep.json").read_text())
     assert [limit["max_staleness"] for limit in results["limits"]] == [0, 2]
     assert f"use max_staleness {results['recommendation']['max_staleness']}: reward" in output
-    assert "Pareto front" in (demo_folder / "sweeps" / "small" / "sweep.html").read_text()
+    assert "Reward against time" in (demo_folder / "sweeps" / "small" / "sweep.html").read_text()
