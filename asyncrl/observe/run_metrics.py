@@ -270,7 +270,7 @@ class RunMetrics(RunSums, kw_only=True):
         tokens += int(counts.sum())
         samples += sum(group.finished.num_members for group in groups)
         elapsed_s = now_s - (self.first_lease_s or 0.0)
-        every = self.generators.values()
+        every, learners = self.generators.values(), self.config.launch.learners
         measured = {
             "reward/mean": self._reward or 0.0,
             "staleness/mean": float((counts * staleness).sum() / max(int(counts.sum()), 1)),
@@ -283,7 +283,8 @@ class RunMetrics(RunSums, kw_only=True):
             "generator/tokens": float(sum(g.stats.tokens for g in every)),
             "generator/recomputed_tokens": float(self.recomputed_tokens),
         }
-        measured |= {f"throughput/{name}": rate for name, rate in self.rates(tokens, samples, elapsed_s).items()}
+        speed = rates(every, tokens=tokens, samples=samples, elapsed_s=elapsed_s, learners=learners)
+        measured |= {f"throughput/{name}": rate for name, rate in speed.items()}
         measured |= {f"{role}/peak_memory_bytes": float(peak) for role, peak in peaks_bytes(self.reported).items()}
         settings, goodput = self.config.generator, self._goodput_after(groups, now_s, generators)
         measured |= goodput.metrics(self.generators, slots=settings.max_running_groups * settings.group_size)
@@ -365,11 +366,6 @@ class RunMetrics(RunSums, kw_only=True):
         if self.first_lease_s is None or self.last_step_s is None:
             return 0.0
         return self.last_step_s - self.first_lease_s
-
-    def rates(self, tokens: int, samples: int, elapsed_s: float) -> dict[str, float]:
-        """The rates of a run that has trained this number of action tokens and of trajectories."""
-        generators, learners = self.generators.values(), self.config.launch.learners
-        return rates(generators, tokens=tokens, samples=samples, elapsed_s=elapsed_s, learners=learners)
 
     def _goodput_after(self, groups: Sequence[TrainedGroup], now_s: float, generators: int) -> GoodputSums:
         """The sums of the goodput after a step that trains these groups and is committed at `now_s`."""

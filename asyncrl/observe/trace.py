@@ -263,15 +263,11 @@ def read_trace(path: Path, *, newest: int | None = None) -> pa.Table:
 
 
 def _check_schema(path: Path, schema: pa.Schema) -> None:
-    if (found := schema.remove_metadata()) == SCHEMA:
-        return
-    texts = [f"column {name} is missing" for name in SCHEMA.names if name not in found.names]
-    texts += [f"column {name} is unknown" for name in found.names if name not in SCHEMA.names]
-    for field in SCHEMA:
-        if field.name in found.names and (kind := found.field(field.name).type) != field.type:
-            texts.append(f"column {field.name} is {kind} and not {field.type}")
-    differences = ", ".join(texts) or "its columns are in another order"
-    raise DataError(f"{path}: not a trace of this version of asyncrl: {differences}; run the job again")
+    if (found := schema.remove_metadata()) != SCHEMA:
+        both = {*found.names} & {*SCHEMA.names}
+        names = {*found.names} ^ {*SCHEMA.names} | {name for name in both if found.field(name) != SCHEMA.field(name)}
+        where = ", ".join(sorted(names)) or "the order"
+        raise DataError(f"{path}: not a trace of this version of asyncrl ({where} of its columns differs); run again")
 
 
 def _tables(path: Path, columns: list[str] | None = None, *, backwards: bool = False) -> Iterator[pa.Table]:

@@ -10,6 +10,7 @@ from asyncrl.observe.run_metrics import (
     RunMetrics,
     group_phases_s,
     peaks_bytes,
+    rates,
     staleness_parts,
     times,
 )
@@ -92,7 +93,13 @@ def run_summary(run: RunMetrics, ledger: Ledger, *, stop_reason: str) -> dict[st
             "learner": run.learner_idle,
         },
         **({"goodput": goodput} if (goodput := goodput_of(run.last_metrics)) else {}),
-        "rates": run.rates(ledger.trained.tokens, ledger.trained.trajectories, run.training_s),
+        "rates": rates(
+            run.generators.values(),
+            tokens=ledger.trained.tokens,
+            samples=ledger.trained.trajectories,
+            elapsed_s=run.training_s,
+            learners=run.config.launch.learners,
+        ),
         "peak_memory_bytes": peaks_bytes(run.reported) | run.learner_peaks_bytes,
         "time": times(run.generators.values(), run.learner_s),
         "phases_s": group_phases_s(run.breakdown),

@@ -76,17 +76,16 @@ def test_the_last_row_of_a_ticket_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("columns", "says"),
+    ("columns", "names"),
     [
-        ([one for one in SCHEMA if one.name != "rewards"], "column rewards is missing"),
-        ([*SCHEMA, pa.field("more", pa.int32())], "column more is unknown"),
-        ([SCHEMA.field(0).with_type(pa.string()), *[*SCHEMA][1:]], "column ticket is string and not int64"),
-        ([*SCHEMA][::-1], "its columns are in another order"),
+        ([one for one in SCHEMA if one.name != "rewards"], "rewards"),
+        ([SCHEMA.field(0).with_type(pa.string()), *[*SCHEMA][1:], pa.field("more", pa.int32())], "more, ticket"),
+        ([*SCHEMA][::-1], "the order"),
     ],
 )
-def test_a_trace_of_another_schema_is_refused(tmp_path: Path, columns: list[pa.Field], says: str) -> None:
+def test_a_trace_of_another_schema_is_refused(tmp_path: Path, columns: list[pa.Field], names: str) -> None:
     pq.write_table(pa.schema(columns).empty_table(), tmp_path / "trace.parquet")
-    with pytest.raises(DataError, match=f"not a trace of this version of asyncrl: {says}; run the job again"):
+    with pytest.raises(DataError, match=rf"not a trace of this version of asyncrl \({names} of its columns differs"):
         read_trace(tmp_path / "trace.parquet")
 
 
