@@ -222,9 +222,12 @@ class ToolEnvironment(Environment):
         """The tools of the episode, by name."""
         return self._known or tools_of(type(self))
 
-    def _method(self, name: str) -> Callable[..., Any]:
-        """The method that runs a tool."""
-        return getattr(self, name)
+    async def _run(self, tool: Tool, arguments: dict[str, Any]) -> Any:
+        """The result of a tool."""
+        method = getattr(self, tool.name)
+        if tool.is_async:
+            return await method(**arguments)
+        return method(**arguments) if self.returns_at_once else await self.in_thread(partial(method, **arguments))
 
     def _text(self, name: str, result: Any) -> str:
         """The text of a tool's result: JSON unless it is a text."""
@@ -275,13 +278,7 @@ class ToolEnvironment(Environment):
         try:
             if tool is None:
                 raise ToolError(f"there is no tool {call.name!r}; there are {', '.join(self._tools())}")
-            arguments, method = tool.read(call.arguments), self._method(call.name)
-            if tool.is_async:
-                result = await method(**arguments)
-            elif self.returns_at_once:
-                result = method(**arguments)
-            else:
-                result = await self.in_thread(partial(method, **arguments))
+            result = await self._run(tool, tool.read(call.arguments))
             return self._text(call.name, result), False
         except (Exception, SystemExit) as error:  # the latter would end the event loop
             if isinstance(error, ToolError) or (self._errors_are_answers and isinstance(error, Exception)):

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import shlex
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -71,26 +70,21 @@ class McpEnvironment(ToolEnvironment):
         if self._own and self._server is not None:
             await self._server.close()
 
-    def _method(self, name: str) -> Callable[..., Any]:
+    async def _run(self, tool: Tool, arguments: dict[str, Any]) -> str:
+        from mcp import MCPError
+
         assert self._server is not None
-        server = self._server
-
-        async def call(**arguments: Any) -> str:
-            from mcp import MCPError
-
-            client = await server.client()
-            try:
-                result = await client.call_tool(name, arguments)
-            except MCPError as error:
-                if error.code != CONNECTION_CLOSED:
-                    raise ToolError(str(error)) from error
-                server.lost = True
-                raise RuntimeError(f"the server has ended ({error})") from error
-            if result.is_error:
-                raise ToolError(_text(result))
-            return _text(result)
-
-        return call
+        client = await self._server.client()
+        try:
+            result = await client.call_tool(tool.name, arguments)
+        except MCPError as error:
+            if error.code != CONNECTION_CLOSED:
+                raise ToolError(str(error)) from error
+            self._server.lost = True
+            raise RuntimeError(f"the server has ended ({error})") from error
+        if result.is_error:
+            raise ToolError(_text(result))
+        return _text(result)
 
 
 class McpServer:

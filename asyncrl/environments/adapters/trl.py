@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from asyncrl.config.sections import Options
 from asyncrl.environments.adapters.answers import own_function
-from asyncrl.environments.environment import Action, Message, Step, Task, ToolEnvironment, make_tools
+from asyncrl.environments.environment import Action, Message, Step, Task, Tool, ToolEnvironment, make_tools
 from asyncrl.environments.programs.subprocess_agent import accepted
 from asyncrl.environments.table import Named, checked
 from asyncrl.errors import ConfigError
@@ -91,8 +91,8 @@ class TrlEnvironment(ToolEnvironment):
         }
         return {**task.extra_info, **task.columns, **columns}
 
-    def _method(self, name: str) -> Callable[..., Any]:
-        return getattr(self._foreign, name)
+    async def _run(self, tool: Tool, arguments: dict[str, Any]) -> Any:
+        return await self._called(getattr(self._foreign, tool.name), **arguments)
 
     def _text(self, name: str, result: Any) -> str:
         """The text of a tool's result; blocks of a message are joined. Raises ValueError for pictures."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -81,30 +81,23 @@ class VerlEnvironment(ToolEnvironment):
     def _tools(self) -> Mapping[str, Tool]:
         return self._selected
 
-    def _method(self, name: str) -> Callable[..., Any]:
-        tool = self.foreign[name]
-
-        async def call(**arguments: Any) -> str:
-            response, reward, _ = await (self._function if hasattr(tool, "fn") else self._tool)(tool, arguments)
-            if response.image or response.video:
-                raise ValueError(f"{name} returned pictures; only text can be shown")
-            self._call_rewards.append(0.0 if reward is None else float(reward))
-            return response.text or ""
-
-        return call
-
-    async def _function(self, tool: Any, arguments: dict[str, Any]) -> Any:
+    async def _run(self, tool: Tool, arguments: dict[str, Any]) -> str:
         from verl.tools.function_tool import normalize_function_tool_return  # pyright: ignore[reportMissingImports]
 
-        return normalize_function_tool_return(await tool.call(arguments))
-
-    async def _tool(self, tool: Any, arguments: dict[str, Any]) -> Any:
-        settings = self._settings.get(tool.name, {})
-        instance, _ = await tool.create(create_kwargs=settings.get("create_kwargs", {}))
-        try:
-            return await tool.execute(instance, arguments, agent_data=self._agent_data)
-        finally:
-            await tool.release(instance)
+        foreign = self.foreign[tool.name]
+        if hasattr(foreign, "fn"):
+            response, reward, _ = normalize_function_tool_return(await foreign.call(arguments))
+        else:
+            settings = self._settings.get(tool.name, {})
+            instance, _ = await foreign.create(create_kwargs=settings.get("create_kwargs", {}))
+            try:
+                response, reward, _ = await foreign.execute(instance, arguments, agent_data=self._agent_data)
+            finally:
+                await foreign.release(instance)
+        if response.image or response.video:
+            raise ValueError(f"{tool.name} returned pictures; only text can be shown")
+        self._call_rewards.append(0.0 if reward is None else float(reward))
+        return response.text or ""
 
 
 def _tool(tool: Any) -> Tool:

@@ -133,9 +133,8 @@ def _reasoning(dialogue: ChatDialogue) -> str:
                 return ""
             return (
                 "chat template: it leaves out the reasoning of earlier turns. With environment.history=keep the policy "
-                "continues to read it in an episode, other than behind a server that renders the conversation; with "
-                "environment.history=template it reads what the template renders, and a turn before which reasoning "
-                f"is left out begins a row of its own, so that more tokens are computed. {_setting(dialogue)}"
+                "continues to read it in an episode; with environment.history=template it reads what the template "
+                f"renders, and a turn before which reasoning is left out begins a row of its own. {_setting(dialogue)}"
             )
     return ""
 
