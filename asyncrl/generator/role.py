@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,8 +16,6 @@ from asyncrl.errors import ConfigError
 from asyncrl.generator.engine import make_engine
 from asyncrl.generator.loop import GeneratorLoop
 from asyncrl.replay.client import GeneratorClient
-from asyncrl.util.files import read_tensor_descriptions
-from asyncrl.util.processes import use_batch_scheduling
 from asyncrl.wire.endpoints import Endpoints
 
 if TYPE_CHECKING:
@@ -26,12 +23,9 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-_BYTES_PER_ELEMENT = 4
-_MARGIN = 1.25
-"""Allowance for padding, and for tied heads that files hold once and a learner may send twice."""
+_MARGIN = 5
+"""Allowance for weights in float32 that files hold in 8 bits, for padding, and for tied heads that files hold once."""
 _LEAST_BYTES = 1 << 20
-_TENSORS = 3
-"""Query, key and value of a layer may be one tensor."""
 
 
 def run_generator(
@@ -62,10 +56,8 @@ def run_generator(
         if config.has_reward_functions:
             rewards = RewardPool(config, tokenizer_path=config.model.path, endpoints=endpoints, retries=True)
             stack.callback(rewards.close)
-        on_gpu = torch.cuda.is_available()
-        if not on_gpu:
-            try_batch_scheduling()
-        receiver = make_receiver(config, index, endpoints, run_dir, device="cuda:0" if on_gpu else "cpu")
+        device = "cuda:0" if torch.cuda.is_available() else "cpu"
+        receiver = make_receiver(config, index, endpoints, run_dir, device=device)
         stack.callback(receiver.close)
         receiver.start()  # joins while the engine starts, so that the learners do not wait for it
         locks = generator_locks(config, index, run_dir)
@@ -115,9 +107,8 @@ def make_receiver(
     from asyncrl.weights.receiver import WeightReceiver
     from asyncrl.weights.transports import goes_by_files
 
-    timeout_s, rank = config.weights.timeout_s, config.learner.lora.rank
-    max_bytes = max_weight_bytes(config.model.path, adapter_rank=rank)
-    base = fingerprint_of(config.model.path) if rank else ""
+    timeout_s, max_bytes = config.weights.timeout_s, max_weight_bytes(config.model.path)
+    base = fingerprint_of(config.model.path) if config.learner.lora.rank else ""
     if goes_by_files(config):
         return FileReceiver(
             store_url(config, run_dir),
@@ -148,35 +139,12 @@ def engine_seed(seed: int, index: int, start: int) -> int:
     return int(np.random.SeedSequence([seed, index, start]).generate_state(1)[0])
 
 
-def max_weight_bytes(model_path: str, *, adapter_rank: int = 0) -> int:
-    """Returns an upper bound of the bytes of the model's weights in transfer, at any precision, or of adapters of this
-    rank if it is not 0: the most a learner may announce. Raises ConfigError when the model's safetensors
-    files cannot be read."""
-    files = sorted(Path(model_path).glob("*.safetensors"))
-    elements = sum(_num_elements(file, adapter_rank) for file in files)
-    if not elements:
+def max_weight_bytes(model_path: str) -> int:
+    """Returns an upper bound of the bytes of the model's weights in transfer, at any precision, or of its adapters: the
+    most a learner may announce. Raises ConfigError for a model without safetensors files."""
+    num_bytes = sum(file.stat().st_size for file in Path(model_path).glob("*.safetensors"))
+    if not num_bytes:
         raise ConfigError(
             f"model.path = {model_path!r}: no weights in *.safetensors files; save the model in that format"
         )
-    return int(elements * _BYTES_PER_ELEMENT * _MARGIN) + _LEAST_BYTES
-
-
-def try_batch_scheduling() -> None:
-    """Calls `use_batch_scheduling`; logs a warning where the system forbids that."""
-    try:
-        use_batch_scheduling()
-    except OSError as error:
-        log.warning("no batch scheduling: generators on one core switch often and are slower", reason=str(error))
-
-
-def _num_elements(file: Path, adapter_rank: int) -> int:
-    """Returns the number of elements of all tensors in a safetensors file, or of adapters that each of them could have.
-    The model may have a tensor of the file in two or three, with an adapter each."""
-    try:
-        shapes = [tensor["shape"] for tensor in read_tensor_descriptions(file).values()]
-        return sum(_TENSORS * adapter_rank * sum(shape) if adapter_rank else math.prod(shape) for shape in shapes)
-    except (KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{file}: not a complete safetensors file ({type(error).__name__}: {error}); save or download the model "
-            "again"
-        ) from None
+    return _MARGIN * num_bytes + _LEAST_BYTES

@@ -61,7 +61,6 @@ ENGINE_MODULES = {
     "vllm": (
         "asyncrl.generator.vllm_backend.worker_side",
         "vllm.v1.engine.llm_engine",
-        "vllm.v1.worker.cpu_worker",
         "vllm.model_executor.model_loader.default_loader",
     ),
     "transformers": ("asyncrl.generator.transformers_backend.engine", "transformers.models.qwen2.modeling_qwen2"),

@@ -1,4 +1,4 @@
-"""Process set-up: garbage collection, cores, scheduling, end with the parent; stopwatch of activities; memory peak."""
+"""Process set-up: garbage collection, cores, end with the parent; stopwatch of activities; memory peak."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from multiprocessing.context import SpawnContext, SpawnProcess
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -151,26 +150,6 @@ def pin_helper_cpus() -> None:
     cpus = os.environ.get("ASYNCRL_HELPER_CPUS")
     if cpus:
         os.sched_setaffinity(0, {int(cpu) for cpu in cpus.split(",")})
-
-
-def use_batch_scheduling() -> None:
-    """Sets SCHED_BATCH for the calling thread and the threads that it starts: on wake-up they do not preempt another
-    process on their core. Raises OSError where the system forbids that."""
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-
-
-@contextmanager
-def normal_priority() -> Iterator[None]:
-    """Suspends `use_batch_scheduling` inside the block, for the calling thread and the threads that it starts."""
-    policy = os.sched_getscheduler(0)
-    if policy != os.SCHED_BATCH:
-        yield
-        return
-    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-    try:
-        yield
-    finally:
-        os.sched_setscheduler(0, policy, os.sched_param(0))
 
 
 def peak_memory_bytes() -> int:

@@ -33,7 +33,6 @@ import structlog
 import torch
 
 from asyncrl.errors import AsyncrlError, ConfigError, RunError
-from asyncrl.util.processes import normal_priority
 from asyncrl.weights import transports
 from asyncrl.weights.layout import WeightManifest, shares_of_ranks
 from asyncrl.weights.staging import (
@@ -434,8 +433,7 @@ class WeightReceiver(BackgroundReceiver):
                 session.listen(IDLE_S if is_ready else _LOCAL_POLL_S)
                 continue
             try:
-                with normal_priority():  # the sender waits
-                    self._receive(session, offer)
+                self._receive(session, offer)
             except RoundAborted as error:
                 self._drop_links()  # a link that failed is not used again
                 log.info("weights not received", version=offer.version, reason=str(error))

@@ -80,16 +80,6 @@ def test_sizes_that_cannot_be_divided_are_named(
         vllm_setup.check_tensor_parallel(config)
 
 
-def test_workers_without_the_plug_in_are_refused(model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = small_config(model_path, generator__tensor_parallel=2)
-    with monkeypatch.context() as patch, pytest.raises(ConfigError, match=r"which is not installed; run `make setup`"):
-        patch.setattr(vllm_setup, "entry_points", lambda group: [])
-        vllm_setup.check_tensor_parallel(config)
-    monkeypatch.setenv("VLLM_PLUGINS", "other")
-    with pytest.raises(ConfigError, match=r"VLLM_PLUGINS=other keeps vLLM from loading the plug-in 'asyncrl'"):
-        vllm_setup.check_tensor_parallel(config)
-
-
 def test_a_device_without_batches_in_flight_is_named(model_path: str) -> None:
     options = {"async_scheduling": True}
     with capture_logs() as logs:

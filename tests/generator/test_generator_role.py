@@ -24,18 +24,9 @@ from asyncrl.generator.vllm_backend.setup import check_cpu
 
 
 def test_the_ceiling_is_above_float32_whatever_the_precision_on_disk(tmp_path: Path) -> None:
-    save_file({"a": torch.zeros(1000, 300, dtype=torch.bfloat16)}, tmp_path / "model-1.safetensors")
-    save_file({"b": torch.zeros(7), "c": torch.zeros(())}, tmp_path / "model-2.safetensors", metadata={"format": "pt"})
-    assert max_weight_bytes(str(tmp_path)) == int(300_008 * 4 * 1.25) + (1 << 20)
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b"\x08", (1 << 60).to_bytes(8, "little"), b"\x02" + bytes(7) + b"{]", b"\x02" + bytes(7) + b"[]"]
-)
-def test_a_file_that_is_not_whole_is_named(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"model.safetensors: not a complete safetensors file .* download the model"):
-        max_weight_bytes(str(tmp_path))
+    save_file({"a": torch.zeros(1000, 300, dtype=torch.float8_e4m3fn)}, tmp_path / "model-1.safetensors")
+    save_file({"b": torch.zeros(7), "c": torch.zeros(())}, tmp_path / "model-2.safetensors")
+    assert 300_008 * 4 * 1.2 < max_weight_bytes(str(tmp_path)) < 3 * 300_008 * 4
 
 
 def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
@@ -71,7 +62,7 @@ def test_the_receiver_joins_before_the_engine_starts_and_receives_when_it_is_up(
     monkeypatch.setattr("asyncrl.weights.receiver.WeightReceiver", Receiver)
     monkeypatch.setattr("asyncrl.rewards.pool.RewardPool", MagicMock())
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr(role, "max_weight_bytes", lambda path, **_: 1)
+    monkeypatch.setattr(role, "max_weight_bytes", lambda path: 1)
     monkeypatch.setattr(role, "make_engine", engine)
     monkeypatch.setattr(role, "GeneratorClient", MagicMock(side_effect=UpError))
     with pytest.raises(UpError), capture_logs() as logs:

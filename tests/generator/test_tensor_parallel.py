@@ -204,11 +204,11 @@ def test_the_end_of_a_worker_ends_the_engine_at_once(model_path: str, policies: 
         pids = pids_of(engine)
         os.kill(pids[1], signal.SIGKILL)
         killed_s = time.monotonic()
-        expected = rf"worker 1 of the engine \(process {pids[1]}\) was killed by signal SIGKILL"
+        expected = rf"a worker of the engine has ended .*process {pids[1]} was killed by signal SIGKILL"
         with pytest.raises(PeerTimeoutError, match=expected):
             while True:
                 engine.step()
-        assert time.monotonic() - killed_s < 3.0
+        assert time.monotonic() - killed_s < END_S
         with pytest.raises(PeerTimeoutError, match=expected):  # what an idle generator looks at
             _ = engine.num_running
         with pytest.raises(PeerTimeoutError, match=expected):
@@ -233,7 +233,7 @@ def test_a_worker_that_ends_between_two_buckets_ends_the_engine(model_path: str,
             os.kill(pids_of(engine)[0], signal.SIGKILL)
 
         engine.loader.load = load_and_kill  # type: ignore[method-assign]
-        with pytest.raises(PeerTimeoutError, match=r"worker 0 of the engine .* was killed by signal SIGKILL"):
+        with pytest.raises(PeerTimeoutError, match=r"a worker of the engine has ended .* was killed by signal SIGKILL"):
             load_from_shared_memory(engine, 1, policies[1])
         assert engine.loader.updating
         with pytest.raises(InvariantError, match="a step between two versions"):

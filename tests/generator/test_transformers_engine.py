@@ -17,7 +17,7 @@ from asyncrl.config.sections import Sampling
 from asyncrl.errors import ConfigError
 from asyncrl.generator.transformers_backend import attention as varlen
 from asyncrl.generator.transformers_backend import decoder as sizes
-from asyncrl.generator.transformers_backend.attention import gathered_attention, padded_attention, table_attention
+from asyncrl.generator.transformers_backend.attention import padded_attention, table_attention, table_fault
 from asyncrl.generator.transformers_backend.cache import HeadShape
 from asyncrl.generator.transformers_backend.engine import StopTexts, TransformersEngine, sample
 from benchmarks.families import save_family
@@ -114,23 +114,21 @@ def test_a_deterministic_completion_does_not_depend_on_company(model_path: str, 
 @pytest.fixture
 def varlen_attn(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """A stand-in, by its documentation, for the function that torch has on GPUs only. It can align the mask at the
-    wrong end, or lack options."""
-    wrong: dict[str, Any] = {"shift": 0, "lacks": ()}
+    wrong end, or lack the table of pages."""
+    wrong: dict[str, Any] = {"shift": 0, "lacks": ""}
 
     def attend(
         query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int,
-        *, scale: float | None, window_size: tuple[int, int], enable_gqa: bool, **options: Any,
+        *, scale: float | None, window_size: tuple[int, int], enable_gqa: bool, seqused_k: Tensor, block_table: Tensor,
     ) -> Tensor:  # fmt: skip
-        if found := options.keys() & set(wrong["lacks"]):
-            raise TypeError(f"unexpected keyword argument {found}")
+        if wrong["lacks"]:
+            raise RuntimeError(wrong["lacks"])
         outputs: list[Tensor] = []
         for row in range(len(cu_q) - 1):
             q = query[cu_q[row] : cu_q[row + 1]]
-            if "block_table" in options:
-                count = int(options["seqused_k"][row])
-                k, v = (pool[options["block_table"][row]].flatten(0, 1)[:count] for pool in (key, value))
-            else:
-                k, v = key[cu_k[row] : cu_k[row + 1]], value[cu_k[row] : cu_k[row + 1]]
+            count = int(seqused_k[row])
+            assert count == cu_k[row + 1] - cu_k[row]
+            k, v = (pool[block_table[row]].flatten(0, 1)[:count] for pool in (key, value))
             assert len(q) <= max_q and len(k) <= max_k and (enable_gqa or q.shape[1] == k.shape[1])
             k, v = (one.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for one in (k, v))
             last = torch.arange(len(q))[:, None] + (len(k) - len(q)) * (not wrong["shift"])
@@ -146,19 +144,14 @@ def varlen_attn(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]
     yield wrong.update
 
 
-@pytest.mark.parametrize(("kernel", "page_tokens"), [(table_attention, 256), (gathered_attention, 16)])
-def test_kernels_of_variable_lengths_get_the_lengths_and_pages_of_the_batch(
-    kernel: Any, page_tokens: int, varlen_attn: Any, model_path: str, policies: Policies, monkeypatch: Any
+def test_the_kernel_of_variable_lengths_gets_the_lengths_and_pages_of_the_batch(
+    varlen_attn: Any, model_path: str, policies: Policies, monkeypatch: Any
 ) -> None:
-    """That torch's own kernels do what the stand-in does only a GPU can show; an engine tries them when it starts."""
-    fault = varlen._fault(kernel, page_tokens, {HeadShape(2, 32, 32)}, 4, dtype=torch.bfloat16, device=CPU)
-    assert fault == ""
-    monkeypatch.setattr(
-        "asyncrl.generator.transformers_backend.decoder.choose_kernel", lambda *_, **__: (kernel, page_tokens)
-    )
+    """That torch's own kernel does what the stand-in does only a GPU can show; an engine tries it when it starts."""
+    assert table_fault({HeadShape(2, 32, 32)}, 4, dtype=torch.bfloat16, device=CPU) == ""
+    monkeypatch.setattr(sizes, "choose_kernel", lambda *_, **__: (table_attention, varlen.LARGE_PAGE_TOKENS))
     engine = make(model_path, generator__engine_options={"max_num_batched_tokens": 16})
     engine.swap(0, weights_of(policies[0]))
-    assert engine._decoder._kernel is kernel
     prompts = {str(i): [3 + (7 * i + 5 * j) % 60 for j in range(250 + 3 * i)] for i in range(10)}
     assert worst(engine, policies[0], prompts) < TOLERANCE
     engine.close()
@@ -166,13 +159,11 @@ def test_kernels_of_variable_lengths_get_the_lengths_and_pages_of_the_batch(
 
 def test_a_kernel_that_computes_something_else_is_not_used(varlen_attn: Any) -> None:
     shapes = {HeadShape(2, 32, 32)}
-    for kernel in (table_attention, gathered_attention):
-        varlen_attn(shift=1)
-        fault = varlen._fault(kernel, 256, shapes, 4, dtype=torch.bfloat16, device=CPU)
-        assert "differs by" in fault and "window = None" in fault
-        varlen_attn(shift=0, lacks=["block_table"])
-        fault = varlen._fault(kernel, 256, shapes, 4, dtype=torch.bfloat16, device=CPU)
-        assert fault == ("TypeError: unexpected keyword argument {'block_table'}" if kernel is table_attention else "")
+    varlen_attn(shift=1)
+    fault = table_fault(shapes, 4, dtype=torch.bfloat16, device=CPU)
+    assert "differs by" in fault and "window = None" in fault
+    varlen_attn(shift=0, lacks="no pages on this GPU")
+    assert table_fault(shapes, 4, dtype=torch.bfloat16, device=CPU) == "RuntimeError: no pages on this GPU"
     assert varlen.choose_kernel({0: HeadShape(2, 32, 32)}, 4, dtype=torch.bfloat16, device=CPU)[0] is padded_attention
 
 

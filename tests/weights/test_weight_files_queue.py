@@ -179,7 +179,7 @@ def test_a_generator_that_cannot_reach_the_learner_gets_versions(
         run_id=endpoints.run_id,
         timeout_s=20.0,
     )
-    monkeypatch.setattr(role, "max_weight_bytes", lambda path, **_: 1 << 20)
+    monkeypatch.setattr(role, "max_weight_bytes", lambda path: 1 << 20)
     receiver = role.make_receiver(config, 0, endpoints, tmp_path / "run", device="cpu")
     client = GeneratorClient(endpoints, 0)
     generator = Generator(receiver, client)

@@ -1,33 +1,35 @@
 """Causal attention over the paged cache, registered with transformers under the name PAGED.
 
 The model computes the tokens of all requests as one row. Keys and values of the row are written to the cache, then each
-token attends to its request's tokens. A GPU in 16 bits has kernels on torch's attention for variable lengths. Each
-is tried on a small batch before it is used: which of its options work depends on the release of torch and on the GPU.
+token attends to its request's tokens. A GPU in 16 bits has torch's kernel for variable lengths, which is tried on a
+small batch before it is used: not every GPU and every size of heads has it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import cache
-from inspect import signature
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import structlog
 import torch
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from asyncrl.errors import ConfigError
-from asyncrl.generator.transformers_backend.cache import Batch, Group, HeadShape, PagedCache, Row, sort_rows
+from asyncrl.generator.transformers_backend.cache import Batch, HeadShape, PagedCache, Row, sort_rows
 
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:
-    varlen_attn = None
+log = structlog.get_logger()
 
 PAGED = "asyncrl_paged"
 """Value of `attn_implementation` that selects `paged_attention`."""
+PAGE_TOKENS = 16
+LARGE_PAGE_TOKENS = 256
+"""Size of pages that torch's kernel reads through a table of pages."""
+TOLERANCE = 0.05
+"""Largest distance between the outputs of two kernels for a token, relative to its norm. Rounding in bfloat16 causes
+0.01, another mask 0.3 and more."""
 
 
 class Kernel(Protocol):
@@ -78,7 +80,7 @@ def padded_attention(
     batch: Batch, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, window: int | None
 ) -> Tensor:
     """The kernel of any device and dtype: one call for all decoding rows, padded to the longest, and one for each
-    group of other rows."""
+    other row."""
     outputs: list[Tensor] = []
     count = batch.num_decoding
     if count:
@@ -93,31 +95,24 @@ def padded_attention(
             queries, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=batch.decode_mask(window), scale=scale
         )
         outputs.append(output.flatten(1, 2))
-    outputs += [_attend_group(batch, layer, group, (q, k, v), scale, window) for group in batch.groups]
+    outputs += [_attend_row(batch, layer, index, (q, k, v), scale, window) for index in range(count, len(batch.rows))]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _attend_group(
-    batch: Batch,
-    layer: int,
-    group: Group,
-    fresh: tuple[Tensor, Tensor, Tensor],
-    scale: float | None,
-    window: int | None,
+def _attend_row(
+    batch: Batch, layer: int, index: int, fresh: tuple[Tensor, Tensor, Tensor], scale: float | None, window: int | None
 ) -> Tensor:
-    part = slice(group.first, group.first + group.rows * group.tokens)
-    length = group.start + group.tokens
-    q, k, v = (tensor[part] for tensor in fresh)
-    if group.source is not None:
+    row, first = batch.rows[index], int(batch.offsets[index])
+    q, k, v = (tensor[first : first + len(row.tokens)] for tensor in fresh)
+    if row.start:
         assert batch.cache is not None
-        k, v = (tensor.index_select(0, group.source) for tensor in batch.cache.layers[layer])
-    q = q.unflatten(0, (group.rows, group.tokens)).transpose(1, 2)
-    k, v = (tensor.unflatten(0, (group.rows, length)).transpose(1, 2) for tensor in (k, v))
+        k, v = (tensor.index_select(0, batch.sources[index]) for tensor in batch.cache.layers[layer])
+    q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (q, k, v))
     mask = None
-    if group.start or (window is not None and length > window):
-        mask = torch.ones(group.tokens, length, dtype=torch.bool, device=q.device).tril_(group.start)
+    if row.start or (window is not None and row.end > window):
+        mask = torch.ones(len(row.tokens), row.end, dtype=torch.bool, device=q.device).tril_(row.start)
         if window is not None:
-            mask = mask.triu_(group.start + 1 - window)
+            mask = mask.triu_(row.start + 1 - window)
     share = q.shape[1] // k.shape[1]
     if share > 1 and q.is_cuda and (q.dtype is torch.float32 or mask is not None):
         # Only the kernel that writes all scores has grouped heads there.
@@ -126,29 +121,15 @@ def _attend_group(
     output = scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=share > 1
     )
-    return output.transpose(1, 2).flatten(0, 1)
+    return output[0].transpose(0, 1)
 
 
-log = structlog.get_logger()
-
-
-PAGE_TOKENS = 16
-
-
-LARGE_PAGE_TOKENS = 256
-"""Size of pages that torch's kernel reads through a table of pages."""
-
-
-TOLERANCE = 0.05
-"""Largest distance between the outputs of two kernels for a token, relative to its norm. Rounding in bfloat16 causes
-0.01, another mask 0.3 and more."""
-
-
-def _attend(
-    batch: Batch, q: Tensor, keys: Tensor, values: Tensor, *, scale: float | None, window: int | None, **paged: Any
+def table_attention(
+    batch: Batch, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, window: int | None
 ) -> Tensor:
-    """Calls torch's kernel with keys and values [..., heads, size]."""
-    assert varlen_attn is not None
+    """Torch's kernel for variable lengths, which reads keys and values through the table of pages."""
+    assert batch.cache is not None
+    keys, values = (tensor.unflatten(0, (-1, batch.cache.page_tokens)) for tensor in batch.cache.layers[layer])
     return varlen_attn(
         q.contiguous(),
         keys,
@@ -159,34 +140,10 @@ def _attend(
         batch.max_key,
         scale=scale,
         window_size=(-1, 0) if window is None else (window - 1, 0),
-        **_grouped(varlen_attn, q.shape[1] != keys.shape[-2]),
-        **paged,
+        enable_gqa=q.shape[1] != keys.shape[-2],
+        seqused_k=batch.key_lengths,
+        block_table=batch.page_table,
     )  # type: ignore[return-value]
-
-
-def table_attention(
-    batch: Batch, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, window: int | None
-) -> Tensor:
-    """Reads keys and values through the table of pages."""
-    assert batch.cache is not None
-    keys, values = (tensor.unflatten(0, (-1, batch.cache.page_tokens)) for tensor in batch.cache.layers[layer])
-    paged = {"seqused_k": batch.key_lengths, "block_table": batch.page_table}
-    return _attend(batch, q, keys, values, scale=scale, window=window, **paged)
-
-
-def gathered_attention(
-    batch: Batch, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, window: int | None
-) -> Tensor:
-    """Copies keys and values of all rows from the cache first."""
-    assert batch.cache is not None
-    keys, values = (tensor.index_select(0, batch.key_source) for tensor in batch.cache.layers[layer])
-    return _attend(batch, q, keys, values, scale=scale, window=window)
-
-
-@cache
-def _grouped(function: Callable[..., Any], grouped: bool) -> dict[str, Any]:
-    # The option for several query heads for a head of keys, which releases before 2.12 accept without it.
-    return {"enable_gqa": grouped} if "enable_gqa" in signature(function).parameters else {}
 
 
 def choose_kernel(
@@ -194,29 +151,24 @@ def choose_kernel(
 ) -> tuple[Kernel, int]:
     """Returns the fastest kernel that computes what `padded_attention` does for a model with these keys and values and
     this number of query heads, and the tokens of a page."""
-    if device.type != "cuda" or dtype is torch.float32 or varlen_attn is None:
+    if device.type != "cuda" or dtype is torch.float32:
         return padded_attention, PAGE_TOKENS
-    for kernel, page_tokens in ((table_attention, LARGE_PAGE_TOKENS), (gathered_attention, PAGE_TOKENS)):
-        fault = _fault(kernel, page_tokens, set(shapes.values()), heads, dtype=dtype, device=device)
-        if not fault:
-            log.info("attention kernel", kernel=kernel.__name__)
-            return kernel, page_tokens
-        log.warning("attention kernel cannot be used: decoding is slower", kernel=kernel.__name__, reason=fault)
-    return padded_attention, PAGE_TOKENS
+    if fault := table_fault(set(shapes.values()), heads, dtype=dtype, device=device):
+        log.warning("torch's kernel for variable lengths cannot be used: decoding is slower", reason=fault)
+        return padded_attention, PAGE_TOKENS
+    return table_attention, LARGE_PAGE_TOKENS
 
 
-def _fault(
-    kernel: Kernel, page_tokens: int, shapes: set[HeadShape], heads: int, *, dtype: torch.dtype, device: torch.device
-) -> str:
-    """Returns why the kernel cannot be used; "" if it can. Rows have other numbers of queries than of keys, to expose
-    a mask that is aligned at the wrong end."""
-    lengths = ((0, 5), (page_tokens + 7, 1), (9, 3), (page_tokens - 2, 4))
+def table_fault(shapes: set[HeadShape], heads: int, *, dtype: torch.dtype, device: torch.device) -> str:
+    """Returns why `table_attention` cannot be used; "" if it can. Rows have other numbers of queries than of keys, to
+    expose a mask that is aligned at the wrong end."""
+    size = LARGE_PAGE_TOKENS
     for shape in shapes:
         if heads % shape.heads:
             return f"{heads} query heads are no multiple of {shape.heads}"
-        cache = PagedCache({0: shape}, num_pages=8, page_tokens=page_tokens, dtype=dtype, device=device)
+        cache = PagedCache({0: shape}, num_pages=8, page_tokens=size, dtype=dtype, device=device)
         rows: list[Row] = []
-        for start, count in lengths:
+        for start, count in ((0, 5), (size + 7, 1), (9, 3), (size - 2, 4)):
             pages: list[int] = []
             cache.extend(pages, start + count)
             rows.append(Row([0] * count, start, pages))
@@ -224,12 +176,11 @@ def _fault(
         random = torch.Generator(device).manual_seed(0)
         for tensor in cache.layers[0]:
             tensor.normal_(generator=random)
-        tokens = sum(count for _, count in lengths)
-        q = torch.randn(tokens, heads, shape.key_size, dtype=dtype, device=device, generator=random)
+        q = torch.randn(len(batch.places), heads, shape.key_size, dtype=dtype, device=device, generator=random)
         k, v = (tensor.index_select(0, batch.places) for tensor in cache.layers[0])
         for window in (None, 4):
             try:
-                output = kernel(batch, 0, q, k, v, scale=None, window=window)
+                output = table_attention(batch, 0, q, k, v, scale=None, window=window)
             except (ImportError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
                 return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             expected = padded_attention(batch, 0, q, k, v, scale=None, window=window)

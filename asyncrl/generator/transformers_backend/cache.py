@@ -1,7 +1,7 @@
 """The key-value cache, the requests that own its pages, and the tokens of one step.
 
-Every step computes the tokens of all its requests as one row. Requests that decode one token come first; all others
-follow, those of equal lengths next to one another. Index tensors of a `Batch` locate their keys and values.
+Every step computes the tokens of all its requests as one row. Requests that decode one token come first. Index tensors
+of a `Batch` locate their keys and values.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from bisect import insort
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -113,22 +112,9 @@ class Row(NamedTuple):
         return self.start > 0 and len(self.tokens) == 1
 
 
-class Group(NamedTuple):
-    """Rows of equal lengths that do not decode, next to one another."""
-
-    first: int
-    """Index of their first token in the batch."""
-    rows: int
-    start: int
-    tokens: int
-    """Number of tokens of each row."""
-    source: Tensor | None
-    """int64 [rows * (start + tokens)], places in the cache; None if nothing is cached yet."""
-
-
 def sort_rows(rows: Sequence[Row]) -> list[int]:
     """Returns the order in which a batch has the rows."""
-    return sorted(range(len(rows)), key=lambda i: (not rows[i].decodes, rows[i].start, len(rows[i].tokens)))
+    return sorted(range(len(rows)), key=lambda i: not rows[i].decodes)
 
 
 class Batch:
@@ -144,7 +130,8 @@ class Batch:
         offsets = np.cumsum(self._counts) - self._counts
         within = np.arange(int(self._counts.sum())) - np.repeat(offsets, self._counts)
         positions = np.repeat(self._starts, self._counts) + within
-        self._offsets = offsets
+        self.offsets = offsets
+        """int64 [rows], index of the first token of each row."""
         self.input_ids = self._tensor(np.concatenate([np.asarray(row.tokens, dtype=np.int64) for row in rows]))
         self.position_ids = self._tensor(positions)
         self.last = self._tensor(offsets + self._counts - 1)
@@ -194,18 +181,12 @@ class Batch:
         return self._masks[window]
 
     @cached_property
-    def groups(self) -> list[Group]:
-        """The rows that do not decode, by their lengths."""
-        groups: list[Group] = []
-        others = range(self.num_decoding, len(self.rows))
-        for (start, tokens), members in groupby(others, key=lambda i: (self.rows[i].start, len(self.rows[i].tokens))):
-            indices = list(members)
-            places = slice(indices[0], indices[-1] + 1)
-            source = self._tensor(self._places(places, start + tokens).reshape(-1)) if start else None
-            groups.append(Group(int(self._offsets[indices[0]]), len(indices), start, tokens, source))
-        return groups
+    def sources(self) -> dict[int, Tensor]:
+        """int64 [tokens], the places of all tokens of the rows that neither decode nor begin, by index."""
+        rows = [(index, row.end) for index, row in enumerate(self.rows) if row.start and not row.decodes]
+        return {index: self._tensor(self._places(slice(index, index + 1), end)[0]) for index, end in rows}
 
-    # --- for kernels of variable lengths
+    # --- for the kernel of variable lengths
 
     @cached_property
     def query_ends(self) -> Tensor:
@@ -237,12 +218,6 @@ class Batch:
     def page_table(self) -> Tensor:
         """int32 [rows, pages]."""
         return torch.from_numpy(self._table.astype(np.int32)).to(self.device)
-
-    @cached_property
-    def key_source(self) -> Tensor:
-        """int64 [tokens with cached ones], their places in the cache."""
-        rows = [self._places(slice(i, i + 1), row.end)[0] for i, row in enumerate(self.rows)]
-        return self._tensor(np.concatenate(rows))
 
 
 @dataclass(slots=True, eq=False)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable, Sequence
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from asyncrl.config.config import Config
 from asyncrl.config.sections import Sampling as How
@@ -187,31 +189,20 @@ class TransformersEngine(PartLoadingEngine):
 
 def sample(logits: Tensor, how: How, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
     """Returns tokens [rows] and their log-probs [rows] for logits [rows, vocabulary] in float32."""
-    if how.temperature not in (0.0, 1.0):
-        logits = logits / how.temperature
-    if how.temperature and how.min_p:
-        least = logits.max(dim=-1, keepdim=True).values + torch.log(torch.tensor(how.min_p)).item()
-        logits = logits.masked_fill(logits < least, -torch.inf)
-    if how.temperature and (how.top_k or how.top_p < 1.0):
-        logits = _most_likely(logits, how)
-    logprobs = logits.log_softmax(dim=-1)
-    if how.temperature:
-        tokens = torch.multinomial(logprobs.exp(), 1, generator=generator)
-    else:
+    if not how.temperature:
+        logprobs = logits.log_softmax(dim=-1)
         tokens = logprobs.argmax(dim=-1, keepdim=True)
+        return tokens[:, 0], logprobs.gather(1, tokens)[:, 0]
+    if how.temperature != 1.0:
+        logits = logits / how.temperature
+    warpers: list[Any] = [MinPLogitsWarper(how.min_p)] if how.min_p else []
+    warpers += [TopKLogitsWarper(how.top_k)] if how.top_k > 0 else []
+    warpers += [TopPLogitsWarper(how.top_p)] if how.top_p < 1.0 else []
+    for warper in warpers:
+        logits = warper(None, logits)
+    logprobs = logits.log_softmax(dim=-1)
+    tokens = torch.multinomial(logprobs.exp(), 1, generator=generator)
     return tokens[:, 0], logprobs.gather(1, tokens)[:, 0]
-
-
-def _most_likely(logits: Tensor, how: How) -> Tensor:
-    """Excludes all but the `top_k` most likely tokens, and of those all after the probability mass `top_p`."""
-    ordered, tokens = logits.sort(dim=-1, descending=True)
-    if 0 < how.top_k < ordered.shape[-1]:
-        ordered = ordered.masked_fill(ordered < ordered[:, how.top_k - 1 : how.top_k], -torch.inf)
-    if how.top_p < 1.0:
-        probs = ordered.softmax(dim=-1)
-        before = probs.cumsum(dim=-1) - probs
-        ordered = ordered.masked_fill(before >= how.top_p, -torch.inf)
-    return torch.empty_like(logits).scatter_(1, tokens, ordered)
 
 
 _MARGIN_TOKENS = 8

@@ -53,10 +53,6 @@ class _Request:
     """vLLM's own id of the request."""
 
 
-def _peak_of(worker: object) -> int:  # called in the process of a worker
-    return peak_memory_bytes()
-
-
 class VllmEngine(PartLoadingEngine):
     """Continuous batching with in-flight weight updates.
 
@@ -204,7 +200,7 @@ class VllmEngine(PartLoadingEngine):
             self._adapter = adapter_request()
         self._set_version(version)
         if len(self._workers):  # here, since the workers stand still: the loop asks for it at each heartbeat
-            self._workers_peak_bytes = sum(self._workers.rpc(_peak_of))
+            self._workers_peak_bytes = sum(self._workers.rpc("peak_memory_bytes"))
         if self._config.weights.kv_cache == "recompute":
             self._engine.reset_prefix_cache(reset_running_requests=True)
         elif self.prefix_caching:

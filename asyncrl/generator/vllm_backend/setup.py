@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,7 +15,7 @@ import structlog
 from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.generator.engine import CPU_KV_CACHE_BYTES, GPU_FRACTION
-from asyncrl.generator.vllm_backend.plugin import GENERATOR, GROUP, NAME, ROUTING, register
+from asyncrl.generator.vllm_backend.patches import prepare_generator
 from asyncrl.generator.vllm_backend.scheduling import BatchWatch, watched_scheduler
 from asyncrl.util.files import read_json
 from asyncrl.util.model_files import KEY as ROUTING_KEY
@@ -75,13 +74,10 @@ def build_engine(config: Config, seed: int, watch: BatchWatch, more: Mapping[str
     if not on_gpu:
         check_cpu(config)
     arguments = {**_arguments(config, seed, on_gpu=on_gpu), **more}
-    records = watch.routing is not None
-    with _environment_of_workers(config.generator.tensor_parallel, records), _explaining_routing(config.model.path):
+    with _environment_of_workers(config.generator.tensor_parallel), _explaining_routing(config.model.path):
         engine = _build(config, arguments, watch)
-        if records and not engine.vllm_config.use_v2_model_runner:
-            from asyncrl.generator.vllm_backend.worker_side import return_routing
-
-            engine.collective_rpc(return_routing)
+        if watch.routing is not None and not engine.vllm_config.use_v2_model_runner:
+            engine.collective_rpc("return_routing")
     return engine
 
 
@@ -103,17 +99,14 @@ def set_environment(config: Config) -> None:
 
 
 @contextmanager
-def _environment_of_workers(count: int, records_routing: bool) -> Iterator[None]:
+def _environment_of_workers(count: int) -> Iterator[None]:
     """Sets what worker processes find in their environment when they start. Other children of this process get the
     former values, also of LD_PRELOAD, which vLLM sets."""
     import torch
 
-    names = ("LD_PRELOAD", "OMP_NUM_THREADS", GENERATOR, ROUTING)
-    before = {name: os.environ.get(name) for name in names}
-    os.environ |= {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // count)), GENERATOR: str(os.getpid())}
-    os.environ |= {ROUTING: "1"} if records_routing else {}
+    before = {name: os.environ.get(name) for name in ("LD_PRELOAD", "OMP_NUM_THREADS")}
+    os.environ["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // count))
     try:
-        register()
         yield
     finally:
         for name, value in before.items():
@@ -129,6 +122,7 @@ def _build(config: Config, arguments: dict[str, Any], watch: BatchWatch) -> LLME
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.llm_engine import LLMEngine
 
+    prepare_generator()
     context = UsageContext.LLM_CLASS  # sets the default of tokens per step: many prompts, no streaming
     try:
         vllm_config = EngineArgs(**arguments).create_engine_config(context)
@@ -187,8 +181,6 @@ def _explaining_routing(path: str) -> Iterator[None]:
 
 
 def _arguments(config: Config, seed: int, *, on_gpu: bool) -> dict[str, Any]:
-    from vllm.config import WeightTransferConfig
-
     generator = config.generator
     arguments: dict[str, Any] = {
         "model": config.model.path,
@@ -198,7 +190,7 @@ def _arguments(config: Config, seed: int, *, on_gpu: bool) -> dict[str, Any]:
         "max_num_seqs": generator.max_running_groups * generator.group_size,
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",  # not the sampling defaults that a model ships
-        "weight_transfer_config": WeightTransferConfig(backend=NAME),
+        "worker_cls": "asyncrl.generator.vllm_backend.worker_side.EngineWorker",
         "tensor_parallel_size": generator.tensor_parallel,
         "distributed_executor_backend": "mp" if generator.tensor_parallel > 1 else "uni",
         "disable_log_stats": True,
@@ -228,22 +220,10 @@ def _arguments(config: Config, seed: int, *, on_gpu: bool) -> dict[str, Any]:
 
 
 def check_tensor_parallel(config: Config) -> None:
-    """Raises ConfigError if vLLM cannot divide the model of `model.path` into `generator.tensor_parallel` parts, and if
-    its worker processes would not find the plug-in."""
+    """Raises ConfigError if vLLM cannot divide the model of `model.path` into `generator.tensor_parallel` parts."""
     parallel = config.generator.tensor_parallel
     if parallel == 1:
         return
-    if NAME not in (point.name for point in entry_points(group=GROUP)):
-        raise ConfigError(
-            f"generator.tensor_parallel = {parallel}: worker processes of vLLM find asyncrl by its entry point in "
-            f"{GROUP}, which is not installed; run `make setup`"
-        )
-    allowed = os.environ.get("VLLM_PLUGINS")
-    if allowed is not None and NAME not in allowed.split(","):
-        raise ConfigError(
-            f"generator.tensor_parallel = {parallel}: VLLM_PLUGINS={allowed} keeps vLLM from loading the plug-in "
-            f"{NAME!r}; add it there"
-        )
     settings = _model_settings(config)
     for name in DIVIDED:
         number = settings.get(name)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +76,7 @@ def _layer(name: str) -> str:
 
 
 class WeightLoader:
-    """Passes all weights to vLLM's weight transfer engines, one in each process that computes a part of the model."""
+    """Passes all weights to the processes that compute a part of the model (`EngineWorker`)."""
 
     refusal = "the engine cannot load new weights"
     hint = "use a family of the table in docs/models.md"
@@ -92,16 +91,12 @@ class WeightLoader:
         self.updating = False
         """True if some weights may be of another version than others."""
         self._is_first = True
-        self._has_begun = False
-        """True while vLLM expects parts of an update."""
         self._by_rows: frozenset[str] = frozenset()
         if config.weights.staging == "buckets" and not uses_adapter(config):
             self._by_rows = self._vocabulary()
 
     def _vocabulary(self) -> frozenset[str]:
-        from asyncrl.generator.vllm_backend.worker_side import loading_of
-
-        loadings = self._workers.rpc(loading_of)
+        loadings = self._workers.rpc("loading")
         if self._sent.is_computed or not all(in_place for in_place, _ in loadings):
             raise ConfigError(
                 f"weights.staging = 'buckets': vLLM reloads a model of type {self._sent.model_type} layer by layer, "
@@ -117,42 +112,27 @@ class WeightLoader:
 
     def begin(self, version: int, shapes: Shapes) -> None:
         check_fit(version, shapes, self._expected, self._config.model.path)
-        if not self._has_begun:
-            self._workers.rpc("start_weight_update")
-            self._has_begun = True
+        self._workers.rpc("begin_weights")
         self.updating = True
 
     def load(self, parts: Sequence[WeightPart]) -> None:
         """Loads weights. Raises ConfigError when the first ones of the engine cannot be loaded."""
         whole = [(part.name, part.tensor) for part in parts if part.first_row is None]
-        self._has_begun = False  # vLLM ends an update at an error
         with self._explaining():
-            for update in self._updates(self._sent.to_checkpoint(whole)):
-                self._workers.rpc("update_weights", update)
+            self._load(self._sent.to_checkpoint(whole))
             for part in parts:
                 if part.first_row is not None:
-                    for update in self._updates(iter([(part.name, part.tensor)])):
-                        self._workers.rpc("update_weights", update | {"first_row": part.first_row})
-        self._has_begun = True
+                    self._load(iter([(part.name, part.tensor)]), part.first_row)
 
-    def _updates(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Any]]:
-        """Yields the descriptions of parts of an update. The weights of one are there until the next."""
-        from asyncrl.generator.vllm_backend.worker_side import STAGING
-
-        if self._workers:
-            yield from map(asdict, self._shared.buckets(tensors))
-            return
-        STAGING["weights"] = tensors
-        try:
-            yield {"key": "weights"}
-        finally:
-            del STAGING["weights"]
+    def _load(self, tensors: Iterator[tuple[str, Tensor]], first_row: int | None = None) -> None:
+        for source in self._shared.buckets(tensors) if self._workers else [tensors]:
+            self._workers.rpc("load_weights", source, first_row)
 
     def commit(self, version: int) -> None:
         """Ends the update. Raises ConfigError when the first one leaves a parameter unset."""
         with self._explaining():
-            self._workers.rpc("finish_weight_update")
-        self.updating = self._has_begun = self._is_first = False
+            self._workers.rpc("end_weights")
+        self.updating = self._is_first = False
         self._committed(version)
 
     @contextmanager
@@ -215,7 +195,7 @@ class AdapterLoader(WeightLoader):
         settings = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": []}
         with self._explaining():
             for bucket in self._shared.buckets(self._parts) if shared else ():
-                self._workers.rpc("share_adapter", asdict(bucket))
+                self._workers.rpc("share_adapter", bucket)
             self._workers.rpc("replace_adapter", settings, None if shared else self._parts)
         self._parts, self._is_first = [], False
         self._committed(version)
@@ -239,7 +219,6 @@ def adapter_arguments(config: Config, sent: SentWeights) -> dict[str, Any]:
         "max_cpu_loras": 1,
         "max_lora_rank": next(rank for rank in LORA_RANKS if rank >= settings.rank),
         "lora_target_modules": sorted({name.rpartition(".")[2] for name in adapted_layers(sent.model, settings)}),
-        "worker_extension_cls": "asyncrl.generator.vllm_backend.worker_side.AdapterWorker",
     }
 
 

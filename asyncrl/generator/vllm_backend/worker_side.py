@@ -13,8 +13,8 @@ takes its place and returns each step's. vLLM's first model runner, used on CPUs
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, wraps
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from vllm.config import set_current_vllm_config
+from vllm.distributed.aux_output_connector import worker as aux_output_worker
 from vllm.distributed.aux_output_connector.connector import AuxRequestOutput
-from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
 from vllm.distributed.parallel_state import get_tp_group
-from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
 from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
@@ -44,65 +44,94 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from asyncrl.generator.vllm_backend.shared_weights import Bucket, Entry, map_file, view_of
+from asyncrl.generator.vllm_backend.patches import prepare_worker
+from asyncrl.generator.vllm_backend.shared_weights import Bucket, map_file, view_of
+from asyncrl.util.processes import peak_memory_bytes
+
+if TYPE_CHECKING or not current_platform.is_cpu():
+    from vllm.v1.worker.gpu_worker import Worker
+else:
+    from vllm.v1.worker.cpu_worker import CPUWorker as Worker
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
-
-STAGING: dict[str, Iterator[tuple[str, Tensor]]] = {}
-"""Weights to load, in Hugging Face checkpoint names, under the key that `update_weights` receives."""
-
+Weights = Iterable[tuple[str, Tensor]]
 
 PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 """vLLM's methods for layers with unquantized weights."""
+ADAPTER_ID = 1
+"""Another id for each version would evict the one in use."""
+PREFIX = "base_model.model."
+"""peft's prefix of names, which vLLM expects."""
 
 
-@dataclass
-class StagedInitInfo(WeightTransferInitInfo):
-    """Empty: there is nothing to connect to."""
+class EngineWorker(Worker):
+    """vLLM's worker, with methods that the generator calls by `Workers.rpc`.
 
-
-@dataclass
-class StagedUpdateInfo(WeightTransferUpdateInfo):
-    """Names the weights of an update, or of a part of it."""
-
-    key: str = ""
-    """Key in `STAGING`; empty for shared memory."""
-    path: str = ""
-    num_bytes: int = 0
-    entries: Sequence[Entry] = field(default_factory=list)
-    """The file of the shared memory, its size, and where in it the tensors are."""
-    first_row: int | None = None
-    """Row of the vocabulary at which the only tensor begins; None for complete tensors."""
-
-
-class StagedTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpdateInfo]):
-    """Copies staged tensors into the model through its own loader: directly into the parameters where the model still
-    has them, else by vLLM's layer-wise reload, which rebuilds the packed or absorbed weights."""
-
-    init_info_cls = StagedInitInfo
-    update_info_cls = StagedUpdateInfo
+    Weights are copied into the model through its own loader: directly into the parameters where the model still has
+    them, else by vLLM's layer-wise reload, which rebuilds the packed or absorbed weights.
+    """
 
     _checked = False
     """True once a first update has set every parameter of the model."""
 
-    @cached_property
-    def _mapped(self) -> dict[str, Tensor]:
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        prepare_worker(vllm_config)
+        if vllm_config.aux_output_config.enable_return_routed_experts:
+            aux_output_worker.AuxOutputWorkerConnector = StepRouting  # type: ignore[assignment, misc]
+        super().__init__(vllm_config, *args, **kwargs)
+        self._mapped: dict[str, Tensor] = {}
         """The buckets of shared memory, by their files."""
-        return {}
+        self._adapter: dict[str, Tensor] = {}
+        """The matrices of an adapter that were shared so far."""
+
+    def return_routing(self) -> None:
+        """Makes vLLM's first model runner return the experts of every step."""
+        runner: Any = self.model_runner
+        routing: Any = aux_output_worker.get_aux_output_connector(
+            runner.get_model(), self.vllm_config, runner.kv_cache_config
+        )
+        sample = runner.sample_tokens
+
+        @wraps(sample)
+        def sample_and_return(grammar_output: object) -> Any:
+            state, batch = runner.execute_model_state, runner.input_batch
+            if state is None:
+                return sample(grammar_output)
+            lengths = [state.scheduler_output.num_scheduled_tokens[request] for request in batch.req_ids]
+            as_on_gpu = SimpleNamespace(
+                req_ids=batch.req_ids,
+                query_start_loc_np=np.cumsum([0, *lengths]),
+                num_computed_tokens_np=batch.num_computed_tokens_cpu[: len(lengths)],
+            )
+            taken = routing.prepare_output(as_on_gpu)
+            output = sample(grammar_output)
+            if taken is not None:
+                taken.enqueue_cpu_copy(None, None)
+                result = getattr(output, "_model_runner_output", output)  # with a batch in flight the output is wrapped
+                result.aux_output_connector_output = taken.process_output()
+            return output
+
+        runner.sample_tokens = sample_and_return
+
+    def peak_memory_bytes(self) -> int:
+        """Returns the most memory that this process has used."""
+        return peak_memory_bytes()
 
     @cached_property
     def _in_place(self) -> bool:
-        return keeps_its_parameters(self.model)
+        return keeps_its_parameters(self.get_model())
 
     @cached_property
     def _packed(self) -> list[Any]:
         """Layers that compute with a packed copy of their weights; only on a CPU."""
         if not current_platform.is_cpu():
             return []
-        layers = [layer for layer in self.model.modules() if isinstance(layer, LinearBase | VocabParallelEmbedding)]
+        layers = [
+            layer for layer in self.get_model().modules() if isinstance(layer, LinearBase | VocabParallelEmbedding)
+        ]
         layers = [layer for layer in layers if type(layer.quant_method) in PLAIN]
         if any(isinstance(layer, ParallelLMHead) for layer in layers):
             # Only a head multiplies by its weights; without a separate head the embedding is the head.
@@ -110,167 +139,97 @@ class StagedTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpdateInfo
         return layers
 
     @cached_property
-    def _packed_experts(self) -> list[UnquantizedFusedMoEMethod]:
-        """Methods of the expert layers, which compute with packed weights; only on a CPU."""
-        if not current_platform.is_cpu():
-            return []
-        methods = [getattr(layer, "quant_method", None) for layer in self.model.modules()]
-        return [method for method in methods if isinstance(method, UnquantizedFusedMoEMethod)]
+    def _vocabulary(self) -> dict[str, VocabParallelEmbedding]:
+        """The embedding and the head, by the names of their weights, if these can be loaded in parts."""
+        layers = self.get_model().named_modules()
+        return {
+            f"{name}.weight": layer
+            for name, layer in layers
+            if isinstance(layer, VocabParallelEmbedding) and type(layer.quant_method) in PLAIN
+        }
 
-    def init_transfer_engine(self, init_info: StagedInitInfo) -> None:
-        """Does nothing: there is nothing to connect to."""
+    def loading(self) -> tuple[bool, list[str]]:
+        """Returns whether new weights are copied into the parameters of the model, and which can be loaded in parts."""
+        return self._in_place, list(self._vocabulary)
 
-    def start_weight_update(self) -> None:
+    def begin_weights(self) -> None:
         """Prepares the model for new weights."""
+        model = self.get_model()
         computed_with = self._names()  # tied parameters once
         if not self._in_place:
-            initialize_layerwise_reload(self.model)
-            for experts in self._packed_experts:
-                experts.moe_kernel = None  # otherwise vLLM does not pack the reloaded weights
+            with set_current_vllm_config(self.vllm_config):
+                initialize_layerwise_reload(model)
+            if current_platform.is_cpu():
+                for layer in model.modules():
+                    if isinstance(experts := getattr(layer, "quant_method", None), UnquantizedFusedMoEMethod):
+                        experts.moe_kernel = None  # otherwise vLLM does not pack the reloaded weights
         self._to_load = self._names() & computed_with
         self._loaded: set[str] | None = set()
 
     def _names(self) -> set[str]:
-        return set() if self._checked else {name for name, _ in self.model.named_parameters()}
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Loads the weights of an update, or of a part of it. In the generator's own process the copies may end after
-        the return: batches follow on the same stream, and the staging memory is released by an event after them. A
-        worker waits for its copies, since the generator overwrites the shared memory."""
-        info = self.parse_update_info(update_info)
-        self.receive_weights(info)
-        if not info.key:
-            torch.accelerator.synchronize()
+        return set() if self._checked else {name for name, _ in self.get_model().named_parameters()}
 
     @torch.no_grad()
-    def receive_weights(self, update_info: StagedUpdateInfo) -> None:
-        """Loads the weights of an update, or of a part of it."""
-        if update_info.first_row is None:
-            model: Any = self.model
-            loaded: set[str] | None = model.load_weights(self._weights(update_info))
-        else:
-            ((name, rows),) = self._weights(update_info)
-            load_rows(self._vocabulary[name], rows, update_info.first_row)
-            loaded = {name}
+    def load_weights(self, source: Weights | Bucket, first_row: int | None = None) -> None:
+        """Loads some of the weights, or the rows of one from `first_row` on. In the generator's own process the copies
+        may end after the return: batches follow on the same stream, and the staging memory is released by an event
+        after them. A worker waits for its copies, since the generator overwrites the shared memory."""
+        tensors = self._shared(source) if isinstance(source, Bucket) else source
+        with set_current_vllm_config(self.vllm_config):
+            if first_row is None:
+                loaded: set[str] | None = self.get_model().load_weights(tensors)  # type: ignore[operator, assignment]
+            else:
+                ((name, rows),) = tensors
+                load_rows(self._vocabulary[name], rows, first_row)
+                loaded = {name}
         if not self._checked:
             self._loaded = None if loaded is None or self._loaded is None else self._loaded | loaded
+        if isinstance(source, Bucket):
+            torch.accelerator.synchronize()
 
-    @cached_property
-    def _vocabulary(self) -> dict[str, VocabParallelEmbedding]:
-        return dict(vocabulary_of(self.model))
-
-    def _weights(self, info: StagedUpdateInfo) -> Iterator[tuple[str, Tensor]]:
-        if info.key:
-            yield from STAGING[info.key]
-            return
-        memory = self._mapped.get(info.path)
-        if memory is None or memory.numel() != info.num_bytes:
-            memory = self._mapped[info.path] = map_file(info.path, info.num_bytes)
-        for entry in info.entries:
+    def _shared(self, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
+        memory = self._mapped.get(bucket.path)
+        if memory is None or memory.numel() != bucket.num_bytes:
+            memory = self._mapped[bucket.path] = map_file(bucket.path, bucket.num_bytes)
+        for entry in bucket.entries:
             tensor = view_of(memory, entry)
             # A reload holds the tensors of a layer until they are complete; a later bucket overwrites this one.
             yield entry[0], tensor if self._in_place else tensor.clone()
 
-    def finish_weight_update(self) -> None:
+    def end_weights(self) -> None:
         """Packs the new weights again where the model computes with packed copies. Raises ValueError when the first
         update leaves a parameter of the model unset."""
-        if not self._checked:
-            self._check_complete()
-        if self._in_place:
-            self._pack(self._packed)
-        else:
-            finalize_layerwise_reload(self.model, self.model_config)
-            self._pack(self._tied_heads())
-
-    def _check_complete(self) -> None:
-        left = sorted(self._to_load - self._loaded) if self._loaded is not None else []
+        left = sorted(self._to_load - self._loaded) if not self._checked and self._loaded is not None else []
         if left:
             raise ValueError(f"nothing was loaded into {left[0]}" + (f" and {len(left) - 1} more" if left[1:] else ""))
         self._checked = True
+        if self._in_place:
+            packed = self._packed
+        else:
+            with set_current_vllm_config(self.vllm_config):
+                finalize_layerwise_reload(self.get_model(), self.model_config)
+            packed = self._tied_heads()
+        for layer in packed:
+            layer.cpu_linear = None  # frees the old copy before there is a new one
+            layer.quant_method.process_weights_after_loading(layer)
 
     def _tied_heads(self) -> list[Any]:
         """Packed heads that share the weights of their embedding; a reload does not pack them."""
-        layers = [layer for layer in self.model.modules() if isinstance(layer, VocabParallelEmbedding)]
+        layers = [layer for layer in self.get_model().modules() if isinstance(layer, VocabParallelEmbedding)]
         embeddings = {id(layer.weight) for layer in layers if not isinstance(layer, ParallelLMHead)}
         heads = [layer for layer in self._packed if isinstance(layer, ParallelLMHead)]
         return [head for head in heads if id(head.weight) in embeddings]
 
-    def _pack(self, layers: list[Any]) -> None:
-        for layer in layers:
-            layer.cpu_linear = None  # frees the old copy before there is a new one
-            layer.quant_method.process_weights_after_loading(layer)
-
-    def shutdown(self) -> None:
-        """Does nothing: no resource is held."""
-
-
-def vocabulary_of(model: torch.nn.Module) -> Iterator[tuple[str, VocabParallelEmbedding]]:
-    """Yields the embedding and the head, by the names of their weights, if these can be loaded in parts."""
-    for name, layer in model.named_modules():
-        if isinstance(layer, VocabParallelEmbedding) and type(layer.quant_method) in PLAIN:
-            yield f"{name}.weight", layer
-
-
-def load_rows(layer: VocabParallelEmbedding, rows: Tensor, first_row: int) -> None:
-    """Copies those rows that the process has; vLLM's own loader wants all of them at once."""
-    own_first, own_end = layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index
-    begin, end = max(first_row, own_first), min(first_row + len(rows), own_end)
-    if begin < end:
-        weight: Tensor = layer.weight  # type: ignore[assignment]
-        weight.data[begin - own_first : end - own_first].copy_(rows[begin - first_row : end - first_row])
-
-
-def loading_of(worker: Any) -> tuple[bool, list[str]]:
-    """Returns whether new weights are copied into the parameters of a worker's model, and which can be loaded in
-    parts."""
-    model = worker.get_model()
-    return keeps_its_parameters(model), [name for name, _ in vocabulary_of(model)]
-
-
-def keeps_its_parameters(model: torch.nn.Module) -> bool:
-    """True if the model still has the parameters that a checkpoint is loaded into, and computes with those or with a
-    packed copy: they were not quantized, reordered, absorbed into others or dropped."""
-    for layer in model.modules():
-        method = getattr(layer, "quant_method", None)
-        if isinstance(method, QuantizeMethodBase):
-            if type(method) not in PLAIN or _is_changed(layer):
-                return False
-        elif is_deferred_attention_layer(layer) and not isinstance(layer, Attention):
-            return False
-    return True
-
-
-def _is_changed(layer: Any) -> bool:
-    """True if, on a CPU, the layer's weights were dropped, or are no plain matrix and may have been reordered."""
-    return current_platform.is_cpu() and (layer.weight.ndim != 2 or not layer.weight.numel())
-
-
-ADAPTER_ID = 1
-"""Another id for each version would evict the one in use."""
-
-
-PREFIX = "base_model.model."
-"""peft's prefix of names, which vLLM expects."""
-
-
-class AdapterWorker:
-    """Methods that vLLM adds to its workers (`worker_extension_cls`)."""
-
-    model_runner: Any
-    _adapter_parts: dict[str, Tensor]
-
-    def share_adapter(self, bucket: Mapping[str, Any]) -> None:
+    def share_adapter(self, bucket: Bucket) -> None:
         """Takes a bucket of matrices from memory that the generator shares."""
-        part = Bucket(**bucket)
-        memory = map_file(part.path, part.num_bytes)
-        parts: dict[str, Tensor] = getattr(self, "_adapter_parts", {})
-        self._adapter_parts = parts | {entry[0]: view_of(memory, entry).clone() for entry in part.entries}
+        memory = map_file(bucket.path, bucket.num_bytes)
+        self._adapter |= {entry[0]: view_of(memory, entry).clone() for entry in bucket.entries}
 
     def replace_adapter(self, settings: Mapping[str, Any], tensors: Sequence[tuple[str, Tensor]] | None) -> None:
         """Replaces the adapter, by default by the shared one. Raises ValueError if vLLM has no place for a matrix."""
         if tensors is None:
-            tensors, self._adapter_parts = list(self._adapter_parts.items()), {}
-        manager = self.model_runner.lora_manager
+            tensors, self._adapter = list(self._adapter.items()), {}
+        manager: Any = self.model_runner.lora_manager
         adapters, helper = manager._adapter_manager, PEFTHelper.from_dict(dict(settings))
         helper.validate_legal(manager.lora_config)
         mapper = getattr(adapters.model, "hf_to_vllm_mapper", None)
@@ -289,6 +248,33 @@ class AdapterWorker:
             if left := sorted(model.loras.keys() - adapters.modules.keys()):
                 raise ValueError(f"no layer of the engine takes the adapter of {left[0]}, of {len(left)} such layers")
             adapters.activate_adapter(ADAPTER_ID)
+
+
+def load_rows(layer: VocabParallelEmbedding, rows: Tensor, first_row: int) -> None:
+    """Copies those rows that the process has; vLLM's own loader wants all of them at once."""
+    own_first, own_end = layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index
+    begin, end = max(first_row, own_first), min(first_row + len(rows), own_end)
+    if begin < end:
+        weight: Tensor = layer.weight  # type: ignore[assignment]
+        weight.data[begin - own_first : end - own_first].copy_(rows[begin - first_row : end - first_row])
+
+
+def keeps_its_parameters(model: torch.nn.Module) -> bool:
+    """True if the model still has the parameters that a checkpoint is loaded into, and computes with those or with a
+    packed copy: they were not quantized, reordered, absorbed into others or dropped."""
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if isinstance(method, QuantizeMethodBase):
+            if type(method) not in PLAIN or _is_changed(layer):
+                return False
+        elif is_deferred_attention_layer(layer) and not isinstance(layer, Attention):
+            return False
+    return True
+
+
+def _is_changed(layer: Any) -> bool:
+    """True if, on a CPU, the layer's weights were dropped, or are no plain matrix and may have been reordered."""
+    return current_platform.is_cpu() and (layer.weight.ndim != 2 or not layer.weight.numel())
 
 
 @dataclass
@@ -343,31 +329,3 @@ class StepRouting:
 
     def close(self) -> None:
         """Does nothing."""
-
-
-def return_routing(worker: Any) -> None:
-    """Makes a worker with the first model runner return the experts of every step."""
-    runner = worker.model_runner
-    routing: Any = get_aux_output_connector(runner.get_model(), worker.vllm_config, runner.kv_cache_config)
-    sample = runner.sample_tokens
-
-    @wraps(sample)
-    def sample_and_return(grammar_output: object) -> Any:
-        state, batch = runner.execute_model_state, runner.input_batch
-        if state is None:
-            return sample(grammar_output)
-        lengths = [state.scheduler_output.num_scheduled_tokens[request] for request in batch.req_ids]
-        as_on_gpu = SimpleNamespace(
-            req_ids=batch.req_ids,
-            query_start_loc_np=np.cumsum([0, *lengths]),
-            num_computed_tokens_np=batch.num_computed_tokens_cpu[: len(lengths)],
-        )
-        taken = routing.prepare_output(as_on_gpu)
-        output = sample(grammar_output)
-        if taken is not None:
-            taken.enqueue_cpu_copy(None, None)
-            result = getattr(output, "_model_runner_output", output)  # with a batch in flight the output is wrapped
-            result.aux_output_connector_output = taken.process_output()
-        return output
-
-    runner.sample_tokens = sample_and_return

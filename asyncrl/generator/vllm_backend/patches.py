@@ -1,13 +1,8 @@
-"""The plug-in that vLLM calls at start-up, through the entry point group `vllm.general_plugins`.
-
-vLLM calls it in every process: the generator's and, with tensor parallelism, in each worker process, which
-runs no other code of asyncrl before the model is loaded.
-"""
+"""What asyncrl changes in vLLM that has no option."""
 
 from __future__ import annotations
 
 import inspect
-import multiprocessing
 import os
 import threading
 from contextlib import suppress
@@ -19,38 +14,29 @@ from asyncrl.util.processes import end_with_parent
 
 if TYPE_CHECKING:
     from torch.nn import Module
+    from vllm.config import VllmConfig
 
-GROUP = "vllm.general_plugins"
-NAME = "asyncrl"
-"""Name of the entry point, and of the weight transfer engine in `WeightTransferConfig`."""
-GENERATOR = "ASYNCRL_ENGINE_PID"
-"""Environment variable with the process that has an engine of asyncrl: the plug-in leaves other uses of vLLM alone."""
-ROUTING = "ASYNCRL_ENGINE_ROUTING"
-"""Environment variable that is there if this engine records the experts of tokens."""
 SHARED_MEMORY = Path("/dev/shm")
 
 
-def register() -> None:
-    """Registers the weight transfer engine with vLLM and, in a process of an engine of asyncrl, changes what vLLM has
-    no option for; idempotent."""
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-
-    if NAME not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(
-            NAME, "asyncrl.generator.vllm_backend.worker_side", "StagedTransferEngine"
-        )
-    generator = os.environ.get(GENERATOR)
-    if generator is None:
-        return
-    parent = multiprocessing.parent_process()
-    if parent is not None and str(parent.pid) == generator:
-        _become_worker(int(generator))
-    from vllm.platforms import current_platform
-
+def prepare_generator() -> None:
+    """Makes an engine in this process leave no names of files and of shared memory; idempotent."""
     _remove_queue_names()
     _remove_rendezvous_names()
-    if ROUTING in os.environ:
-        _return_routing()
+
+
+def prepare_worker(config: VllmConfig) -> None:
+    """Prepares a process that computes a part of the model: the generator's or, with tensor parallelism, a child of
+    it, which ends with it; idempotent."""
+    from vllm.platforms import current_platform
+
+    if config.parallel_config.world_size > 1:
+        from tqdm import tqdm
+
+        end_with_parent(os.getppid())
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the workers of an engine are on one machine
+        tqdm.set_lock(threading.RLock())  # by default it has a semaphore with a name, which a killed process leaves
+        _remove_queue_names()
     if current_platform.is_cpu():
         import torch
 
@@ -58,15 +44,6 @@ def register() -> None:
         _remove_communicator_names()
         # vLLM would still compile one line of its sampler: the C++ compiler runs for a minute where nothing is cached.
         torch.compiler.set_stance("force_eager")
-
-
-def _become_worker(generator: int) -> None:
-    """Makes this process a worker, which ends with the generator and leaves nothing."""
-    from tqdm import tqdm
-
-    end_with_parent(generator)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the workers of an engine are on one machine
-    tqdm.set_lock(threading.RLock())  # by default it has a semaphore with a name, which a killed process leaves
 
 
 def _keep_weights_beside_packed() -> None:
@@ -81,15 +58,6 @@ def _keep_weights_beside_packed() -> None:
         pack(layer, remove_weight=False)
 
     utils.dispatch_cpu_unquantized_gemm = pack_and_keep
-
-
-def _return_routing() -> None:
-    """Makes vLLM's model runner on a GPU return the experts of every step."""
-    from vllm.distributed.aux_output_connector import worker
-
-    from asyncrl.generator.vllm_backend.worker_side import StepRouting
-
-    worker.AuxOutputWorkerConnector = StepRouting  # type: ignore[assignment, misc]
 
 
 def _remove_queue_names() -> None:
