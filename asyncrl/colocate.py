@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import structlog
 
 from asyncrl.config.config import Config
-from asyncrl.errors import ConfigError, PeerTimeoutError
+from asyncrl.errors import PeerTimeoutError
 from asyncrl.util.locks import IN_USE, no_locks
 from asyncrl.util.processes import Stopwatch
 from asyncrl.wire.messages import Committed
@@ -273,11 +273,6 @@ class GeneratorTurn(NoLock):
 
     def __init__(self, config: Config, engine: Any, locks: Sequence[DeviceLock]) -> None:
         """The engine was built on the devices, which this generator still has."""
-        if not (hasattr(engine, "sleep") and hasattr(engine, "wake")):
-            raise ConfigError(
-                f"launch.colocate = {config.launch.colocate!r}: the engine {config.generator.engine!r} has no methods "
-                "`sleep` and `wake` (asyncrl/generator/engine.py); use launch.colocate=off"
-            )
         self._engine, self._locks = engine, locks
         self._batches = max(1, config.replay.max_staleness)
         # Without the base, adapters would have nothing to change.

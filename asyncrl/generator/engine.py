@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import importlib.util
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import structlog
@@ -34,9 +35,8 @@ from asyncrl.util.user_code import resolve_function
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from asyncrl.weights.layout import WeightPart
     from asyncrl.weights.receiver import BackgroundReceiver
-    from asyncrl.weights.staging import BucketRound, StagedWeights
+    from asyncrl.weights.staging import BucketLoader, BucketRound, StagedWeights
 
 log = structlog.get_logger()
 
@@ -93,60 +93,31 @@ class Completion:
         return len(self.tokens) if self.action_mask is None else int(self.action_mask.sum())
 
 
-class BucketLoader(Protocol):
-    """Loads a version part by part, in place of `Engine.swap`: `begin`, `load` once or more, `commit`. An update that
-    is not committed is followed by another `begin`."""
-
-    @property
-    def updating(self) -> bool:
-        """True if some weights may be of another version than others: from `begin` to `commit`. Then `Engine.step`
-        raises InvariantError, while requests in progress stay."""
-        ...
-
-    def takes_rows(self, name: str) -> bool:
-        """Returns True if `load` takes some rows of this parameter at a time."""
-        ...
-
-    def bucket_memory(self, num_bytes: int) -> Tensor | None:
-        """Returns host memory (uint8) from which `load` needs no further copy; None if it needs none from any."""
-        ...
-
-    def begin(self, version: int, shapes: Shapes) -> None:
-        """Begins an update of weights of these shapes. Raises RunError, and changes nothing, when they do not match the
-        model."""
-        ...
-
-    def load(self, parts: Sequence[WeightPart]) -> None:
-        """Loads some of the weights. On a GPU the copies may end after the return, in the order of the stream."""
-        ...
-
-    def commit(self, version: int) -> None:
-        """Ends the update, once all weights are loaded; then all is as after `Engine.swap`."""
-        ...
-
-
-class Engine(Protocol):
+class Engine(ABC):
     """Continuous batching with weights that change between two steps.
 
     It is made as `Class(config, seed=...)` in the generator's process, and used by one thread. Nothing is added before
-    the first `swap`.
+    the first version.
     """
 
-    @property
-    def version(self) -> int:
-        """Version of the loaded weights; NO_VERSION before the first `swap`."""
-        ...
+    loader: BucketLoader
+    """Loads a version part by part. Until it commits one, `step` raises InvariantError, and requests wait."""
+    window_tokens: int
+    """The longest sequence, of prompt and completion."""
 
-    @property
-    def window_tokens(self) -> int:
-        """The longest sequence, of prompt and completion."""
-        ...
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self.version = NO_VERSION
+        """Version of the loaded weights; NO_VERSION before the first one."""
+        self._requests: dict[str, Any] = {}
+        """Those in progress, by their keys."""
 
     @property
     def num_running(self) -> int:
         """Number of completions in progress."""
-        ...
+        return len(self._requests)
 
+    @abstractmethod
     def add(
         self,
         key: str,
@@ -164,80 +135,24 @@ class Engine(Protocol):
         that end it in addition to those of `generator.stop`. Cached keys and values are shared among requests of the
         same `salt`, by default the loaded version. With an environment the waiting completion of the lowest `priority`
         takes the next free place. Raises RunError when the prompt does not fit the window."""
-        ...
 
+    @abstractmethod
     def step(self) -> list[Completion]:
         """Runs one decoding step of all requests and returns the completions known to have ended."""
-        ...
 
+    @abstractmethod
     def num_generated(self, key: str) -> int:
-        """Tokens sampled so far for a running request."""
-        ...
+        """Tokens sampled so far for a running request, without one that is in flight."""
 
+    @abstractmethod
     def abort(self, keys: Iterable[str]) -> None:
         """Drops requests in progress."""
-        ...
 
     def swap(self, version: int, tensors: Sequence[tuple[str, Tensor]]) -> float:
         """Loads weights, named as in `TrainedModel.sent_shapes`, between two steps; returns the time it took in ms.
         Tokens that are sampled afterwards carry `version`. Requests in progress continue, with their keys and values
-        kept or recomputed (`weights.kv_cache`). Raises RunError, and changes nothing, when the weights do not match the
-        model."""
-        ...
-
-    @property
-    def loader(self) -> BucketLoader | None:
-        """Loads a version part by part (`weights.staging: buckets`); None if the engine only takes complete ones."""
-        ...
-
-    def use_own_weights(self, version: int) -> None:
-        """Uses the weights in `model.path` as `version`, instead of a first `swap`."""
-        ...
-
-    def sleep(self, level: int) -> None:
-        """Frees the device between two steps, with `launch.colocate`: at level 2 the cache and the weights are given
-        up, at level 1 the weights are kept. Requests in progress stay and lose no token. Until it wakes up, `add` and
-        `abort` work, and `step` must not be called."""
-        ...
-
-    def wake(self, part: Waking) -> None:
-        """Takes the device back: first the memory of the weights, which after level 2 a `swap` must fill, then that of
-        the cache, after which `step` computes the requests in progress again."""
-        ...
-
-    @property
-    def recomputed_tokens(self) -> int:
-        """Tokens of running requests whose keys and values were computed more than once, since the start: after a
-        `swap` that does not keep them, after a wake-up, and where other requests needed their place in the cache."""
-        ...
-
-    def peak_memory_bytes(self) -> int:
-        """Returns the most memory that this process has used, and that processes of the engine have, in addition."""
-        ...
-
-    def close(self) -> None:
-        """Aborts all requests and frees the engine's memory."""
-        ...
-
-
-class PartLoadingEngine:
-    """The versions and requests of an engine that loads every version by a `BucketLoader`."""
-
-    loader: BucketLoader
-    window_tokens: int
-
-    def __init__(self, config: Config) -> None:
-        self._config = config
-        self.version = NO_VERSION
-        self._requests: dict[str, Any] = {}
-
-    @property
-    def num_running(self) -> int:
-        return len(self._requests)
-
-    def swap(self, version: int, tensors: Sequence[tuple[str, Tensor]]) -> float:
-        """Loads a version, as in `Engine.swap`. On a GPU the copies may end after the return, in the order of the
-        calling thread's stream."""
+        kept or recomputed (`weights.kv_cache`). On a GPU the copies may end after the return, in the order of the
+        calling thread's stream. Raises RunError, and changes nothing, when the weights do not match the model."""
         from asyncrl.weights.layout import WeightPart
 
         started_s = time.perf_counter()
@@ -247,12 +162,38 @@ class PartLoadingEngine:
         return (time.perf_counter() - started_s) * 1e3
 
     def use_own_weights(self, version: int) -> None:
+        """Uses the weights in `model.path` as `version`, instead of a first `swap`."""
         if self.version != NO_VERSION:
             raise InvariantError(f"engine: version {self.version} is loaded already, over the model's own weights")
         self._set_version(version)
 
     def _set_version(self, version: int) -> None:
         self.version = version
+
+    @abstractmethod
+    def sleep(self, level: int) -> None:
+        """Frees the device between two steps, with `launch.colocate`: at level 2 the cache and the weights are given
+        up, at level 1 the weights are kept. Requests in progress stay and lose no token. Until it wakes up, `add` and
+        `abort` work, and `step` must not be called."""
+
+    @abstractmethod
+    def wake(self, part: Waking) -> None:
+        """Takes the device back: first the memory of the weights, which after level 2 a `swap` must fill, then that of
+        the cache, after which `step` computes the requests in progress again."""
+
+    @property
+    @abstractmethod
+    def recomputed_tokens(self) -> int:
+        """Tokens of running requests whose keys and values were computed more than once, since the start: after a
+        `swap` that does not keep them, after a wake-up, and where other requests needed their place in the cache."""
+
+    @abstractmethod
+    def peak_memory_bytes(self) -> int:
+        """Returns the most memory that this process has used, and that processes of the engine have, in addition."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Aborts all requests and frees the engine's memory."""
 
     def _check_step(self) -> None:
         """Raises InvariantError between two versions."""
@@ -284,7 +225,7 @@ def check_installed(config: Config) -> None:
 def make_engine(config: Config, *, seed: int) -> Engine:
     """Returns the engine of `generator.engine`. Raises ConfigError if it cannot be imported."""
     check_installed(config)
-    return cast(Engine, resolve_function(KEY, config.generator.engine, ENGINES)(config, seed=seed))
+    return resolve_function(KEY, config.generator.engine, ENGINES)(config, seed=seed)
 
 
 def check_fit(version: int, sent: Shapes, known: Shapes, path: str) -> None:
@@ -362,7 +303,7 @@ class WeightSwaps:
         while True:
             current, loader = self._receiver.round(), self._engine.loader
             current = None if current is self._loaded else current
-            if loader is None or (current is None and not loader.updating):
+            if current is None and not loader.updating:
                 return None
             staged = None if current is None else self._take_part(current, loader)
             if staged is not None:

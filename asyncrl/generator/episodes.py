@@ -30,8 +30,6 @@ log = structlog.get_logger()
 
 SLOW_WAIT_S = 0.1
 """A turn after which the generator waits longer for the environment counts as slow."""
-MEAN_POLLS = 8
-"""Polls over which first turns are averaged."""
 MAX_HOST_LOSSES = 3
 """Tries of an episode whose host died that do not count as retries."""
 RETRIES, RETRY_PAUSE_S = 1, 1.0
@@ -157,8 +155,6 @@ class Episodes:
         self._config = config
         self._pool, self._engine = pool, engine
         self._live: dict[str, _Episode] = {}
-        self._arrivals = 0.0
-        """Running mean of the first turns that arrive at a poll."""
         self._turns: dict[str, tuple[str, int]] = {}
         """The episode and the branch of each turn in the engine, by the engine's key of the turn."""
         self._retries: list[tuple[float, str]] = []
@@ -166,9 +162,8 @@ class Episodes:
 
     @property
     def num_starting(self) -> int:
-        """Episodes whose first turn has not arrived in the engine, without those that usually arrive at a poll: as many
-        places become free until they do. Negative if fewer are on their way."""
-        return sum(not episode.num_turns for episode in self._live.values()) - round(self._arrivals)
+        """Episodes whose first turn has not arrived in the engine."""
+        return sum(not episode.num_turns for episode in self._live.values())
 
     @property
     def num_live(self) -> int:
@@ -214,7 +209,6 @@ class Episodes:
         """Adds the next turns to the engine, and returns the rows of the members that are complete: one for each
         sequence of tokens; a conversation that was rewritten has several."""
         ended: list[list[Completion]] = []
-        arrived, idle = 0, not self._engine.num_running
         self._start_retries()
         for reply, observation in self._pool.poll():
             if reply.episode not in self._live:
@@ -222,12 +216,9 @@ class Episodes:
             episode = self._live[reply.episode]
             episode.answered()
             if isinstance(reply, NextTurn):
-                arrived += not episode.num_turns
                 self._add(episode, reply, observation.tolist())
             elif not self._tried_again(episode, reply):
                 ended.append(self._end(episode, reply))
-        if arrived or not idle:
-            self._arrivals += (arrived - self._arrivals) / MEAN_POLLS
         return ended
 
     def drop(self, keys: Iterable[str]) -> None:

@@ -149,7 +149,7 @@ class GeneratorLoop:
         busy = self.engine.num_running > 0 and not self.turn.asleep
         self._watch.switch("syncing")
         self._swap_staged()
-        if self.engine.loader is not None and self.engine.loader.updating:
+        if self.engine.loader.updating:
             return  # the run is over
         episodes = self.groups.episodes
         in_environments = episodes is not None and episodes.num_live > 0
@@ -372,7 +372,7 @@ class GroupRunner:
 
     @property
     def num_occupied(self) -> int:
-        """Number of sequences in the engine, and of episodes that will need a place beyond those that become free."""
+        """Number of sequences in the engine, and of episodes that will need a place in it."""
         return self._engine.num_running + (0 if self.episodes is None else self.episodes.num_starting)
 
     @property

@@ -68,12 +68,7 @@ def run_generator(
         engine = make_engine(config, seed=engine_seed(config.seed, index, start))
         stack.callback(engine.close)
         turn = GeneratorTurn(config, engine, locks) if locks else None
-        if (by_buckets := config.weights.staging == "buckets") and engine.loader is None:
-            raise ConfigError(
-                f"weights.staging = 'buckets': the engine {config.generator.engine!r} has no `loader` "
-                "(asyncrl/generator/engine.py); use weights.staging=whole"
-            )
-        receiver.engine_is_up(engine.loader if by_buckets else None)
+        receiver.engine_is_up(engine.loader if config.weights.staging == "buckets" else None)
         log.info("engine is up", generator=index, doing="joining the run")
         environments = None
         if config.environment.name is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -104,14 +104,34 @@ class Staging:
 
 
 class BucketLoader(Protocol):
-    """The facts that a receiver needs about an engine that loads versions bucket by bucket."""
+    """Loads a version into an engine part by part: `begin`, `load` once or more, `commit`. An update that is not
+    committed is followed by another `begin`."""
+
+    @property
+    def updating(self) -> bool:
+        """True if some weights may be of another version than others: from `begin` to `commit`."""
+        ...
 
     def takes_rows(self, name: str) -> bool:
-        """True if the engine loads some rows of this parameter at a time."""
+        """Returns True if `load` takes some rows of this parameter at a time."""
         ...
 
     def bucket_memory(self, num_bytes: int) -> Tensor | None:
-        """Returns host memory (uint8) that all processes of the engine have; None if it has no other process."""
+        """Returns host memory (uint8) from which `load` needs no further copy, since all processes of the engine have
+        it; None if it has no other process."""
+        ...
+
+    def begin(self, version: int, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Begins an update of weights of these shapes. Raises RunError, and changes nothing, when they do not match the
+        model."""
+        ...
+
+    def load(self, parts: Sequence[WeightPart]) -> None:
+        """Loads some of the weights. On a GPU the copies may end after the return, in the order of the stream."""
+        ...
+
+    def commit(self, version: int) -> None:
+        """Ends the update, once all weights are loaded."""
         ...
 
 

@@ -12,9 +12,8 @@ from generator_model import kept_cache_logprobs, reference_logprobs, run_all, sw
 from transformers import Qwen2ForCausalLM
 
 from asyncrl.errors import ConfigError
-from asyncrl.generator.engine import Completion, Sampling
+from asyncrl.generator.engine import Completion
 from asyncrl.generator.vllm_backend.engine import VllmEngine
-from asyncrl.util.model_files import load_decoder
 
 TOLERANCE = 1e-4
 DIFFERENT = 1e-2
@@ -23,8 +22,6 @@ EngineMaker = Callable[..., VllmEngine]
 Policies = list[Qwen2ForCausalLM]
 
 
-PROMPTS = {str(i): [3 + (7 * i + 5 * j) % 60 for j in range(4 + i)] for i in range(8)}
-DETERMINISTIC = {"deterministic": True, "replay__max_staleness": 0}
 IN_FLIGHT = pytest.mark.parametrize("ahead", [False, True], ids=["one at a time", "a batch in flight"])
 
 
@@ -140,56 +137,3 @@ def test_engine_options_reach_the_engine(make_engine: EngineMaker) -> None:
     assert recomputing(make_engine)._engine.vllm_config.scheduler_config.max_num_batched_tokens == 256
     with pytest.raises(ConfigError, match=r"generator.engine_options = \{'block_size': -1\}: vLLM refuses: "):
         make_engine(generator__engine_options={"block_size": -1})
-
-
-def complete_with(engine: VllmEngine, policy: Qwen2ForCausalLM, kind: Sampling = "training") -> dict[str, Completion]:
-    engine.swap(engine.version + 1, weights_of(policy))
-    seeded = engine._config.deterministic
-    for key, prompt in PROMPTS.items():
-        engine.add(key, prompt, kind=kind, seed=100 + int(key) if seeded else None)
-    return run_all(engine)
-
-
-def test_a_stop_text_ends_a_completion_at_the_token_that_completes_it(
-    make_engine: EngineMaker, policies: Policies, model_path: str
-) -> None:
-    decoder = load_decoder(model_path)
-
-    def decode(tokens: list[int]) -> str:
-        return decoder([tokens], special_tokens=True)[0]
-
-    free = complete_with(make_engine(**DETERMINISTIC), policies[0])
-    stop = [decode(completion.tokens[2:4]) for completion in free.values() if len(completion.tokens) > 4]
-    assert len(stop) > 4 and all(len(text) == 3 for text in stop)  # two characters with a space between
-    engine = make_engine(**DETERMINISTIC, generator__stop=stop)
-    for kind in ("training", "evaluation"):
-        for key, completion in complete_with(engine, policies[0], kind).items():
-            tokens = free[key].tokens
-            ends = [n for n in range(1, len(tokens) + 1) if any(text in decode(tokens[:n]) for text in stop)]
-            length = min([*ends, len(tokens)])
-            assert completion.tokens == tokens[:length]
-            assert completion.logprobs.tobytes() == free[key].logprobs[:length].tobytes()
-            assert np.all(completion.versions == engine.version) and len(completion.versions) == length
-            assert completion.status == ("completed" if ends else free[key].status)
-    assert engine.num_running == 0
-
-
-def test_a_text_of_one_request_ends_this_request_only(
-    make_engine: EngineMaker, policies: Policies, model_path: str
-) -> None:
-    free = complete_with(make_engine(**DETERMINISTIC), policies[0])
-    key = next(key for key, completion in free.items() if len(completion.tokens) > 4)
-    text = load_decoder(model_path)([free[key].tokens[2:4]])[0]
-    engine = make_engine(**DETERMINISTIC)
-    engine.swap(0, weights_of(policies[0]))
-    for name, stop in (("with", [text]), ("without", [])):
-        engine.add(name, PROMPTS[key], seed=100 + int(key), stop=stop)
-    ended = run_all(engine)
-    assert ended["with"].tokens == free[key].tokens[:4] and ended["with"].status == "completed"
-    assert ended["without"].tokens == free[key].tokens
-
-
-def test_a_special_token_is_a_stop_text(make_engine: EngineMaker, policies: Policies) -> None:
-    engine = make_engine(**DETERMINISTIC, generator__stop="<pad>", generator__max_new_tokens=200)
-    ended = [completion.tokens[-1] for completion in complete_with(engine, policies[0]).values()]
-    assert 0 in ended

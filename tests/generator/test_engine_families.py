@@ -13,23 +13,14 @@ from transformers import AutoModelForCausalLM
 from asyncrl.errors import ConfigError
 from asyncrl.generator.vllm_backend.engine import VllmEngine
 from asyncrl.generator.vllm_backend.weights import SentWeights
-from asyncrl.learner.batch import make_batch
-from asyncrl.learner.model.loading import load_policy_model
-from asyncrl.learner.model.policy import PolicyNetwork
-from asyncrl.types import Group
 from benchmarks.families import (
-    PROMPTS,
     compare,
-    complete,
-    differences,
-    family_config,
     sample_apart,
     save_family,
-    trajectory,
 )
 
 OFTEN = ["gemma3_text", "mixtral"]
-SELDOM = ["llama", "mistral", "qwen2", "qwen3", "phi3", "qwen3_moe", "qwen2_moe", "opt"]
+SELDOM = ["phi3", "qwen2_moe", "opt"]
 
 
 @pytest.mark.parametrize("name", OFTEN)
@@ -53,31 +44,6 @@ def test_they_agree_in_bfloat16_within_the_rounding_of_the_format(name: str, tmp
 def test_families_that_the_engine_runs_by_classes_of_transformers_agree(tmp_path: Path) -> None:
     found = compare(save_family("phi", tmp_path), "float32", sample_apart)
     assert found.start < 1e-4 and found.swapped < 1e-4
-
-
-@pytest.mark.parametrize("name", [pytest.param("mixtral", marks=pytest.mark.slow), "qwen3_moe"])
-def test_the_engine_has_the_experts_of_every_step_of_a_training(name: str, tmp_path: Path) -> None:
-    """Every version is compared by the log-probs of tokens that the engine sampled with it."""
-    config = family_config(save_family(name, tmp_path), "float32")
-    network = PolicyNetwork(config, load_policy_model(config, str(tmp_path)))
-    optimizer = torch.optim.AdamW(network.model.parameters(), lr=1e-2)
-    engine = VllmEngine(config, seed=1, sent=SentWeights(config))
-    changed: list[float] = []
-    try:
-        for version in range(21):
-            engine.swap(version, [(name, weight.data) for name, weight in network.model.named_parameters()])
-            completions = complete(engine)
-            assert differences(completions, network).abs().max() < 1e-4, version
-            optimizer.zero_grad()
-            trajectories = [trajectory(prompt, one) for prompt, one in zip(PROMPTS, completions, strict=True)]
-            (micro,) = make_batch([Group(0, 0, 0, 0, "", 0, 0, trajectories)], tokens_per_microbatch=9999).micro_batches
-            before = network(micro)[0]
-            before.mean().backward()
-            optimizer.step()
-            changed.append(float((network(micro)[0] - before).detach().abs().max()))
-    finally:
-        engine.close()
-    assert min(changed) > 1e-2, "the weights did not change enough to be seen"
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_neox", "llama"])

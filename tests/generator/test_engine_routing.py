@@ -226,17 +226,6 @@ def test_replay_helps_when_the_learners_routers_have_moved(
 
 
 @pytest.mark.slow
-def test_two_workers_return_the_experts_once(make: Engines, tmp_path: Path) -> None:
-    folder = save_family("mixtral", tmp_path)
-    policy: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
-    engine = make(folder, generator__tensor_parallel=2)
-    engine.swap(0, weights_of(policy))
-    for key, prompt in PROMPTS.items():
-        engine.add(key, prompt)
-    check_all(policy, run_all(engine), PROMPTS)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixtral", "olmoe", "qwen2_moe"])
 def test_prompts_are_not_cached_where_that_is_off(
     make: Engines, name: str, tmp_path: Path, fills: list[int], monkeypatch: pytest.MonkeyPatch

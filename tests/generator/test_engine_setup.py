@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,14 +20,6 @@ from asyncrl.generator.vllm_backend.engine import VllmEngine
 from asyncrl.launch.memory import ENGINE_STEP_TOKENS
 
 EngineMaker = Callable[..., VllmEngine]
-
-
-def test_a_step_has_the_tokens_of_llm(make_engine: EngineMaker) -> None:
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.usage.usage_lib import UsageContext
-
-    scheduler = make_engine(generator__max_running_groups=64)._engine.vllm_config.scheduler_config
-    assert scheduler.max_num_batched_tokens == EngineArgs.get_batch_defaults(1)[0][UsageContext.LLM_CLASS] == 4096
 
 
 def test_memory_is_counted_for_the_largest_default_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,18 +40,6 @@ def test_memory_is_counted_for_the_largest_default_of_a_step(monkeypatch: pytest
     assert max(default(*card) for card in cards) == ENGINE_STEP_TOKENS
 
 
-@pytest.fixture
-def deterministic(model_path: str) -> Iterator[VllmEngine]:
-    engine = VllmEngine(small_config(model_path, deterministic=True, replay__max_staleness=0), seed=1)
-    yield engine
-    engine.close()
-
-
-def test_a_deterministic_engine_neither_schedules_ahead_nor_shares_prompts(deterministic: VllmEngine) -> None:
-    assert deterministic._engine.vllm_config.scheduler_config.async_scheduling is False
-    assert not deterministic.prefix_caching
-
-
 @pytest.mark.parametrize(
     ("parallel", "sizes", "rule"),
     [
@@ -78,16 +58,6 @@ def test_sizes_that_cannot_be_divided_are_named(
     config = small_config(str(tmp_path), generator__tensor_parallel=parallel)
     with pytest.raises(ConfigError, match=f"generator.tensor_parallel = 4: .*{rule}") if rule else nullcontext():
         vllm_setup.check_tensor_parallel(config)
-
-
-def test_a_device_without_batches_in_flight_is_named(model_path: str) -> None:
-    options = {"async_scheduling": True}
-    with capture_logs() as logs:
-        engine = VllmEngine(small_config(model_path, generator__engine_options=options), seed=1)
-    engine.close()
-    assert "vLLM schedules no batch ahead on this device" in [event["event"] for event in logs]
-    arguments = vllm_setup._arguments(small_config(model_path), 1, on_gpu=True)
-    assert "async_scheduling" not in arguments  # vLLM's own default for the device
 
 
 @pytest.mark.parametrize("on_gpu", [True, False])

@@ -20,7 +20,7 @@ from transformers import Qwen2ForCausalLM
 
 from asyncrl.generator import episodes
 from asyncrl.generator.engine import Engine
-from asyncrl.generator.loop import Evaluator, GeneratorLoop, GroupInProgress
+from asyncrl.generator.loop import Evaluator, GeneratorLoop
 from asyncrl.replay.codec import pack_group
 from asyncrl.replay.live_group import refund_reason
 from asyncrl.types import Group, Prompt
@@ -271,30 +271,6 @@ def test_slots_are_free_while_episodes_wait_for_their_environment(
         assert loop.engine.num_running == 0 and len(pool.said_tokens) == live, limit
         loop.release()
         assert len(pool.dropped) == live
-
-
-def test_places_are_filled_ahead_with_the_episodes_that_usually_arrive(model_path: str) -> None:
-    pool, engine = FakePool(delay=1), SimpleNamespace(num_running=4, add=lambda *_, **__: None)
-    running = episodes.Episodes(small_config(model_path), pool, engine)  # type: ignore[arg-type]
-    numbers = count()
-
-    def start() -> None:
-        group = GroupInProgress(lease(next(numbers)), 8, 0, 0.0)
-        for index in range(group.size):
-            running.start(group, index, f"{group.name}.{index}")
-
-    start()
-    assert running.num_starting == 8, "nothing has arrived so far"
-    for _ in range(60):
-        running.poll()
-        start()
-    assert running.num_starting == 8, "16 are on their way, of which 8 arrive at each poll"
-    running.poll()
-    running.poll()
-    assert running.num_starting == -8, "places for 8 more"
-    for _ in range(60):
-        running.poll()
-    assert running.num_starting == 0
 
 
 def test_an_evaluation_keeps_to_the_limit_of_episodes(

@@ -269,12 +269,6 @@ def test_a_generator_that_leaves_finishes_what_it_has_time_for(
     assert engine.num_running == 0
 
 
-def test_a_generator_that_has_no_weights_leaves_at_once(engine: Engine, model_path: str) -> None:
-    loop, client, _ = make_loop(engine, model_path, lambda *_: lease_reply([], False, "", leave=True))
-    loop.run()
-    assert (len(client.asks), client.released) == (1, [])
-
-
 def test_phases_and_completions_are_told_with_every_ask(
     engine: Engine, model_path: str, policies: Policies, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -26,11 +26,11 @@ from generator_model import (
 )
 from transformers import Qwen2ForCausalLM
 
-from asyncrl.errors import InvariantError, PeerTimeoutError, RunError
+from asyncrl.errors import PeerTimeoutError, RunError
 from asyncrl.generator.engine import Completion
 from asyncrl.generator.vllm_backend import shared_weights
 from asyncrl.generator.vllm_backend.engine import VllmEngine
-from asyncrl.weights.layout import WeightManifest, WeightPart, plan_buckets, shares_of_ranks
+from asyncrl.weights.layout import WeightManifest, plan_buckets, shares_of_ranks
 
 TOLERANCE = 1e-4
 DIFFERENT = 1e-2
@@ -216,30 +216,6 @@ def test_the_end_of_a_worker_ends_the_engine_at_once(model_path: str, policies: 
     finally:
         engine.close()
     await_end(pids)
-
-
-@pytest.mark.slow
-def test_a_worker_that_ends_between_two_buckets_ends_the_engine(model_path: str, policies: Policies) -> None:
-    config = small_config(model_path, generator__tensor_parallel=2, weights__staging="buckets")
-    engine = VllmEngine(config, seed=1)
-    try:
-        assert engine.loader.takes_rows("model.embed_tokens.weight")
-        load_from_shared_memory(engine, 0, policies[0])
-        engine.add("a", PROMPTS["0"])
-        load = engine.loader.load
-
-        def load_and_kill(parts: Sequence[WeightPart]) -> None:
-            load(parts)
-            os.kill(pids_of(engine)[0], signal.SIGKILL)
-
-        engine.loader.load = load_and_kill  # type: ignore[method-assign]
-        with pytest.raises(PeerTimeoutError, match=r"a worker of the engine has ended .* was killed by signal SIGKILL"):
-            load_from_shared_memory(engine, 1, policies[1])
-        assert engine.loader.updating
-        with pytest.raises(InvariantError, match="a step between two versions"):
-            engine.step()
-    finally:
-        engine.close()
 
 
 @pytest.mark.slow

@@ -285,7 +285,7 @@ class CountingEngine:
         self._card = card
         self.version = NO_VERSION
         self.window_tokens = 64
-        self.loader = None
+        self.loader: Any = SimpleNamespace(updating=False)
         self.recomputed_tokens = 0
         self.versions: dict[str, list[int]] = {}
         self._awake = {"weights": True, "cache": True}

@@ -15,14 +15,14 @@ from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from asyncrl.config.config import Config
 from asyncrl.config.sections import Sampling as How
-from asyncrl.generator.engine import Completion, PartLoadingEngine, Sampling, Waking
+from asyncrl.generator.engine import Completion, Engine, Sampling, Waking
 from asyncrl.generator.transformers_backend.cache import Request, Scheduler
 from asyncrl.generator.transformers_backend.decoder import Decoder
 from asyncrl.util.model_files import end_tokens, load_decoder
 from asyncrl.util.processes import peak_memory_bytes
 
 
-class TransformersEngine(PartLoadingEngine):
+class TransformersEngine(Engine):
     """The transformers library with asyncrl's continuous batching: for models that vLLM lacks, and where it cannot be
     installed.
 
@@ -34,8 +34,8 @@ class TransformersEngine(PartLoadingEngine):
         super().__init__(config)
         self._decoder = Decoder(config)
         self._device = self._decoder.device
-        self.loader = self._decoder.loader
-        self.loader.committed = self._set_loaded
+        self.loader = loader = self._decoder.loader
+        loader.committed = self._set_loaded
         self.window_tokens = self._decoder.window_tokens
         self._ends = frozenset(end_tokens(config.model.path, trust_remote_code=config.model.trust_remote_code))
         self._how: dict[Sampling, How] = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Sequence
-from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, get_args
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 
 from asyncrl.config.config import Config
 from asyncrl.errors import InvariantError
-from asyncrl.generator.engine import Completion, PartLoadingEngine, Sampling, Waking
+from asyncrl.generator.engine import Completion, Engine, Sampling, Waking
 from asyncrl.generator.vllm_backend.scheduling import BatchWatch, check_first_versions
 from asyncrl.generator.vllm_backend.setup import build_engine, uses_adapter
 from asyncrl.generator.vllm_backend.weights import (
@@ -53,7 +52,7 @@ class _Request:
     """vLLM's own id of the request."""
 
 
-class VllmEngine(PartLoadingEngine):
+class VllmEngine(Engine):
     """Continuous batching with in-flight weight updates.
 
     Not thread-safe. Nothing can be added before the first `swap`. With `deterministic` a completion is a function of
@@ -78,8 +77,6 @@ class VllmEngine(PartLoadingEngine):
         """True if the engine shares the keys and values of equal prompts."""
         self._adapter: LoRARequest | None = None
         """Marks requests as the policy's, where the engine has its adapter."""
-        self._last: tuple[tuple[Any, ...], EngineCoreRequest] | None = None
-        """The last request, after all that it has in common with others."""
         self._params = lru_cache(_MAX_PARAMS)(partial(sampling_params, config))
         self._has_tokenizer = False
         if config.generator.stop_texts:
@@ -106,7 +103,6 @@ class VllmEngine(PartLoadingEngine):
         stop: Sequence[str] = (),
         priority: int = 0,
     ) -> None:
-        """Starts a completion, as in `Engine.add`."""
         self._check_request(key, len(prompt), seed)
         if max_tokens == self._config.generator.max_new_tokens:
             max_tokens = None
@@ -123,27 +119,21 @@ class VllmEngine(PartLoadingEngine):
         self._requests[key] = asked
 
     def _build(self, asked: _Request) -> EngineCoreRequest:
-        """Returns a request without an id. The last one is cached and copied: the members of a group differ only in
-        their id, and checking and preparing a request is half of the cost of adding it."""
+        """Returns a request without an id."""
         from vllm.inputs.engine import tokens_input
 
         # Salting with the version keeps a cached prompt from being reused under other weights.
         salt = self.version if asked.salt is None else asked.salt
-        in_common = asked.prompt, asked.kind, asked.max_tokens, salt, asked.stop
-        if asked.seed is None and self._last is not None and self._last[0] == in_common:
-            return copy(self._last[1])
         if asked.stop:
             self._load_tokenizer()
         make_params = self._params if asked.seed is None else partial(sampling_params, self._config)
-        request = self._engine.input_processor.process_inputs(
+        return self._engine.input_processor.process_inputs(
             "",
             tokens_input(asked.prompt, cache_salt=str(salt) if self.prefix_caching else None),
             make_params(asked.kind, asked.seed, asked.max_tokens, asked.stop),
             lora_request=self._adapter,
             supported_tasks=self._engine.get_supported_tasks(),
         )
-        self._last = (in_common, copy(request)) if asked.seed is None else None
-        return request
 
     def _load_tokenizer(self) -> None:
         """Loads the tokenizer of the texts that stop completions: vLLM may load another class than rewards."""
@@ -183,13 +173,11 @@ class VllmEngine(PartLoadingEngine):
         return completions
 
     def num_generated(self, key: str) -> int:
-        """Tokens sampled so far for a running request, without one that is in flight."""
         state = self._engine.output_processor.request_states[self._requests[key].id]
         assert state.detokenizer is not None
         return state.detokenizer.num_output_tokens()
 
     def abort(self, keys: Iterable[str]) -> None:
-        """Drops requests in progress."""
         keys = list(keys)
         self._engine.abort_request(keys)
         for key in keys:
