@@ -495,22 +495,6 @@ class World:
         assert not self.errors, self.errors
         assert not thread.is_alive(), f"the generator hangs: {self.card.events[-12:]}"
 
-    def make_engine(self) -> Any:
-        """That of a generator that starts."""
-        return CountingEngine(self.card)
-
-    def receiver(self) -> Any:
-        """That of a generator that starts."""
-        return Receiver(self.queue)
-
-    def sender(self) -> Any:
-        """That of a learner that starts."""
-        return Sender(self.queue, self.card)
-
-    def bury(self, role: str) -> None:
-        """Shows others the death of a role."""
-        self.card.bury(role)
-
     def _role(self, start: Callable[[], None]) -> None:
         try:
             while True:
@@ -527,9 +511,9 @@ class World:
         try:
             lock: Any = FakeLock(self.card, "generator")
             lock.acquire(DEADLINE_S)
-            engine: Any = self.make_engine()
+            engine: Any = CountingEngine(self.card)
             turn = GeneratorTurn(self.config, engine, [lock])
-            others: Any = {"rewards": Rewards(), "receiver": self.receiver(), "client": client}
+            others: Any = {"rewards": Rewards(), "receiver": Receiver(self.queue), "client": client}
             GeneratorLoop(
                 self.config, index=0, engine=engine, turn=turn, should_stop=self.over.is_set, **others
             ).run()  # fmt: skip
@@ -537,7 +521,7 @@ class World:
             client.bury()
             raise
         finally:
-            self.bury("generator")
+            self.card.bury("generator")
 
     def _learn(self) -> None:
         over = threading.Event()
@@ -547,11 +531,11 @@ class World:
             card._memory = Memory(self.card)
             trainer: Any = FakeTrainer(self.card)
             self.staleness = trainer.staleness
-            batches, sender = Batches(self.queue, over), self.sender()
+            batches, sender = Batches(self.queue, over), Sender(self.queue, self.card)
             QuickLearner(self.config, trainer, batches, sender, None, self.run_dir, card=card).run(self.over.is_set)
         finally:
             over.set()
-            self.bury("learner")
+            self.card.bury("learner")
 
     def turns(self) -> list[list[str]]:
         """The events of each holder from its acquisition on, without the engine's steps; those at the start left

@@ -4,13 +4,16 @@ whoever dies where."""
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from asyncrl.colocate import GeneratorTurn, HostMemory, LearnerTurn
 from asyncrl.config.config import Config
-from tests.helpers.colocated import BYTES, World
-from tests.helpers.hand_over import HandOverWorld
+from asyncrl.learner.distributed import Ranks
+from tests.helpers.colocated import BYTES, FakeCard, FakeLock, World
 
 GENERATES = ["generator", "wake weights", "swap", "wake cache", "sleep", "release"]
 
@@ -27,10 +30,8 @@ def config_of(*, staleness: int, steps: int = 6, **sections: Any) -> Config:
     return Config.model_validate(values | sections)
 
 
-def run(tmp_path: Path, config: Config, dies: tuple[str, str, int] | None = None, *, failures: int = 0) -> World:
-    world = (HandOverWorld if config.hands_over else World)(config, tmp_path, dies)
-    if isinstance(world, HandOverWorld):
-        world.failures = failures
+def run(tmp_path: Path, config: Config, dies: tuple[str, str, int] | None = None) -> World:
+    world = World(config, tmp_path, dies)
     world.run()
     queue = world.queue
     assert queue.steps == config.steps and queue.done
@@ -87,56 +88,44 @@ def test_a_role_that_dies_in_its_turn_starts_again(dies: tuple[str, str, int], t
     assert world.deaths == 1
 
 
-IPC = {"transport": "ipc", "staging": "buckets"}
+class Phases:
+    """An engine, and a trainer with two tensors, on one card."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.weight, self.moment = torch.ones(4), torch.ones(4)
+
+    def sleep(self, level: int) -> None:
+        self.calls.append("sleep")
+
+    def wake(self, part: str) -> None:
+        self.calls.append(f"wake {part}")
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.weight, self.moment]
 
 
 def test_weights_are_handed_over_before_the_learner_leaves_the_card(tmp_path: Path) -> None:
-    world = run(tmp_path, config_of(staleness=0, steps=4, weights=IPC))
-    passes = ["offload", "send"]
-    loads = ["wake weights", "hand over", "load", "swap", "offload", "release"]
-    learner, generator = (
-        ["learner", "reload", "train", *passes, *loads],
-        ["generator", "wake cache", "sleep", "release"],
-    )
-    last = ["learner", "reload", "train", "save", "offload", "release"]
-    turns = world.turns()
-    if turns[0] == ["learner", "reload", *passes, *loads]:
-        del turns[0]  # the generator was not there for the first version
-    assert turns == [*[generator, learner] * 3, generator, last]
-
-
-def test_a_version_that_was_not_handed_over_is_handed_over_again(tmp_path: Path) -> None:
-    data = {"train": "none.parquet", "eval": "none.parquet"}
-    evaluation = {"every_steps": 2, "samples": 1}
-    world = run(tmp_path, config_of(staleness=1, weights=IPC, data=data, eval=evaluation), failures=2)
-    generator = [event for role, event in world.card.events if role == "generator" and event != "step"]
-    first = generator.index("load")
-    # Memory that was taken for a version that did not come is free before the learner needs the card.
-    assert generator[first - 1 : first + 4] == ["wake weights", "load", "sleep", "wake weights", "load"]
-    order = [event for event in world.queue.order if event.startswith("evaluated")]
-    assert order == [f"evaluated {version}" for version in (0, 2, 4, 6)]
-
-
-HANDING_DEATHS = [
-    ("generator", "load", 2),
-    ("generator", "wake cache", 2),
-    ("learner", "hand over", 2),
-    ("learner", "offload", 4),
-]
-
-
-@pytest.mark.parametrize(
-    ("staleness", "dies"),
-    [
-        *((0, one) for one in HANDING_DEATHS),
-        *(pytest.param(2, one, marks=pytest.mark.slow) for one in HANDING_DEATHS),
-    ],
-    ids=lambda one: str(one) if isinstance(one, int) else f"{one[0]}-{one[1].replace(' ', '-')}-{one[2]}",
-)
-def test_whoever_dies_in_a_hand_over_gets_its_turn_again(
-    staleness: int, dies: tuple[str, str, int], tmp_path: Path
-) -> None:
-    data = {"train": "none.parquet", "eval": "none.parquet"}
-    evaluation = {"every_steps": 3, "samples": 1}
-    world = run(tmp_path, config_of(staleness=staleness, weights=IPC, data=data, eval=evaluation), dies)
-    assert world.deaths == 1
+    config = config_of(staleness=0, weights={"transport": "ipc", "staging": "buckets"})
+    card, roles = FakeCard(), Phases()
+    locks: list[Any] = [FakeLock(card, "generator"), FakeLock(card, "learner")]
+    assert locks[0].try_acquire()
+    generator = GeneratorTurn(config, roles, [locks[0]])
+    learner = LearnerTurn(config, Ranks(0, 1, torch.device("cpu")), locks[1])
+    learner._memory = HostMemory(torch.device("cpu"), always=True)
+    learner.holds(roles, 0)
+    assert not generator.can_load(SimpleNamespace(round=lambda: None)), "no version comes"  # type: ignore[arg-type]
+    (sent,) = learner.make_room([("w", roles.weight)])
+    assert (sent[1].untyped_storage().nbytes(), roles.moment.untyped_storage().nbytes()) == (16, 0)
+    assert generator.can_load(SimpleNamespace(round=object))  # type: ignore[arg-type]
+    generator.wake_weights()
+    generator.give_up()  # the version did not come
+    assert not card.visitor and roles.calls == ["sleep", "wake weights", "sleep"]
+    generator.wake_weights()
+    generator.woken()
+    assert generator.asleep and card.visitor == "generator" and card.holder == "learner"
+    learner.end(lambda: None)
+    assert roles.weight.untyped_storage().nbytes() == 0 and not card.holder
+    generator.woken()
+    assert not generator.asleep and card.holder == "generator" and not card.visitor
+    assert roles.calls[-2:] == ["wake weights", "wake cache"]

@@ -17,7 +17,6 @@ import pytest
 
 from asyncrl.replay.queue import SUSPECT_S
 from tests.helpers.runs import SMALL, Launched, check_ledger
-from tests.helpers.second_attempts import second_attempts, stop_with_leases
 from tests.network.hosts import DIE_WITH_PARENT, ROOT, Host, Network
 from tests.network.link import Quality
 
@@ -219,16 +218,18 @@ def test_a_silent_host_holds_nothing_up_and_continues_when_it_is_back(cluster: C
     for name in ("head", "n1", "n2", "n3"):
         cluster.add(name)
     pools = ["placement.pools={a: {nodes: 3}}", IN_POOL[1]]
-    run = cluster.launch("suspect", *pools, "journal.retention=all", steps=40, learners=1)
+    run = cluster.launch("suspect", *pools, steps=40, learners=1)
     run.wait_until(lambda: len(run.rows()) >= 3, what="step 3", timeout_s=240)
     # One that has not been ready for a version yet is waited for: it may allocate memory.
     run.wait_until(lambda: count(run, "generator-1", "weights loaded") > 0, what="weights of generator-1")
     assert len(set(placed(run, "learner-0", "generator-0", "generator-1").values())) == 3
     silent = cluster.roles(run, placed(run, "generator-1")["generator-1"])
     assert run.pid("generator-1") in silent
-    stopped_s = stop_with_leases(run.run_dir, 1, silent)
+    for pid in silent:
+        os.kill(pid, signal.SIGSTOP)
+    stopped_s = time.monotonic()
     passes_on = "lease of a silent generator passes on"
-    run.wait_until(lambda: count(run, "replay", passes_on) > 0, what=passes_on)
+    run.wait_until(lambda: count(run, "replay", passes_on) > 0, what=passes_on, timeout_s=SUSPECT_S + 10)
     run.wait_for_step(len(run.rows()) + 1)
     print(f"a step {time.monotonic() - stopped_s:.1f} s after the host fell silent")
     loaded = count(run, "generator-1", "weights loaded")
@@ -238,11 +239,6 @@ def test_a_silent_host_holds_nothing_up_and_continues_when_it_is_back(cluster: C
     summary = finish(run)
     assert (summary["steps"], sum(summary["restarts"].values())) == (40, 0)
     assert len(run.starts("generator-1")) == 1
-    again = second_attempts(run.run_dir, 1, stopped_s)
-    print(again)
-    # It last asked up to a second before it stopped.
-    assert SUSPECT_S - 1 <= min(again.leased_s) < SUSPECT_S + 10 and min(again.finished_s) < 30
-    assert again.restarted_s == []
 
 
 def test_a_long_and_lossy_link_that_is_cut_loses_nothing(cluster: Cluster) -> None:
