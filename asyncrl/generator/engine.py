@@ -275,8 +275,6 @@ class WeightSwaps:
         """`timeout_s` is the longest time that the engine may be updating."""
         self._engine, self._receiver, self._turn = engine, receiver, turn or NoLock()
         self._timeout_s, self._meanwhile = timeout_s, meanwhile
-        self.stands_still = False
-        """True while the engine loads buckets."""
         self._loaded: BucketRound | None = None
         """The last round whose version was loaded; the receiver ends it a little later."""
 
@@ -285,9 +283,7 @@ class WeightSwaps:
         version, or the waits were ended: then it may be updating. Raises PeerTimeoutError if it is updating for too
         long."""
         started_s = time.perf_counter()
-        self.stands_still = True
         staged = self._load_buckets()
-        self.stands_still = False
         stall_ms = 1e3 * (time.perf_counter() - started_s)
         if staged is None:
             staged = self._receiver.staged()

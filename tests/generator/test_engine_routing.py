@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -30,7 +31,7 @@ from asyncrl.errors import ConfigError, InvariantError
 from asyncrl.generator.engine import Completion
 from asyncrl.generator.vllm_backend.engine import VllmEngine
 from asyncrl.generator.vllm_backend.scheduling import RoutingRecords
-from asyncrl.generator.vllm_backend.setup import _explaining_routing, _record_routing
+from asyncrl.generator.vllm_backend.setup import _record_routing, explained
 from asyncrl.learner.batch import make_batch
 from asyncrl.learner.model.loading import load_policy_model
 from asyncrl.learner.model.policy import PolicyNetwork, RouterReplay
@@ -253,10 +254,12 @@ def test_what_cannot_be_recorded_is_refused(model_path: str) -> None:
     with pytest.raises(ConfigError, match=r"model runner V2 only, and uses V1 here; use generator.engine=transformers"):
         _record_routing(SimpleNamespace(use_v2_model_runner=False), on_gpu=True)  # type: ignore[arg-type]
     refused = r"the routers of model.path = 'm' do not tell vLLM their choice .*OtherRouter.*; use generator.engine="
-    with pytest.raises(ConfigError, match=refused), _explaining_routing("m"):
-        raise ValueError("Routed-experts capture is not supported with router OtherRouter.")
-    with pytest.raises(ValueError, match="something else"), _explaining_routing("m"):
-        raise ValueError("something else")
+    error = explained(
+        ValueError("Routed-experts capture is not supported with router OtherRouter."), "m", has_adapter=False
+    )
+    assert isinstance(error, ConfigError) and re.search(refused, str(error))
+    other = ValueError("something else")
+    assert explained(other, "m", has_adapter=True) is other
 
 
 def test_experts_of_another_shape_and_batches_without_any_are_refused() -> None:

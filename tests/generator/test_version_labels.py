@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import InvariantError, RunError
-from asyncrl.generator.vllm_backend.scheduling import BatchWatch, check_first_versions, watched_scheduler
+from asyncrl.generator.vllm_backend.scheduling import BatchWatch, check_first_versions
 
 
 class LateFuture(Future):
@@ -71,7 +71,8 @@ def make_core(labels: BatchWatch, batches: int) -> Any:
     from vllm.v1.engine.core import EngineCore
 
     core: Any = EngineCore.__new__(EngineCore)
-    core.scheduler = watched_scheduler(FakeScheduler, labels)()  # type: ignore[arg-type]
+    core.scheduler = FakeScheduler()
+    labels.attach(core.scheduler, core.set_weight_version)
     core.model_executor = FakeExecutor()
     core.batch_queue_size, core.batch_queue = batches, deque(maxlen=batches)
     core.is_mm_encoder_only = core.is_pooling_model = core.check_for_draft_tokens = False
@@ -79,7 +80,6 @@ def make_core(labels: BatchWatch, batches: int) -> Any:
     core._attach_iteration_details = lambda outputs, details: None
     core._process_aborts_queue = lambda: None
     core.step_fn = core.step if batches == 1 else core.step_with_batch_queue
-    labels.set_weight_version = core.set_weight_version
     return core
 
 
@@ -106,7 +106,7 @@ def test_every_batch_carries_the_version_that_computed_it(batches: int) -> None:
 
 def test_batches_that_are_not_taken_in_order_are_an_error() -> None:
     labels = BatchWatch()
-    labels.set_weight_version = lambda label: None
+    labels.attach(FakeScheduler(), lambda label: None)  # type: ignore[arg-type]
     first, second = FakeScheduler().schedule(), FakeScheduler().schedule()
     labels.scheduled(first, {})
     labels.scheduled(second, {})

@@ -7,8 +7,8 @@ is scheduled and computed while the output of the one before is taken, so one is
     schedule b1   swap to version 1   schedule b2   take b1   schedule b3   take b2
     weights: 0                        weights: 1    label 0                 label 1
 
-`BatchWatch` records the version of each batch when it is scheduled, and sets it again before the output is taken.
-Both hooks are public: the engine option `scheduler_cls` and `LLMEngine.set_weight_version`.
+`BatchWatch` records the version of each batch when it is scheduled, and sets it again before the output is taken, by
+`LLMEngine.set_weight_version`.
 
 The weights of a batch are those at its scheduling since vLLM, in one process, starts all kernels of a batch in the step
 that schedules it. New weights are copied by the same thread on the same stream, so after them, and no batch need be
@@ -19,8 +19,6 @@ For GPUs this was read in the source of vLLM 0.32, not tested.
 
 from __future__ import annotations
 
-import copyreg
-from abc import ABCMeta
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,14 +49,32 @@ class BatchWatch:
     def __init__(self, routers: Routers | None = None) -> None:
         self.version = NO_VERSION
         """Version of the loaded weights, which compute the batches that are scheduled from now on."""
-        self.set_weight_version: Callable[[str], None]
-        """Sets the label of the output that vLLM takes next."""
         self.recomputed_tokens = 0
         """Tokens that vLLM computes again, without those that are found in the cache of prompts. A request that was
         interrupted in its prompt counts with all of it."""
         self.routing = None if routers is None else RoutingRecords(routers)
         """None without `algorithm.routing_replay`."""
         self._in_flight: deque[tuple[SchedulerOutput, int]] = deque()
+
+    def attach(self, scheduler: Scheduler, set_weight_version: Callable[[str], None]) -> None:
+        """Watches a scheduler's batches. `set_weight_version` sets the label of the output that vLLM takes next."""
+        schedule, update = scheduler.schedule, scheduler.update_from_output
+        self._set_weight_version = set_weight_version
+        if self.routing is not None:
+            scheduler.aux_output_connector = None  # its part of vLLM's own recording
+
+        def watched_schedule(throttle_prefills: bool = False) -> SchedulerOutput:
+            batch = schedule(throttle_prefills)
+            self.scheduled(batch, scheduler.requests)
+            return batch
+
+        def watched_update(batch: SchedulerOutput, output: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
+            self.taken(batch)
+            if self.routing is not None:
+                self.routing.taken(batch, output.aux_output_connector_output, scheduler)
+            return update(batch, output)
+
+        scheduler.schedule, scheduler.update_from_output = watched_schedule, watched_update  # type: ignore[method-assign]
 
     def scheduled(self, batch: SchedulerOutput, requests: Mapping[str, Request]) -> None:
         """Records the version of a batch, and counts the requests that continue in it. vLLM's second model runner has
@@ -81,7 +97,7 @@ class BatchWatch:
         if not self._in_flight or self._in_flight[0][0] is not batch:
             raise InvariantError("the engine took the output of a batch that is not the oldest in flight")
         _, version = self._in_flight.popleft()
-        self.set_weight_version(str(version))
+        self._set_weight_version(str(version))
 
 
 def check_first_versions(spans: Sequence[WeightVersionSpan] | None) -> None:
@@ -185,40 +201,3 @@ class RoutingRecords:
         pool = scheduler.kv_cache_manager.block_pool
         if len(self._cached) > 2 * pool.num_gpu_blocks:
             self._cached = {key: output for key, output in self._cached.items() if pool.get_cached_block(key, [0])}
-
-
-class OwnScheduler(ABCMeta):
-    """Type of the scheduler classes of asyncrl. Pickled, one is the class that it extends: worker processes get it with
-    the config, but schedule nothing."""
-
-
-copyreg.pickle(OwnScheduler, lambda scheduler: (_itself, (scheduler.__base__,)))  # type: ignore[arg-type]
-
-
-def _itself(scheduler: type) -> type:
-    return scheduler
-
-
-def watched_scheduler(base: type[Scheduler], watch: BatchWatch) -> type[Scheduler]:
-    """Returns vLLM's scheduler class, watched."""
-
-    class WatchedScheduler(base, metaclass=OwnScheduler):
-        def __init__(self, *args: object, **kwargs: object) -> None:
-            super().__init__(*args, **kwargs)  # type: ignore[arg-type]
-            if watch.routing is not None:
-                self.aux_output_connector = None  # its part of vLLM's own recording
-
-        def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-            batch = super().schedule(throttle_prefills)
-            watch.scheduled(batch, self.requests)
-            return batch
-
-        def update_from_output(
-            self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
-        ) -> dict[int, EngineCoreOutputs]:
-            watch.taken(scheduler_output)
-            if watch.routing is not None:
-                watch.routing.taken(scheduler_output, model_runner_output.aux_output_connector_output, self)
-            return super().update_from_output(scheduler_output, model_runner_output)
-
-    return WatchedScheduler

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -16,14 +16,13 @@ from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.generator.engine import CPU_KV_CACHE_BYTES, GPU_FRACTION
 from asyncrl.generator.vllm_backend.patches import prepare_generator
-from asyncrl.generator.vllm_backend.scheduling import BatchWatch, watched_scheduler
+from asyncrl.generator.vllm_backend.scheduling import BatchWatch
 from asyncrl.util.files import read_json
 from asyncrl.util.model_files import KEY as ROUTING_KEY
 from asyncrl.wire.sockets import socket_base
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.llm_engine import LLMEngine
 
 log = structlog.get_logger()
@@ -74,11 +73,8 @@ def build_engine(config: Config, seed: int, watch: BatchWatch, more: Mapping[str
     if not on_gpu:
         check_cpu(config)
     arguments = {**_arguments(config, seed, on_gpu=on_gpu), **more}
-    with _environment_of_workers(config.generator.tensor_parallel), _explaining_routing(config.model.path):
-        engine = _build(config, arguments, watch)
-        if watch.routing is not None and not engine.vllm_config.use_v2_model_runner:
-            engine.collective_rpc("return_routing")
-    return engine
+    with _environment_of_workers(config.generator.tensor_parallel):
+        return _build(config, arguments, watch)
 
 
 def set_environment(config: Config) -> None:
@@ -134,24 +130,35 @@ def _build(config: Config, arguments: dict[str, Any], watch: BatchWatch) -> LLME
     scheduler = vllm_config.scheduler_config
     if arguments.get("async_scheduling") and not scheduler.async_scheduling:
         log.warning("vLLM schedules no batch ahead on this device", option="generator.engine_options.async_scheduling")
-    # vLLM warns that schedulers of other projects may not fit; `Engine` checks what this one does.
-    logging.getLogger("vllm.config.scheduler").setLevel(logging.ERROR)
-    base = cast("type[Scheduler]", scheduler.get_scheduler_cls())
     if watch.routing is not None:
         _record_routing(vllm_config, on_gpu=torch.cuda.is_available())
-    scheduler.scheduler_cls = watched_scheduler(base, watch)
     try:
         engine = LLMEngine.from_vllm_config(vllm_config, usage_context=context, disable_log_stats=True)
-    except (AssertionError, NotImplementedError, ValueError) as error:
-        if vllm_config.lora_config is None or "lora" not in str(error).lower():
+        if watch.routing is not None and not vllm_config.use_v2_model_runner:
+            engine.collective_rpc("return_routing")
+    except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
+        reason = explained(error, config.model.path, has_adapter=vllm_config.lora_config is not None)
+        if reason is None:
             raise
-        raise ConfigError(
-            f"model.path = {config.model.path!r}: vLLM has no adapters for this model ({error}); {WITHOUT_ADAPTERS}"
-        ) from error
-    watch.set_weight_version = engine.set_weight_version
+        raise reason from error
+    core: Any = engine.engine_core
+    watch.attach(core.engine_core.scheduler, engine.set_weight_version)
     # vLLM warns at every swap about layers without own weights; `Engine.swap` checks that nothing is missing.
     logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
     return engine
+
+
+def explained(error: Exception, path: str, *, has_adapter: bool) -> ConfigError | None:
+    """Returns the ConfigError for an error of vLLM about a model without adapters, or whose routers do not tell their
+    choice; None for another one."""
+    if _ROUTING_REFUSAL in str(error):
+        return ConfigError(
+            f"{ROUTING_KEY}: the routers of model.path = {path!r} do not tell vLLM their choice ({error}); "
+            f"{_WITHOUT_ROUTING}"
+        )
+    if has_adapter and "lora" in str(error).lower():
+        return ConfigError(f"model.path = {path!r}: vLLM has no adapters for this model ({error}); {WITHOUT_ADAPTERS}")
+    return None
 
 
 def _record_routing(config: VllmConfig, *, on_gpu: bool) -> None:
@@ -165,19 +172,6 @@ def _record_routing(config: VllmConfig, *, on_gpu: bool) -> None:
     if config.model_config.get_sliding_window() is not None:
         # A cached prompt has no blocks outside of the window, but its tokens there have experts.
         config.cache_config.enable_prefix_caching = False
-
-
-@contextmanager
-def _explaining_routing(path: str) -> Iterator[None]:
-    try:
-        yield
-    except (RuntimeError, ValueError) as error:
-        if _ROUTING_REFUSAL not in str(error):
-            raise
-        raise ConfigError(
-            f"{ROUTING_KEY}: the routers of model.path = {path!r} do not tell vLLM their choice ({error}); "
-            f"{_WITHOUT_ROUTING}"
-        ) from error
 
 
 def _arguments(config: Config, seed: int, *, on_gpu: bool) -> dict[str, Any]:
