@@ -254,12 +254,9 @@ def test_what_cannot_be_recorded_is_refused(model_path: str) -> None:
     with pytest.raises(ConfigError, match=r"model runner V2 only, and uses V1 here; use generator.engine=transformers"):
         _record_routing(SimpleNamespace(use_v2_model_runner=False), on_gpu=True)  # type: ignore[arg-type]
     refused = r"the routers of model.path = 'm' do not tell vLLM their choice .*OtherRouter.*; use generator.engine="
-    error = explained(
-        ValueError("Routed-experts capture is not supported with router OtherRouter."), "m", has_adapter=False
-    )
-    assert isinstance(error, ConfigError) and re.search(refused, str(error))
-    other = ValueError("something else")
-    assert explained(other, "m", has_adapter=True) is other
+    error = ValueError("Routed-experts capture is not supported with router OtherRouter.")
+    assert re.search(refused, str(explained(error, "m", has_adapter=False)))
+    assert explained(ValueError("something else"), "m", has_adapter=True) is None
 
 
 def test_experts_of_another_shape_and_batches_without_any_are_refused() -> None:
