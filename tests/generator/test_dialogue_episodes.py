@@ -145,33 +145,6 @@ def test_an_agent_program_is_trained_on_the_arrays_of_the_environment_with_its_t
     assert drifted > 0.01 * turns, "the tokenizer must be one that encodes texts in another way than they were sampled"
 
 
-def test_conversations_rendered_by_a_template_that_strips_nothing_are_the_same_arrays(
-    chat_path: str,
-    chat_engine: Engine,
-    played: tuple[list[Group], Recording],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """But for turns in which the policy has sampled a special token, which is in no message."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "echo.py").write_text(ENVIRONMENT)
-    appended, _ = played
-    rendered, _ = run(chat_path, chat_engine, "echo.py:Echo", history="template")
-    tokenizer, same = load_tokenizer(chat_path), 0
-    special = set(tokenizer.all_special_ids) | set(tokenizer.convert_tokens_to_ids(["<|im_start|>"]))
-    special -= {tokenizer.eos_token_id}
-    for group, other in zip(appended, rendered, strict=True):
-        for member, one in enumerate(group.trajectories):
-            rows = [row for row in other.trajectories if row.member == member]
-            if special & set(one.tokens[one.action_mask].tolist()):
-                continue
-            assert len(rows) == 1
-            for name in ("tokens", "action_mask", "behavior_logprobs", "versions"):
-                assert np.array_equal(getattr(one, name), getattr(rows[0], name)), name
-            same += 1
-    assert same > GROUPS
-
-
 @pytest.fixture(scope="module")
 def thinking_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("thinking-model")

@@ -32,12 +32,8 @@ from asyncrl.generator.engine import Completion
 from asyncrl.generator.vllm_backend.engine import VllmEngine
 from asyncrl.generator.vllm_backend.scheduling import RoutingRecords
 from asyncrl.generator.vllm_backend.setup import _record_routing, explained
-from asyncrl.learner.batch import make_batch
-from asyncrl.learner.model.loading import load_policy_model
-from asyncrl.learner.model.policy import PolicyNetwork, RouterReplay
-from asyncrl.types import Group
-from asyncrl.util.model_files import Routers, replayed_routers
-from benchmarks.families import FAMILIES, save_family, trajectory
+from asyncrl.util.model_files import Routers
+from benchmarks.families import save_family
 
 BLOCK_TOKENS = 32
 PROMPTS = {
@@ -141,18 +137,13 @@ def test_a_token_has_the_experts_of_the_weights_that_sampled_the_next(engine: Vl
     check_swaps(engine, versions, "keep", dropped=0)
 
 
-@pytest.mark.parametrize(
-    ("kv_cache", "ahead"),
-    [("recompute", True), pytest.param("recompute", False, marks=pytest.mark.slow),
-     pytest.param("keep", False, marks=pytest.mark.slow)],
-)  # fmt: skip
 def test_a_prompt_that_is_computed_again_has_the_experts_of_the_last_time(
-    make: Engines, folder: Path, versions: list[Any], kv_cache: str, ahead: bool
+    make: Engines, folder: Path, versions: list[Any]
 ) -> None:
-    """With a batch in flight, which the swap drops, and without."""
+    """With a batch in flight, which the swap drops."""
     options = {"block_size": BLOCK_TOKENS, "max_model_len": 256}  # all are computed again in one step
-    engine = make(folder, ahead=ahead, weights__kv_cache=kv_cache, generator__engine_options=options)
-    check_swaps(engine, versions, kv_cache, dropped=int(ahead and kv_cache == "recompute"))
+    engine = make(folder, ahead=True, weights__kv_cache="recompute", generator__engine_options=options)
+    check_swaps(engine, versions, "recompute", dropped=1)
 
 
 def test_requests_that_sleep_or_are_preempted_or_aborted_leave_the_experts_of_what_is_cached(
@@ -197,50 +188,13 @@ def test_requests_that_sleep_or_are_preempted_or_aborted_leave_the_experts_of_wh
     assert not records._records.keys() - {"last"}
 
 
-@torch.no_grad()
-def test_replay_helps_when_the_learners_routers_have_moved(
-    folder: Path, engine: VllmEngine, versions: list[Any]
-) -> None:
-    engine.swap(0, weights_of(versions[0]))
-    for key, prompt in PROMPTS.items():
-        engine.add(key, prompt)
-    trajectories = [trajectory(PROMPTS[key], one) for key, one in run_all(engine).items()]
-    group = Group(0, 0, 0, 0, "", 0, 0, trajectories)
-    (micro,) = make_batch([group], tokens_per_microbatch=9999).micro_batches
-    config = config_of(folder)
-    routers = replayed_routers("engine", config.model.path, trust_remote_code=False)
-    assert routers is not None
-    replaying, routing = (PolicyNetwork(config, load_policy_model(config, config.model.path)) for _ in range(2))
-    replaying.replay = RouterReplay(replaying.model, routers, config.model.path)
-    replaying.replay.check([group])
-
-    def error(network: PolicyNetwork) -> float:
-        return float((network(micro)[0] - micro.behavior_logprobs).abs().mean())
-
-    assert max(error(replaying), error(routing)) < 1e-5
-    for network in (replaying, routing):
-        noise = torch.Generator().manual_seed(5)
-        for name, parameter in network.model.named_parameters():
-            if name.endswith("gate.weight"):
-                parameter.add_(0.3 * parameter.std() * torch.randn(parameter.shape, generator=noise))
-    assert error(replaying) < 0.7 * error(routing), (error(replaying), error(routing))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mixtral", "olmoe", "qwen2_moe"])
-def test_prompts_are_not_cached_where_that_is_off(
-    make: Engines, name: str, tmp_path: Path, fills: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In a `deterministic` run, one completion at a time; with a sliding window, if the model has one. One of them
-    has a layer without experts."""
-    monkeypatch.setitem(FAMILIES, "qwen2_moe", FAMILIES["qwen2_moe"] | {"mlp_only_layers": [0]})
-    folder = save_family(name, tmp_path)
-    if name == "mixtral":
-        settings = folder / "config.json"
-        settings.write_text(json.dumps(json.loads(settings.read_text()) | {"sliding_window": 16}))
+def test_prompts_are_not_cached_with_a_sliding_window(make: Engines, tmp_path: Path, fills: list[int]) -> None:
+    folder = save_family("mixtral", tmp_path)
+    settings = folder / "config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"sliding_window": 16}))
     policy = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval().requires_grad_(False)
-    alone = {"deterministic": True, "replay__max_staleness": 0, "generator__engine_options": {"max_model_len": 256}}
-    engine = make(folder, **({} if name == "mixtral" else alone))
+    engine = make(folder)
     engine.use_own_weights(0)
     for key, prompt in PROMPTS.items():
         engine.add(key, prompt)

@@ -269,45 +269,6 @@ def test_a_generator_that_leaves_finishes_what_it_has_time_for(
     assert engine.num_running == 0
 
 
-def test_phases_and_completions_are_told_with_every_ask(
-    engine: Engine, model_path: str, policies: Policies, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    leases = PromptLeases(6)
-
-    class SlowRewards(FakeRewards):
-        def collect(self) -> list[Any]:
-            time.sleep(0.003)
-            return super().collect()
-
-    def slow(seconds: float, call: Callable[..., Any]) -> Callable[..., Any]:
-        def called(*arguments: Any, **options: Any) -> Any:
-            time.sleep(seconds)
-            return call(*arguments, **options)
-
-        return called
-
-    loop, client, _ = make_loop(engine, model_path, leases, policies[:1], rewards=SlowRewards())
-    leases.client = client
-    monkeypatch.setattr(engine, "step", slow(0.004, engine.step))
-    monkeypatch.setattr(engine, "add", slow(0.002, engine.add))
-    monkeypatch.setattr(client, "finish", slow(0.005, client.finish))
-    loop._await_weights()
-    before_s = time.monotonic()
-    while len(client.groups) < 6:
-        loop.tick()
-    loop._heartbeat_s = 0.0
-    while client.asks[-1][2].samples < 12:
-        loop.tick()
-    (*_, (_, _, stats)) = client.asks
-    assert (stats.samples, stats.tokens) == (12, sum(group.num_action_tokens for group in client.groups))
-    assert 0 < stats.engine_cpu_s < stats.engine_s - 0.004, "it sleeps in each step"
-    assert stats.engine_s > 0.004 and stats.requests_s > 12 * 0.002
-    assert stats.rewards_s > 0.003 and stats.messages_s > 6 * 0.005
-    phases_s = stats.engine_s + stats.requests_s + stats.rewards_s + stats.messages_s
-    assert phases_s < time.monotonic() - before_s
-    assert stats.peak_memory_bytes > 10e6
-
-
 def free_capacity(
     config: Config, *, running: int, evaluating: int | None = None, denied: bool = False
 ) -> tuple[int, int]:
