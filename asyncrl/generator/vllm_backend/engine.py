@@ -59,19 +59,18 @@ class VllmEngine(Engine):
     the weights, its prompt and its seed, bit for bit, whatever else runs in the engine.
     """
 
-    def __init__(self, config: Config, *, seed: int, sent: SentWeights | None = None) -> None:
-        """`sent` describes the weights that `swap` receives; read from the model when it is None."""
+    def __init__(self, config: Config, *, seed: int) -> None:
         super().__init__(config)
         self._requests: dict[str, _Request] = {}
         self._workers_peak_bytes = 0
-        self._sent = sent or SentWeights(config)  # first: vLLM changes classes of transformers that it runs itself
+        sent = SentWeights(config)  # first: vLLM changes classes of transformers that it runs itself
         routers = replayed_routers(
             config.algorithm.routing_replay, config.model.path, trust_remote_code=config.model.trust_remote_code
         )
         self._watch = BatchWatch(routers)
-        self._engine = build_engine(config, seed, self._watch, adapter_arguments(config, self._sent))
+        self._engine = build_engine(config, seed, self._watch, adapter_arguments(config, sent))
         self._workers = Workers(self._engine, timeout_s=config.launch.start_timeout_s)
-        self.loader = self._loader = make_loader(config, self._sent, self._workers, self._set_loaded)
+        self.loader = self._loader = make_loader(config, sent, self._workers, self._set_loaded)
         self.window_tokens = self._engine.model_config.max_model_len
         self.prefix_caching = bool(self._engine.vllm_config.cache_config.enable_prefix_caching)
         """True if the engine shares the keys and values of equal prompts."""
