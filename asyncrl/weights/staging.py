@@ -185,9 +185,8 @@ class BucketRound:
         """Shapes of all parameters, by name."""
         self.accepted = False
         """True once the engine stands still."""
-        self.committed: StagedWeights | None = None
-        """The version, once its bytes are proven; it has no tensors."""
-        self.is_over = False
+        self._committed: StagedWeights | None = None
+        self._is_over = False
         self._memory, self._device = memory, device
         self._changed = threading.Condition()
         self._full: deque[tuple[int, list[WeightPart]]] = deque()
@@ -219,16 +218,29 @@ class BucketRound:
     def commit(self, staged: StagedWeights) -> None:
         """States that all buckets are those that were sent."""
         with self._changed:
-            self.committed = staged
+            self._committed = staged
             self._changed.notify_all()
 
     def end(self) -> None:
         """States that nothing more will come."""
         with self._changed:
-            self.is_over = True
+            self._is_over = True
             self._changed.notify_all()
 
     # --- the engine's thread
+
+    @property
+    def committed(self) -> StagedWeights | None:
+        """The version, once its bytes are proven and all of its buckets are loaded; it has no tensors."""
+        with self._changed:
+            return None if self._full else self._committed
+
+    @property
+    def is_over(self) -> bool:
+        """True once nothing more will come and all buckets are loaded. Read it before `committed`: a round ends after
+        its commit."""
+        with self._changed:
+            return self._is_over and not self._full
 
     def accept(self) -> None:
         """States that the engine makes no step until the round is over."""
@@ -238,7 +250,7 @@ class BucketRound:
         """Returns the parameters of the next bucket, in memory that is valid until `give_back`; None if there is none
         within this time, or none will follow."""
         with self._changed:
-            self._changed.wait_for(lambda: self._full or self.committed or self.is_over, seconds)
+            self._changed.wait_for(lambda: self._full or self._committed or self._is_over, seconds)
             return self._full[0][1] if self._full else None
 
     def give_back(self) -> None:

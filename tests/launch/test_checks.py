@@ -75,7 +75,7 @@ def launch(folder: Path, *arguments: str) -> tuple[int, str]:
         (["rewards=nowhere.py:score"], "nowhere.py"),
         (
             ["observe.trackers=[wandbb]"],
-            "not one of jsonl, console, tensorboard, wandb, mlflow, swanlab; did you mean wandb?",
+            "not one of jsonl, tensorboard, wandb, mlflow, swanlab; did you mean wandb?",
         ),
         (["launch.cluster=kubernetes"], "launch.cluster = 'kubernetes': not one of local, "),
         (["algorithm.loss=ppo_clipp"], "did you mean ppo_clip?"),

@@ -4,19 +4,22 @@ whoever ends in between."""
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from loading_engine import Generator, assert_versions_come
+from loading_engine import Generator, LoadingEngine, assert_versions_come
 from nccl_like import await_true, use_nccl_like
 from rank_parts import make_rank, slices
 from test_weight_references import Learner
-from weight_parts import BUCKET_BYTES, joined, load_next, make_receiver
+from weight_parts import BUCKET_BYTES, joined, load_next, make_receiver, weights
 
 from asyncrl.errors import PeerTimeoutError, RunError
+from asyncrl.generator.engine import WeightSwaps
+from asyncrl.weights.layout import WeightManifest, WeightPart, plan_buckets, shares_of_ranks
 from asyncrl.weights.sender import WeightSender
-from asyncrl.weights.staging import BucketMemory, PieceStreams, StagedReceive
+from asyncrl.weights.staging import BucketMemory, BucketRound, PieceStreams, StagedReceive, StagedWeights
 
 
 def close_all(learner: Learner) -> None:
@@ -212,3 +215,43 @@ def test_versions_are_staged_in_host_memory_through_two_buckets(
             sender.send(version, slices(version, rank, 2))
         load_next(receiver, version)
     assert senders[0].stats.dropped == 0
+
+
+class LateRound(BucketRound):
+    """A round whose last bucket and commit come right after the engine has found nothing to load."""
+
+    def take(self, seconds: float) -> list[WeightPart] | None:
+        parts = super().take(0.0)
+        if parts is None and self.buckets:
+            self.put(self.buckets.pop())
+            self.commit(StagedWeights(self.version, 0, []))
+            self.end()
+        return parts
+
+    def fill_from(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        manifest = WeightManifest.of((name, tensor.dtype, tensor.shape) for name, tensor in tensors)
+        shares = shares_of_ranks(manifest, 1, 1 << 30, by_parameter=True)
+        self.buckets = plan_buckets(manifest, shares, 1 << 30)
+        assert len(self.buckets) == 1
+        for part, (_, tensor) in zip(self.buckets[0].parts(self._memory.both[0]), tensors, strict=True):
+            part.tensor.copy_(tensor)
+
+
+def test_a_bucket_that_comes_just_before_the_commit_is_loaded() -> None:
+    engine, tensors = LoadingEngine(), weights(3)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors}
+    memory = BucketMemory.of(torch.empty(1 << 24, dtype=torch.uint8))
+    late = LateRound(3, shapes, memory, torch.device("cpu"))
+    late.fill_from(tensors)
+
+    class Receiver:
+        def round(self) -> BucketRound:
+            return late
+
+        def loaded(self, staged: StagedWeights) -> None:
+            assert staged.version == 3
+
+    swaps = WeightSwaps(engine, Receiver(), timeout_s=5.0, meanwhile=lambda: True)  # type: ignore[arg-type]
+    assert swaps.swap() is not None
+    engine.step()
+    assert engine.versions == [3]
