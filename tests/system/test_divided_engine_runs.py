@@ -37,7 +37,7 @@ def test_the_demo_learns_on_two_workers_that_load_buckets_and_of_which_one_is_ki
     code, output = run.end(timeout_s=400)
     assert code == 0, output
     assert run.left_over() == []
-    assert f"worker 1 of the engine (process {pids[1]}) was killed by signal SIGKILL; restart 1 in 0 s" in output
+    assert f"process {pids[1]} was killed by signal SIGKILL" in output and "restart 1 in 0 s" in output
     summary = run.summary()
     assert (summary["status"], summary["steps"]) == ("finished", STEPS)
     assert summary["restarts"] == {"generator": 1, "replay": 0, "learner": 0, "reward_model": 0}
