@@ -225,7 +225,7 @@ class Model:
                 time.sleep(0.005)
                 continue
             current.accept()
-            while not current.is_over:
+            while not current.has_failed:
                 if (parts := current.take(0.005)) is not None:
                     for part in parts:
                         target, first = self.parameters[part.name], part.first_row or 0

@@ -324,7 +324,7 @@ class WeightSwaps:
         current.accept()
         has_begun = False
         while True:
-            parts, is_over = current.take(_POLL_S), current.is_over
+            parts = current.take(_POLL_S)
             if parts is not None:
                 if not has_begun:
                     loader.begin(current.version, current.shapes)
@@ -334,6 +334,6 @@ class WeightSwaps:
             elif current.committed is not None:
                 loader.commit(current.version)
                 return current.committed
-            elif is_over or not self._meanwhile():
+            elif current.has_failed or not self._meanwhile():
                 self._turn.give_up()
                 return None

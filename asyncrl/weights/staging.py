@@ -173,7 +173,7 @@ class BucketRound:
     `put`                            ------->      `take`: loads the parameters of the bucket
                                      <-------      `give_back`: the bucket is free
     the checksums agree: `commit`    ------->      `committed`: the engine runs on the version
-    else: `end`                      ------->      `is_over`: the engine has parts of it if it has loaded something
+    else: `end`                      ------->      `has_failed`: the engine has parts of it if it has loaded something
     """
 
     def __init__(
@@ -236,11 +236,10 @@ class BucketRound:
             return None if self._full else self._committed
 
     @property
-    def is_over(self) -> bool:
-        """True once nothing more will come and all buckets are loaded. Read it before `committed`: a round ends after
-        its commit."""
+    def has_failed(self) -> bool:
+        """True once all buckets that came are loaded, and the round has ended without a commit."""
         with self._changed:
-            return self._is_over and not self._full
+            return self._is_over and not self._full and self._committed is None
 
     def accept(self) -> None:
         """States that the engine makes no step until the round is over."""

@@ -1,4 +1,4 @@
-"""What asyncrl changes in vLLM that has no option."""
+"""Changes of vLLM for which it has no option."""
 
 from __future__ import annotations
 
