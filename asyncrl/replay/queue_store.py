@@ -291,6 +291,7 @@ class QueueStore:
     def _begin_segment(self, journal: Journal) -> None:
         self.trace.flush()
         journal.rotate()
+        self.state.coverage.began = self.state.ledger.steps
         journal.append(record_of(self._snapshot()))
         journal.write()
 

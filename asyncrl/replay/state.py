@@ -140,6 +140,8 @@ class Coverage(Durable):
 
     untrained: dict[int, int] = field(default_factory=dict[int, int])
     last_step: dict[int, int] = field(default_factory=dict[int, int])
+    began: int = 0
+    """Steps committed when the current segment was started: its snapshot refers to every group untrained then."""
 
     def hold(self, location: Location | None) -> None:
         """A group that is to be trained is stored at the location."""
@@ -158,8 +160,8 @@ class Coverage(Durable):
             self.last_step[location[0]] = max(step, self.last_step.get(location[0], 0))
 
     def is_covered(self, segment: int, step: int) -> bool:
-        """True if the segment is not needed to resume from a checkpoint of the step."""
-        return not self.untrained.get(segment) and self.last_step.get(segment, 0) <= step
+        """True if neither the current segment's snapshot nor a checkpoint of the step needs the segment."""
+        return not self.untrained.get(segment) and self.last_step.get(segment, 0) <= min(step, self.began)
 
     def of_steps_from(self, step: int) -> list[int]:
         """Segments that may contain records of the step or a later one."""

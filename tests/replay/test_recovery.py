@@ -345,6 +345,7 @@ def test_any_schedule_with_deaths_loses_nothing(events: list[tuple[str, int]], m
             if not run.leases and run.queue.ledger.count(State.LEASED):
                 run.lose(1)
         assert run.steps >= goal, "the run is stuck"
+        run.die(0)
         run.queue.store.close()
         rows = pq.read_table(Path(name) / "trace.parquet").to_pylist()
         trained = [row["ticket"] for row in rows if row["outcome"] == "trained"]
@@ -507,6 +508,29 @@ def test_segments_go_when_checkpoints_cover_them(tmp_path: Path) -> None:
     queue = open_queue(tmp_path, config)
     assert queue.ledger.steps == 100
     train(queue, 101)
+    queue.store.close()
+
+
+def test_segments_stay_while_the_snapshot_of_the_current_one_refers_to_their_groups(tmp_path: Path) -> None:
+    config = small_config(steps=200)
+    queue = open_queue(tmp_path, config)
+    for lease in ask_queue(queue, 0, 0, 2)[0]:
+        finish(queue, lease, 0)
+    queue.store.write()
+    kill_queue(queue)
+    queue = open_queue(tmp_path, config, run_id="next launch")
+    assert queue.store.journal is not None and queue.store.journal.current == 2
+    train(queue, 1, checkpoints=[1])
+    assert segments_of(tmp_path / "journal") == [1, 2], "the snapshot in segment 2 refers to groups in segment 1"
+    before = saved_state(queue)
+    kill_queue(queue)
+    queue = open_queue(tmp_path, config, run_id="next launch")
+    assert saved_state(queue) == before
+    queue.store.close()
+    queue = open_queue(tmp_path, config, run_id="third launch")
+    for step in range(2, 60):
+        train(queue, step, checkpoints=[step])
+    assert segments_of(tmp_path / "journal")[0] > 2
     queue.store.close()
 
 

@@ -62,9 +62,9 @@ def test_deltas_of_bfloat16_weights(launch: Start, capsys: pytest.CaptureFixture
     assert code == 0, output
     check_run(run, steps)
     store = run.run_dir / "weights"
-    full = sum(path.stat().st_size for path in store.rglob("*.safetensors"))
+    full = sum(path.stat().st_size for path in store.rglob("full-*.bin"))
     last = steps - 1  # nobody generates with the version after the last step
-    deltas = [next(store.glob(f"v{version:06d}-*/from-{version - 1:06d}.delta")) for version in range(1, last + 1)]
+    deltas = [next(store.glob(f"v{version:06d}-*/delta-0.bin")) for version in range(1, last + 1)]
     shares = [path.stat().st_size / full for path in deltas]
     with capsys.disabled():
         print(

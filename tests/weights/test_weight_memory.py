@@ -94,7 +94,7 @@ def test_to_write_a_version_takes_a_ranks_slices_and_the_base_of_its_deltas(
             for rank, extra_bytes in enumerate(most_bytes):
                 print(f"learner rank {rank}  {extra_bytes / 2**20:7.1f}   of {limit_bytes / 2**20:7.1f}")
         assert found[0][dtype]["sent"] == STORED[dtype]
-        assert any((tmp_path / dtype).rglob("*.delta")) == (bases > 0)
+        assert any((tmp_path / dtype).rglob("delta-*.bin")) == (bases > 0)
         compared_bytes = deltas.BLOCK_WORDS * 5 // 4 if bases else 0  # a mask of a block, and its changes
         assert max(most_bytes) <= limit_bytes + compared_bytes + PYTHON_BYTES["whole"]
         assert min(most_bytes) >= 0.9 * limit_bytes, "nothing was measured"
