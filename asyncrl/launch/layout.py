@@ -35,6 +35,7 @@ from asyncrl.launch.memory import (
     item_bytes,
     learner_need,
     longest_tokens,
+    takes_buckets,
     with_changes,
 )
 from asyncrl.util.text import did_you_mean
@@ -218,7 +219,20 @@ class Layout:
 def search(base: Config, models: Models, cards: int, gpu: GpuModel) -> tuple[Layout | None, list[Side]]:
     """Returns the preferred layout of those that fit, None if nothing fits; and the nearest of each kind that does not
     fit, the nearest first. Every learner rank and every engine has separate cards; `cards` excludes critic ranks and
-    reward model."""
+    reward model. With `weights.staging: auto` buckets are tried when whole versions fit with offload only."""
+    best, refused = _search(base, models, cards, gpu)
+    buckets = with_changes(base, {"weights.staging": "buckets"})
+    is_free = base.weights.staging == "auto" and _by_nccl(base) and takes_buckets(base, models.policy)
+    if is_free and (best is None or best.config.learner.offload != "none"):
+        other, refused_too = _search(buckets, models, cards, gpu)
+        best = max(filter(None, (best, other)), key=lambda layout: layout.preference, default=None)
+        refused += refused_too
+    refused.sort(key=lambda side: -side.missing_bytes)
+    nearest = {side.kind: side for side in refused}
+    return best, sorted(nearest.values(), key=lambda side: side.missing_bytes)
+
+
+def _search(base: Config, models: Models, cards: int, gpu: GpuModel) -> tuple[Layout | None, list[Side]]:
     engines = [_engine(base, models, gpu, parallel) for parallel in engine_sizes(base, models.policy, cards - 1)]
     learners = list(_learners(base, models, cards - 1, gpu))
     layouts: list[Layout] = []
@@ -231,12 +245,8 @@ def search(base: Config, models: Models, cards: int, gpu: GpuModel) -> tuple[Lay
             generated = generated_per_s(config, models.policy, gpu, engine.sequences)
             trained = trained_per_s(config, models.policy, gpu)
             layouts.append(Layout(config, models.policy, learner, engine, generated, trained))
-    refused = sorted(
-        (side for side in (*engines, *learners) if side.missing_bytes), key=lambda side: -side.missing_bytes
-    )
-    nearest = {side.kind: side for side in refused}
-    best = max(layouts, key=lambda layout: layout.preference, default=None)
-    return best, sorted(nearest.values(), key=lambda side: side.missing_bytes)
+    refused = [side for side in (*engines, *learners) if side.missing_bytes]
+    return max(layouts, key=lambda layout: layout.preference, default=None), refused
 
 
 def _by_nccl(config: Config) -> bool:

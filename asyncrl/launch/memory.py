@@ -686,9 +686,13 @@ def choose_staging(config: Config, placement: Placement, *, reward_model: bool) 
     if not by_nccl:
         name = "host"
     elif any(gpu.missing_bytes for gpu in needs_of_gpus(whole, placement, models)):
-        is_reloaded = config.generator.engine == "vllm" and models.policy.active != models.policy.parameters
-        needs_all = is_reloaded or config.learner.lora.rank or config.launch.colocated
-        name = "host" if needs_all else "buckets"
+        name = "buckets" if takes_buckets(config, models.policy) else "host"
     chosen = with_changes(config, {"weights.staging": name})
     needed = staging_parts(chosen, models.policy, on_gpu=by_nccl)["staged weights"]
     return chosen, f"weights    staging {name}: {needed / GIB:.1f} GiB on the first GPU of each generator"
+
+
+def takes_buckets(config: Config, shape: Shape) -> bool:
+    """True if the engine can load weights in buckets while the learner has its own."""
+    is_reloaded = config.generator.engine == "vllm" and shape.active != shape.parameters
+    return not (is_reloaded or config.learner.lora.rank or config.launch.colocated)
