@@ -143,7 +143,7 @@ def _launch(
             inputs.first_row.show(console)
             for name, text in launcher.describe().items():
                 say(console, f"{name:10} {text}")
-            run = Run(config, placement, spec, console, interrupts, launcher, scan)
+            run = LiveRun(config, placement, spec, console, interrupts, launcher, scan)
             code = run.run()
             goes_on = code == EXIT_FAILED and not interrupts.count and is_due(config, folder.summary(run.summary))
             start = {"start": asdict(inputs.first_row), "rows": scan.summary}
@@ -167,7 +167,7 @@ def preloaded(config: Config, placement: Placement, launcher: Launcher) -> Itera
         fork_server.close()
 
 
-class Run:
+class LiveRun:
     """A run in progress: its roles, the launcher's client of the replay queue, and how the run ended."""
 
     def __init__(

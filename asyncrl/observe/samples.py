@@ -33,7 +33,7 @@ from numpy.typing import ArrayLike, NDArray
 from asyncrl.errors import DataError
 from asyncrl.types import Group, Trajectory
 from asyncrl.util.files import cut_unfinished_line, read_lines, replace_file
-from asyncrl.util.model_files import Decoder
+from asyncrl.util.model_files import TokenDecoder
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -78,7 +78,7 @@ EPISODES = {"segment_tokens": pa.int32(), "turn_rewards": pa.float64()}
 numbers of tokens of the prompt, the first turn, the observation after it, the next turn, and so on."""
 
 
-class Segment(NamedTuple):
+class SamplePart(NamedTuple):
     """A part of a trajectory."""
 
     tokens: list[int]
@@ -217,7 +217,7 @@ class Samples:
         tables = [SCHEMA.empty_table(), *(part.table for part in parts)]
         return cls(pa.concat_tables(tables, promote_options="default"))
 
-    def turns(self, row: int) -> list[Segment]:
+    def turns(self, row: int) -> list[SamplePart]:
         """The parts of a trajectory after its prompt: the policy's turns, and the observations between them.
         Raises DataError if the table lacks both `action_mask` and `segment_tokens`."""
         chosen = self.select([row])
@@ -227,18 +227,18 @@ class Samples:
                 raise DataError("samples: action_mask is missing, so that turns cannot be told apart")
             segments = segments_of(chosen["action_mask"][0])
         versions, rewards = self._of_row(row, "versions"), iter(self._of_row(row, "turn_rewards") or ())
-        parts: list[Segment] = []
+        parts: list[SamplePart] = []
         for number, (begin, end) in enumerate(pairwise(accumulate(segments))):
             is_action = not number % 2
             newest = max(versions[begin:end], default=None) if is_action and versions else None
-            parts.append(Segment(tokens[begin:end], is_action, newest, next(rewards, None) if is_action else None))
+            parts.append(SamplePart(tokens[begin:end], is_action, newest, next(rewards, None) if is_action else None))
         return parts
 
     def _of_row(self, row: int, name: str) -> list[Any] | None:
         """The list of a row in a column; None if it has none."""
         return self.table[name][row].as_py() if name in self.columns else None
 
-    def decode(self, decoder: Decoder, *, special_tokens: bool = False) -> Self:
+    def decode(self, decoder: TokenDecoder, *, special_tokens: bool = False) -> Self:
         """The table with the columns "prompt" and "completion", the texts of the tokens before and after the first
         action token."""
         tokens, starts = self["tokens"], self["num_prompt_tokens"]

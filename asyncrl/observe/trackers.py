@@ -36,7 +36,7 @@ from asyncrl.errors import ConfigError, DataError, observing
 from asyncrl.observe.curves import decode_row, step_of
 from asyncrl.observe.samples import FOLDER, TRAINED, Samples, read_evaluated, recorded_steps
 from asyncrl.util.files import cut_unfinished_line, read_last_lines, read_lines, replace_file
-from asyncrl.util.model_files import Decoder, load_decoder
+from asyncrl.util.model_files import TokenDecoder, load_decoder
 from asyncrl.util.text import describe, printable, redact
 from asyncrl.util.user_code import resolve_function
 
@@ -368,7 +368,7 @@ class Feed(threading.Thread):
         tracker: str,
         make: Callable[[int], Tracker],
         run_dir: Path,
-        load_decoder: Callable[[], Decoder],
+        load_decoder: Callable[[], TokenDecoder],
         state: TrackerState,
         save: Callable[[], None],
     ) -> None:
@@ -380,7 +380,7 @@ class Feed(threading.Thread):
         self._state = state
         self._save = save
         self._target: Tracker | None = None
-        self._decoder: Decoder | None = None
+        self._decoder: TokenDecoder | None = None
         self._tries = 0
         """Failures in sequence."""
         self._wake = threading.Event()

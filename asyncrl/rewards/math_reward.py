@@ -48,7 +48,7 @@ _UNITS = {name: names.split()[0] for names in _UNIT_NAMES.split(";") for name in
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class MathAnswer:
     """A mathematical answer, read."""
 
     text: str
@@ -76,7 +76,7 @@ def math_answer(solution_str: str, ground_truth: str, *, timeout_s: int = 2) -> 
     if not has_box(after_reasoning(solution_str)):
         found = _parse(_REPEATING.sub(_fraction, text), timeout_s)
         text = next((value for value in found if isinstance(value, str)), "")
-        answer = Answer(text, "", _base(text), found)
+        answer = MathAnswer(text, "", _base(text), found)
     else:
         answer = _read(text, timeout_s, variables=truth.text)
         if answer.unit and not truth.unit:  # 10 m for 10\text{ m}
@@ -86,7 +86,7 @@ def math_answer(solution_str: str, ground_truth: str, *, timeout_s: int = 2) -> 
 
 
 @functools.lru_cache(maxsize=1024)
-def math_truth(ground_truth: str) -> Answer:
+def math_truth(ground_truth: str) -> MathAnswer:
     """The ground truth, parsed. Raises ValueError when it is not a mathematical expression."""
     truth = _read(find_answer(ground_truth).strip().strip("$"), TRUTH_TIMEOUT_S)
     if all(isinstance(value, str) for value in truth.values):
@@ -94,15 +94,15 @@ def math_truth(ground_truth: str) -> Answer:
     return truth
 
 
-def _read(text: str, timeout_s: int, *, variables: str | None = None) -> Answer:
+def _read(text: str, timeout_s: int, *, variables: str | None = None) -> MathAnswer:
     """Reads an answer that stands alone. One letter after a number is a unit unless it is one of `variables`; it is
     always a variable if that is None."""
     if re.fullmatch(r"-?\d{1,18}", text):  # most answers, which need no parser
-        return Answer(text, "", None, [Integer(text), text])
+        return MathAnswer(text, "", None, [Integer(text), text])
     text = _SPACE.sub(" ", _THOUSANDS.sub("", _REPEATING.sub(_fraction, text)))
     body, unit = _split_unit(text, variables)
     # Boxed, because of a plain "2, 3" only the last number would be parsed.
-    return Answer(body, unit, _base(body), _parse(f"\\boxed{{{body}}}", timeout_s))
+    return MathAnswer(body, unit, _base(body), _parse(f"\\boxed{{{body}}}", timeout_s))
 
 
 def _parse(text: str, timeout_s: int) -> list[Any]:
@@ -155,7 +155,7 @@ def _symbol(name: str, power: str | None) -> str:
     return "/".join(symbols) + (f"^{power}" if power else "") if all(symbols) else ""
 
 
-def _equal(truth: Answer, answer: Answer, timeout_s: int) -> bool:
+def _equal(truth: MathAnswer, answer: MathAnswer, timeout_s: int) -> bool:
     if truth.base or answer.base:
         return truth.base == answer.base
     if truth.unit and answer.unit and truth.unit != answer.unit:

@@ -36,7 +36,7 @@ RECEIVE_BYTES_AT_ONCE = 1 << 20
 
 
 @dataclass(slots=True)
-class _Request:
+class _ScoreRequest:
     message: Message
     deadline_s: float
     tokens: list[list[int]] = field(default_factory=list)
@@ -144,7 +144,7 @@ class ModelServer:
 
     def __init__(self, model: RewardModel, endpoints: Endpoints) -> None:
         self.model = model
-        self._requests: list[_Request] = []
+        self._requests: list[_ScoreRequest] = []
         """Requests received in this round."""
         self._queue = Connection(endpoints, linger_s=0.0) if endpoints.replay else None
         """None when there is no run."""
@@ -181,7 +181,7 @@ class ModelServer:
                 log.warning("the replay queue refused a report of the memory", error=answer.body.text)
             self._queue.send(Memory("reward_model", peak_memory_bytes()))
 
-    def _receive(self) -> list[_Request]:
+    def _receive(self) -> list[_ScoreRequest]:
         self._requests, num_bytes = [], 0
         for _ in range(RECEIVE_AT_ONCE):
             size = self._server.handle_next() if num_bytes < RECEIVE_BYTES_AT_ONCE else None
@@ -192,7 +192,7 @@ class ModelServer:
 
     def _accept(self, message: Message) -> None:
         body: Score = message.body
-        request = _Request(message, time.monotonic() + body.timeout_s)
+        request = _ScoreRequest(message, time.monotonic() + body.timeout_s)
         for completion in body.completions:
             tokens, error = [], ""
             try:
@@ -204,7 +204,7 @@ class ModelServer:
         request.scores = [None] * len(request.tokens)
         self._requests.append(request)
 
-    def _answer(self, requests: list[_Request]) -> None:
+    def _answer(self, requests: list[_ScoreRequest]) -> None:
         now_s = time.monotonic()
         live = [request for request in requests if request.deadline_s > now_s]
         places = [(request, index) for request in live for index, error in enumerate(request.errors) if not error]
@@ -212,7 +212,7 @@ class ModelServer:
         for request in live:
             self._server.send(request.message.peer, request.message.seq, Reply(Scores(request.scores, request.errors)))
 
-    def _score(self, places: list[tuple[_Request, int]]) -> None:
+    def _score(self, places: list[tuple[_ScoreRequest, int]]) -> None:
         try:
             scores = self.model.score([request.tokens[index] for request, index in places])
         except Exception as error:  # out of memory, or any error of the model's code: it fails only these texts

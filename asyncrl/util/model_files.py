@@ -22,7 +22,7 @@ TEMPLATE_COLUMN = "chat_template_kwargs"
 """The column with a row's options of the chat template, by its name in TRL and in requests to vLLM."""
 
 
-class Decoder(Protocol):
+class TokenDecoder(Protocol):
     """Decodes sequences of tokens to texts, with special tokens or without."""
 
     def __call__(self, sequences: Sequence[Sequence[int]], *, special_tokens: bool = False) -> list[str]: ...
@@ -111,7 +111,7 @@ def end_tokens(path: str, *, trust_remote_code: bool = False) -> list[int]:
     return sorted(token for token in ends if token is not None)
 
 
-def load_decoder(path: str, *, trust_remote_code: bool = False) -> Decoder:
+def load_decoder(path: str, *, trust_remote_code: bool = False) -> TokenDecoder:
     """Returns the decoder of the tokenizer at `path`. It loads transformers, which takes seconds and memory, only where
     there is no tokenizer.json."""
     file = Path(path) / "tokenizer.json"

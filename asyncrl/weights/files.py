@@ -37,7 +37,7 @@ from asyncrl.weights import deltas, transports
 from asyncrl.weights.background import BackgroundSender
 from asyncrl.weights.buffers import WeightBuffer, empty_buffer, host_buffer
 from asyncrl.weights.layout import RankSlices, WeightManifest, slices_of
-from asyncrl.weights.ranks import Answer, Order, RankCoordinator, RankSender
+from asyncrl.weights.ranks import RankAnswer, RankCoordinator, RankOrder, RankSender
 from asyncrl.weights.receiver import BackgroundReceiver
 from asyncrl.weights.staging import StagedWeights
 from asyncrl.weights.transports import Transport, Wait
@@ -90,7 +90,7 @@ def store_url(config: Config, run_dir: Path) -> str:
 # --- writing
 
 
-class Write(Order, frozen=True):
+class Write(RankOrder, frozen=True):
     """Order to write a version to a folder."""
 
     folder: str
@@ -99,13 +99,13 @@ class Write(Order, frozen=True):
     full: bool
 
 
-class Published(Order, frozen=True):
+class Published(RankOrder, frozen=True):
     """States that a version is published. With a folder its bits are kept, as the base of the next delta."""
 
     folder: str | None
 
 
-class Written(Answer, frozen=True):
+class Written(RankAnswer, frozen=True):
     """A rank's answer to an order."""
 
     sum: str = ""

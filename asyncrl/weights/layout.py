@@ -271,7 +271,7 @@ class WeightPart:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class BucketPiece:
     """Bytes of a bucket that come from one learner rank at once."""
 
     sender: int
@@ -288,7 +288,7 @@ class PlannedBucket:
 
     entries: tuple[tuple[Entry, int | None], ...]
     """Their places, in bytes of the bucket, and the first row of those that are divided."""
-    pieces: tuple[Piece, ...]
+    pieces: tuple[BucketPiece, ...]
     num_bytes: int
 
     def parts(self, memory: Tensor) -> list[WeightPart]:
@@ -328,7 +328,7 @@ def plan_buckets(
         first = taken
         while taken < len(pieces) and pieces[taken][0] < end:
             taken += 1
-        own = [Piece(sender, start, start - base, size) for start, sender, size in pieces[first:taken]]
+        own = [BucketPiece(sender, start, start - base, size) for start, sender, size in pieces[first:taken]]
         places = [(replace(unit.entry, offset=unit.entry.offset - base), unit.first_row) for unit in units]
         buckets.append(PlannedBucket(tuple(places), tuple(own), end - base))
     return buckets

@@ -40,13 +40,13 @@ _IDLE_S = 0.02
 """Wait for an order for a version that is finished: the learner may wait for it."""
 
 
-class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+class RankOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     """An order about a version."""
 
     version: int
 
 
-class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RankAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Answer to an order."""
 
     problem: str = ""
@@ -55,7 +55,7 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """True if the rank already has a later version."""
 
 
-A = TypeVar("A", bound=Answer)
+A = TypeVar("A", bound=RankAnswer)
 
 
 def _key(number: int | str, part: int | str) -> str:
@@ -72,7 +72,7 @@ class RankCoordinator(Generic[A]):
         self._store, self._answer_type, self._timeout_s = store, answer, timeout_s
         self._number = 0
 
-    def send(self, order: Order) -> None:
+    def send(self, order: RankOrder) -> None:
         """Sends an order to all of them."""
         self._store.ask("set", [_key(self._number, "order")], msgspec.msgpack.encode(order))
 
@@ -123,7 +123,7 @@ class RankSender(BackgroundSender):
 
     _orders: Any
     """The types of the orders."""
-    _last_order: type[Order]
+    _last_order: type[RankOrder]
     """The type of the last order about a version."""
 
     def __init__(
@@ -153,7 +153,7 @@ class RankSender(BackgroundSender):
         self._rank_0_is_silent = False
 
     @abstractmethod
-    def _carry_out(self, order: Any, buffer: Any) -> Answer:
+    def _carry_out(self, order: Any, buffer: Any) -> RankAnswer:
         """Carries out an order about the version in the buffer. Returns the answer."""
 
     def _wants(self, version: int) -> bool:
@@ -172,11 +172,11 @@ class RankSender(BackgroundSender):
     def _obey(self, version: int, buffer: Any, within_s: float = _BEAT_S) -> None:
         """Carries out the next order, if it comes in time. Raises PeerTimeoutError if rank 0 is silent."""
         self._raise_if_stopping()
-        order: Order | None = self._next_order(within_s)
+        order: RankOrder | None = self._next_order(within_s)
         if order is None or order.version > version:  # or this rank has not reached that version yet
             return
         if order.version < version:
-            answer = Answer(f"already has version {version}", is_ahead=True)
+            answer = RankAnswer(f"already has version {version}", is_ahead=True)
         else:
             answer = self._carry_out(order, buffer)
         if answer.problem:
@@ -186,7 +186,7 @@ class RankSender(BackgroundSender):
         if isinstance(order, self._last_order):
             self._finished = order.version
 
-    def _next_order(self, within_s: float) -> Order | None:
+    def _next_order(self, within_s: float) -> RankOrder | None:
         self._beat()
         try:
             (data,) = self._store.ask("wait", [_key(self._order_number, "order")], within_s=within_s).values
@@ -223,22 +223,22 @@ class VersionGoneError(RuntimeError):
     """Another rank already has a later version; rank 0 will as well."""
 
 
-class SendShare(Order, frozen=True):
+class SendShare(RankOrder, frozen=True):
     """Asks the rank to send its share of the version over the link number `group`, which has `size` members."""
 
     group: int
     size: int
 
 
-class Finish(Order, frozen=True):
+class Finish(RankOrder, frozen=True):
     """Asks the rank to keep the version for generators that come late, and to take the next one."""
 
 
-class HasVersion(Order, frozen=True):
+class HasVersion(RankOrder, frozen=True):
     """Asks the rank to reply once it holds this version."""
 
 
-class Done(Answer, frozen=True):
+class Done(RankAnswer, frozen=True):
     """Answer to an order about a share."""
 
     checksum: int = 0
@@ -254,7 +254,7 @@ class ShareCoordinator(RankCoordinator[Done]):
         """Publishes the transport, by which they know where their buffers have to be."""
         self._store.ask("set", [_TRANSPORT_KEY], transport.encode())
 
-    def order(self, order: Order, check: Callable[[], None]) -> None:
+    def order(self, order: RankOrder, check: Callable[[], None]) -> None:
         """Has them carry an order out. Raises VersionGoneError, RuntimeError if one of them cannot, and
         PeerTimeoutError if one is silent; `check` is polled and may raise."""
         if self.count:
@@ -340,11 +340,11 @@ class RankShareSender(RankSender):
             self._transport = find_transport((name or b"").decode())
         return self._transport
 
-    def _carry_out(self, order: Order, buffer: Buffer) -> Answer:
+    def _carry_out(self, order: RankOrder, buffer: Buffer) -> RankAnswer:
         if buffer.is_released and not isinstance(order, Finish):
-            return Answer(f"has changed version {order.version}", is_ahead=True)
+            return RankAnswer(f"has changed version {order.version}", is_ahead=True)
         if not isinstance(order, SendShare):
-            return Answer()
+            return RankAnswer()
         try:
             link = self._linked(order)
             return Done(
@@ -356,7 +356,7 @@ class RankShareSender(RankSender):
             raise
         except (RuntimeError, OSError) as error:
             self._drop_link()
-            return Answer(problem(error))
+            return RankAnswer(problem(error))
 
     def _linked(self, order: SendShare) -> Link:
         """The link to send over: the last one, unless the members have changed."""

@@ -20,7 +20,7 @@ from asyncrl.errors import DataError
 from asyncrl.launch.launcher import LocalLauncher
 from asyncrl.launch.placement import place_roles
 from asyncrl.launch.row_checks import PromptScan
-from asyncrl.launch.run import Run
+from asyncrl.launch.run import LiveRun
 from asyncrl.launch.worker import RoleSpec
 from asyncrl.observe import console as console_module
 from asyncrl.observe.console import (
@@ -66,7 +66,7 @@ class StandIns(LocalLauncher):
         return [sys.executable, "-c", self.code]
 
 
-Conduct = Callable[..., tuple[int, Run, str]]
+Conduct = Callable[..., tuple[int, LiveRun, str]]
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def conduct(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Conduct:
         bad_row: str = "",
         is_resumed: bool = False,
         **settings: object,
-    ) -> tuple[int, Run, str]:
+    ) -> tuple[int, LiveRun, str]:
         monkeypatch.chdir(tmp_path)
         folder = tmp_path / "runs" / "run"
         folder.mkdir(parents=True)
@@ -93,7 +93,7 @@ def conduct(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Conduct:
         launcher = StandIns(folder, codes, last_s)
         scan = PromptScan(config, limit_tokens=8, has_trained=is_resumed)
         scan.problem = DataError(bad_row) if bad_row else None
-        run = Run(config, place_roles(config), spec, Console(file=out, width=200), caught, launcher, scan)
+        run = LiveRun(config, place_roles(config), spec, Console(file=out, width=200), caught, launcher, scan)
         code = run.run()
         assert all(role.code is not None for role in run.processes.roles)
         return code, run, out.getvalue()

@@ -25,7 +25,7 @@ from asyncrl.environments.dialogue.rendering import (
     with_text_arguments,
 )
 from asyncrl.environments.environment import Message, Schema, ToolCall
-from asyncrl.util.model_files import TEMPLATE_COLUMN, Decoder, load_decoder, load_tokenizer, num_embeddings
+from asyncrl.util.model_files import TEMPLATE_COLUMN, TokenDecoder, load_decoder, load_tokenizer, num_embeddings
 
 MARK = "\n[...]\n"
 """Stands for the middle of an observation that is too long."""
@@ -40,7 +40,7 @@ MAX_CHATS = 64
 class Coders(NamedTuple):
     """A model's tokenizer."""
 
-    decode: Decoder
+    decode: TokenDecoder
     encode: Callable[[str], list[int]]
     """The tokens of a text, in which special tokens are text."""
 

@@ -48,7 +48,7 @@ class Refused(Exception):
     """A program that cannot be loaded, or an episode without a reward. The text is complete."""
 
 
-class Program:
+class EpisodePlayer:
     """What plays episodes: `play(task, base_url, api_key)` returns the reward of one."""
 
     @contextlib.asynccontextmanager
@@ -57,7 +57,7 @@ class Program:
         yield
 
 
-class Agent(Program):
+class Agent(EpisodePlayer):
     """A function `run(task, *, base_url, api_key)`, or a class with such a method, of which an instance is made for
     each episode. It may be async; otherwise it runs in a thread. It may also take `model` and its options."""
 
@@ -103,7 +103,7 @@ def module_of(path, name):
     return module
 
 
-class Command(Program):
+class Command(EpisodePlayer):
     """A command, started for each episode, with the task as JSON at its standard input. Its reward is the last line of
     its output as JSON. It ends, with all processes of its group, when the episode ends."""
 
@@ -212,7 +212,7 @@ def _scored(score, parts):
     return {**{f"{name}_metric" if name == "score" else name: value for name, value in parts.items()}, "score": score}
 
 
-class Taskset(Program):
+class Taskset(EpisodePlayer):
     """A taskset, with the harness that plays it."""
 
     def __init__(self, name, options):

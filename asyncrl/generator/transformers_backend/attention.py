@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from asyncrl.errors import ConfigError
-from asyncrl.generator.transformers_backend.cache import Batch, HeadShape, PagedCache, Row, sort_rows
+from asyncrl.generator.transformers_backend.cache import HeadShape, PagedCache, Row, StepBatch, sort_rows
 
 log = structlog.get_logger()
 
@@ -36,7 +36,7 @@ class Kernel(Protocol):
     """Computes the attention of a batch whose keys and values are in the cache."""
 
     def __call__(
-        self, batch: Batch, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, window: int | None
+        self, batch: StepBatch, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, window: int | None
     ) -> Tensor:
         """Returns [tokens, heads, value size] for the queries, keys and values [tokens, heads, size] of the batch. With
         a `window` a token attends to that many tokens, including itself."""
@@ -50,7 +50,7 @@ def paged_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    paged: Batch,
+    paged: StepBatch,
     kernel: Kernel,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -77,7 +77,7 @@ def paged_attention(
 
 
 def padded_attention(
-    batch: Batch, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, window: int | None
+    batch: StepBatch, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, window: int | None
 ) -> Tensor:
     """The kernel of any device and dtype: one call for all decoding rows, padded to the longest, and one for each
     other row."""
@@ -100,7 +100,12 @@ def padded_attention(
 
 
 def _attend_row(
-    batch: Batch, layer: int, index: int, fresh: tuple[Tensor, Tensor, Tensor], scale: float | None, window: int | None
+    batch: StepBatch,
+    layer: int,
+    index: int,
+    fresh: tuple[Tensor, Tensor, Tensor],
+    scale: float | None,
+    window: int | None,
 ) -> Tensor:
     row, first = batch.rows[index], int(batch.offsets[index])
     q, k, v = (tensor[first : first + len(row.tokens)] for tensor in fresh)
@@ -125,7 +130,7 @@ def _attend_row(
 
 
 def table_attention(
-    batch: Batch, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, window: int | None
+    batch: StepBatch, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, window: int | None
 ) -> Tensor:
     """Torch's kernel for variable lengths, which reads keys and values through the table of pages."""
     assert batch.cache is not None
@@ -172,7 +177,7 @@ def table_fault(shapes: set[HeadShape], heads: int, *, dtype: torch.dtype, devic
             pages: list[int] = []
             cache.extend(pages, start + count)
             rows.append(Row([0] * count, start, pages))
-        batch = Batch([rows[i] for i in sort_rows(rows)], cache, device)
+        batch = StepBatch([rows[i] for i in sort_rows(rows)], cache, device)
         random = torch.Generator(device).manual_seed(0)
         for tensor in cache.layers[0]:
             tensor.normal_(generator=random)

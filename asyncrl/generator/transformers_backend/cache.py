@@ -1,7 +1,7 @@
 """The key-value cache, the requests that own its pages, and the tokens of one step.
 
 Every step computes the tokens of all its requests as one row. Requests that decode one token come first. Index tensors
-of a `Batch` locate their keys and values.
+of a `StepBatch` locate their keys and values.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def sort_rows(rows: Sequence[Row]) -> list[int]:
     return sorted(range(len(rows)), key=lambda i: not rows[i].decodes)
 
 
-class Batch:
+class StepBatch:
     """The rows of a step, in the order of `sort_rows`. Without a `cache` they are complete sequences, of which nothing
     is kept; then `shapes` has the keys and values of each layer that has computed."""
 

@@ -23,7 +23,7 @@ from asyncrl.config.config import Config
 from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.generator.engine import CPU_KV_CACHE_BYTES, GPU_FRACTION, STEP_TOKENS, Shapes, check_fit
 from asyncrl.generator.transformers_backend.attention import PAGED, choose_kernel, padded_attention
-from asyncrl.generator.transformers_backend.cache import Batch, HeadShape, PagedCache, Row, sort_rows, token_bytes
+from asyncrl.generator.transformers_backend.cache import HeadShape, PagedCache, Row, StepBatch, sort_rows, token_bytes
 from asyncrl.util.model_files import Routers, replayed_routers, router_modules
 from asyncrl.weights.layout import WeightPart
 from asyncrl.weights.model_tensors import (
@@ -94,7 +94,7 @@ class Decoder:
     def logits(self, rows: Sequence[Row]) -> Tensor:
         """Returns the logits [rows, vocabulary] for the last token of each row, in float32. The rows have the order of
         `sort_rows`."""
-        batch = Batch(rows, self.cache, self.device)
+        batch = StepBatch(rows, self.cache, self.device)
         hidden = self._hidden(batch).index_select(0, batch.last)
         output = self._output
         if hidden.is_cuda and hidden.dtype is not torch.float32 and isinstance(output, nn.Linear):
@@ -103,7 +103,7 @@ class Decoder:
             return logits if output.bias is None else logits + output.bias
         return output(hidden).float()
 
-    def _hidden(self, batch: Batch) -> Tensor:
+    def _hidden(self, batch: StepBatch) -> Tensor:
         """Returns the last hidden states [tokens, size] of a batch."""
         body: Any = self._model.base_model
         return body(
@@ -117,7 +117,7 @@ class Decoder:
     def _shapes(self, tokens: int) -> Mapping[int, HeadShape]:
         """Returns the keys and values of each layer, by a forward pass of this many tokens."""
         length = min(tokens, self.window_tokens - 1)
-        batch = Batch([Row([0] * length, 0, [])] * max(1, tokens // length), None, self.device)
+        batch = StepBatch([Row([0] * length, 0, [])] * max(1, tokens // length), None, self.device)
         with torch.inference_mode():
             fits(self._model, lambda: self._hidden(batch))
         if not batch.shapes:
