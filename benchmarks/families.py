@@ -26,8 +26,8 @@ from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
 from asyncrl.generator.engine import Completion, Engine, make_engine
 from asyncrl.learner.batch import make_batch
-from asyncrl.learner.model.checks import check_packing
 from asyncrl.learner.model.loading import load_policy_model
+from asyncrl.learner.model.model_checks import check_packing
 from asyncrl.learner.model.policy import PolicyNetwork
 from asyncrl.types import Group, Trajectory
 

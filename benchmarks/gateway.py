@@ -65,8 +65,8 @@ def serve(folder: str, episodes: int, pipe: Connection) -> None:
 async def _serve(folder: str, episodes: int, pipe: Connection) -> None:
     from asyncrl.environments.dialogue.dialogue import Dialogue
     from asyncrl.environments.episode import Limits, PolicyTurn
-    from asyncrl.environments.gateway.api import Access
-    from asyncrl.environments.gateway.server import Gateway
+    from asyncrl.environments.gateway.gateway import Gateway
+    from asyncrl.environments.gateway.openai_api import Access
     from asyncrl.environments.gateway.session import Session
     from asyncrl.wire.service_messages import NextTurn
 

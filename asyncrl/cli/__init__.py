@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from asyncrl.cli import training, looking, planning, parts  # noqa: F401  # isort: skip, the order of --help
+from asyncrl.cli import launching, looking, planning, parts  # noqa: F401  # isort: skip, the order of --help
 from asyncrl.cli.app import app
 from asyncrl.errors import AsyncrlError, ConfigError, DataError, is_disk_full
 

@@ -38,7 +38,7 @@ def logs(
     level: Annotated[str, typer.Option(help="Lowest level: debug, info, warning, error or critical.")] = "debug",
 ) -> None:
     """Print the logs of a run's roles, by time. Exit code 2: unknown run or role."""
-    from asyncrl.cli.logs import show_logs
+    from asyncrl.cli.show_logs import show_logs
 
     show_logs(run_folder(run), roles or (), Console(), follow=follow, level=level)
 

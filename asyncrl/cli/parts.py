@@ -11,7 +11,7 @@ from rich.console import Console
 from asyncrl.cli.app import OVERRIDES, app
 from asyncrl.config.load import parse_override
 from asyncrl.data.convert import CONVERTERS, SPLITS, convert, describe_skipped
-from asyncrl.data.files import check_rows_file, write_rows
+from asyncrl.data.row_files import check_rows_file, write_rows
 from asyncrl.data.rows import ground_truth_text
 from asyncrl.errors import ConfigError
 

@@ -77,7 +77,7 @@ def plan(
     With --model: a layout that fits the memory of the cards. Exit code 2:
     there is none."""
     if model is not None and run is None:
-        from asyncrl.launch.layout import show_layout
+        from asyncrl.launch.gpu_layout import show_layout
 
         if gpus is None:
             raise ConfigError("--gpus: is missing, as in --gpus 8xH100-80")

@@ -71,7 +71,7 @@ def convert(
     Raises ConfigError when files are missing, no row is left, or `out` was not written by this command, and DataError
     that names file and row of a malformed record.
     """
-    from asyncrl.data.files import check_rows_file, write_rows  # imports pyarrow
+    from asyncrl.data.row_files import check_rows_file, write_rows  # imports pyarrow
 
     converter = CONVERTERS[name]
     if split not in SPLITS:
@@ -132,7 +132,7 @@ def _natural(file: Path) -> list[tuple[int, str]]:
 def _read_records(file: Path) -> Iterator[tuple[str, Record]]:
     """(location for messages, record) of each row of a Parquet file, each line of JSON lines, or the object in a
     .json."""
-    from asyncrl.data.files import json_object, open_rows
+    from asyncrl.data.row_files import json_object, open_rows
 
     if file.suffix == ".parquet":
         rows = open_rows(str(file))

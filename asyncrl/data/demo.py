@@ -9,7 +9,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from asyncrl.data.files import write_rows
+from asyncrl.data.row_files import write_rows
 from asyncrl.errors import ConfigError
 from asyncrl.util.text import did_you_mean
 

@@ -21,7 +21,7 @@ import structlog
 from asyncrl.config.config import Config
 from asyncrl.config.engine_options import check_template_options
 from asyncrl.data.custom import OwnRows, RawRows, load_filter
-from asyncrl.data.files import RowFile, column_path, is_missing, json_object, open_rows, value_at
+from asyncrl.data.row_files import RowFile, column_path, is_missing, json_object, open_rows, value_at
 from asyncrl.data.sampler import check_sampler
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.types import MAX_NAME_CHARACTERS

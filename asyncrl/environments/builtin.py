@@ -9,7 +9,7 @@ from typing import Any
 from asyncrl.environments.adapters.answers import load_reward
 from asyncrl.environments.environment import Action, Environment, Step, Task, ToolEnvironment, ToolError
 from asyncrl.errors import ConfigError
-from asyncrl.sandbox.run import ProgramLimits, check_sandbox, run_program
+from asyncrl.sandbox.run_program import ProgramLimits, check_sandbox, run_program
 
 CALL = re.compile(r"\?(\d{1,9})\*(\d{1,9})")
 """A call of the calculator in the policy's text."""

@@ -23,7 +23,7 @@ import numpy as np
 from asyncrl.config.config import Config
 from asyncrl.environments.dialogue.dialogue import Dialogue
 from asyncrl.environments.episode import Limits, PolicyTurn
-from asyncrl.environments.gateway.server import Gateway
+from asyncrl.environments.gateway.gateway import Gateway
 from asyncrl.environments.player import Player
 from asyncrl.environments.programs.program_player import ProgramPlayer
 from asyncrl.environments.table import EnvironmentTable, Named

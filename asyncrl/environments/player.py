@@ -19,7 +19,11 @@ from typing import Any
 
 import structlog
 
-from asyncrl.environments.calling import (
+from asyncrl.environments.dialogue.dialogue import Dialogue
+from asyncrl.environments.dialogue.rendering import DialogueError
+from asyncrl.environments.environment import Action, Environment, Message, Schema, ToolEnvironment
+from asyncrl.environments.episode import KeptHistory, Limits, PolicyTurn, TurnPlace, history_of, task_of
+from asyncrl.environments.method_calls import (
     Caller,
     EpisodeFailedError,
     to_json,
@@ -28,10 +32,6 @@ from asyncrl.environments.calling import (
     to_spoken,
     to_step,
 )
-from asyncrl.environments.dialogue.dialogue import Dialogue
-from asyncrl.environments.dialogue.rendering import DialogueError
-from asyncrl.environments.environment import Action, Environment, Message, Schema, ToolEnvironment
-from asyncrl.environments.episode import KeptHistory, Limits, PolicyTurn, TurnPlace, history_of, task_of
 from asyncrl.environments.table import Named
 from asyncrl.errors import ConfigError
 from asyncrl.types import EpisodeEnd

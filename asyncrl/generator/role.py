@@ -97,7 +97,7 @@ def make_receiver(
     config: Config, index: int, endpoints: Endpoints, run_dir: Path, *, device: str
 ) -> BackgroundReceiver:
     """Returns the receiver of the run's weights: from the learner, or from a store."""
-    from asyncrl.weights.files import FileReceiver, store_url
+    from asyncrl.weights.file_transport import FileReceiver, store_url
     from asyncrl.weights.model_tensors import fingerprint_of
     from asyncrl.weights.receiver import WeightReceiver
     from asyncrl.weights.transports import goes_by_files

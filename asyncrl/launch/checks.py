@@ -178,7 +178,7 @@ def check_environments(config: Config, console: Console, prompt_tokens: int) -> 
     a chat template that can be used, or plain text if they have no tools. Agent programs also need a template."""
     from asyncrl.data.prompts import TrainingRows
     from asyncrl.data.rows import count_sources
-    from asyncrl.environments.dialogue.checks import check_chat
+    from asyncrl.environments.dialogue.template_checks import check_chat
     from asyncrl.environments.table import check_environment, environment_for, environment_names
 
     assert config.environment.name is not None

@@ -20,9 +20,9 @@ from rich.console import Console
 
 from asyncrl.config.config import Config
 from asyncrl.data.prompts import LeftOut, TrainingRows
-from asyncrl.environments.dialogue.checks import call_turn, check_stops
 from asyncrl.environments.dialogue.dialogue import Dialogue
 from asyncrl.environments.dialogue.rendering import DialogueError
+from asyncrl.environments.dialogue.template_checks import call_turn, check_stops
 from asyncrl.environments.environment import Schema
 from asyncrl.environments.table import environment_for
 from asyncrl.errors import ConfigError, DataError

@@ -1,7 +1,7 @@
 """`asyncrl launch`: one run, from the checks to the summary.
 
 launch()     finds the hosts, checks the config, places the roles, locks runs/<name>
-Run.run()
+LiveRun.run()
   _watch     every TICK_S, until all learner ranks have exited with code 0:
                supervisor.tick     start groups that are due, restart those that died
                _check_interrupts   Ctrl-C: tell the replay queue to stop the run after this step

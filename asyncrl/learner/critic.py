@@ -39,9 +39,9 @@ from asyncrl.learner.checkpoint import (
 from asyncrl.learner.distributed import Ranks, enable_determinism, process_group
 from asyncrl.learner.learning_rate import learning_rate
 from asyncrl.learner.model.attention import Integers, SequenceParallel, checked, find_firsts, make_layout
-from asyncrl.learner.model.checks import check_packing
 from asyncrl.learner.model.engine import TrainedModel
 from asyncrl.learner.model.loading import hidden_states, load_value_model
+from asyncrl.learner.model.model_checks import check_packing
 from asyncrl.learner.model.saving import collect_state, exported_files, restore_state, save_model
 from asyncrl.learner.update import Minibatch, may_be_empty, plan_updates, skip_if_not_finite, sync_microbatches
 from asyncrl.util.processes import peak_memory_bytes

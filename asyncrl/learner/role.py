@@ -17,7 +17,7 @@ from asyncrl.learner.checkpoint import CHECKPOINTS, Checkpoints
 from asyncrl.learner.critic import Critic, RemoteCritic
 from asyncrl.learner.distributed import Ranks, enable_determinism, process_group
 from asyncrl.learner.loop import Learner
-from asyncrl.learner.model.checks import MismatchCheck
+from asyncrl.learner.model.model_checks import MismatchCheck
 from asyncrl.learner.step import Trainer
 from asyncrl.observe.samples import SampleBook
 from asyncrl.wire.endpoints import Endpoints
@@ -104,7 +104,7 @@ def _make_file_sender(
 ) -> BackgroundSender:
     """The sender of this rank's slices; rank 0 publishes what all have written."""
     from asyncrl.replay.client import Announcer
-    from asyncrl.weights.files import FileSender, RankFileSender, Written, store_url
+    from asyncrl.weights.file_transport import FileSender, RankFileSender, Written, store_url
     from asyncrl.weights.ranks import RankCoordinator
 
     url, timeout_s, device = store_url(config, run_dir), config.weights.timeout_s, str(ranks.device)

@@ -43,7 +43,7 @@ from asyncrl.learner.critic import Critic, RemoteCritic
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.learning_rate import DivergenceBound, learning_rate
 from asyncrl.learner.metrics import ModelFlops, PhaseTimer, StepMetrics, batch_metrics
-from asyncrl.learner.model.checks import MismatchCheck
+from asyncrl.learner.model.model_checks import MismatchCheck
 from asyncrl.learner.model.policy import Policy, Reference
 from asyncrl.learner.model.saving import (
     collect_state,

@@ -14,7 +14,7 @@ from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.calling import Failed
 from asyncrl.sandbox.inside import plain
-from asyncrl.sandbox.run import Ended, ProgramLimits, Sandbox, check_sandbox
+from asyncrl.sandbox.run_program import Ended, ProgramLimits, Sandbox, check_sandbox
 from asyncrl.util.text import after_reasoning
 
 FORMS = (

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import ConfigError
-from asyncrl.weights.groups import CONNECT_S, connect_deadline_s
+from asyncrl.weights.broadcast import CONNECT_S, connect_deadline_s
 from asyncrl.weights.transports import Link, Member, Transport, Wait
 
 PIECE_BYTES = 64 << 20

@@ -116,7 +116,7 @@ class Transport:
 
     connect: Callable[[Member], Link] | None
     """Makes this process's link; may block until all members call it. Raises RuntimeError or OSError at the deadline
-    of the member. None for "files", which has no links (`weights/files.py`)."""
+    of the member. None for "files", which has no links (`file_transport.py`)."""
     what: str
     """One sentence about the transport, for `asyncrl list`."""
     on_device: bool = False
@@ -132,9 +132,9 @@ class Transport:
 
 
 TRANSPORTS: dict[str, Transport | str] = {
-    "gloo": "asyncrl.weights.groups:GLOO",
-    "nccl": "asyncrl.weights.groups:NCCL",
-    "files": "asyncrl.weights.files:FILES",
+    "gloo": "asyncrl.weights.broadcast:GLOO",
+    "nccl": "asyncrl.weights.broadcast:NCCL",
+    "files": "asyncrl.weights.file_transport:FILES",
     "ipc": "asyncrl.weights.ipc:IPC",
 }
 AUTO_ON_GPUS = "nccl"
@@ -213,7 +213,7 @@ def transport_of(config: Config) -> str:
 
 
 def goes_by_files(config: Config) -> bool:
-    """True if versions go through a store (`weights/files/`), and not in rounds. Raises ConfigError as `transport_of`
+    """True if versions go through a store (`file_transport`), and not in rounds. Raises ConfigError as `transport_of`
     and `find_transport` do."""
     name = transport_of(config)
     return name != "auto" and find_transport(name).connect is None

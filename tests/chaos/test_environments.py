@@ -20,7 +20,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from asyncrl.data.demo import make_demo_rows
-from asyncrl.data.files import write_rows
+from asyncrl.data.row_files import write_rows
 from asyncrl.launch.fork_server import ForkServer
 from asyncrl.replay.history import JournalBatches
 from asyncrl.types import EPISODE_ENDS, Group, Trajectory

@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl.config.config import Config
 from asyncrl.config.load import load_config
-from asyncrl.data.files import write_rows
+from asyncrl.data.row_files import write_rows
 from asyncrl.data.tiny_model import make_tokenizer
 
 CHAT = (

@@ -14,7 +14,7 @@ import pytest
 from asyncrl.config.config import Config
 from asyncrl.config.load import load_config
 from asyncrl.data.demo import make_demo_rows
-from asyncrl.data.files import write_rows
+from asyncrl.data.row_files import write_rows
 from asyncrl.data.rows import PromptTable, check_dataset, count_sources
 from asyncrl.errors import ConfigError, DataError
 from tests.data.conftest import row

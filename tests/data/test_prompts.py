@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from asyncrl.config.config import Config
 from asyncrl.data.cursor import PromptCursor
-from asyncrl.data.files import write_rows
 from asyncrl.data.prompts import PromptBuilder, eval_prompts
+from asyncrl.data.row_files import write_rows
 from asyncrl.data.rows import PromptTable, check_dataset
 from asyncrl.data.tiny_model import make_tokenizer
 from asyncrl.errors import ConfigError, DataError

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from asyncrl.config.config import Config
-from asyncrl.data.files import open_rows
+from asyncrl.data.row_files import open_rows
 from asyncrl.data.rows import PromptTable, check_dataset
 from asyncrl.errors import ConfigError, DataError
 from tests.data.conftest import row

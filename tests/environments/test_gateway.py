@@ -13,8 +13,8 @@ import openai
 import pytest
 
 from asyncrl.environments.episode import Limits
-from asyncrl.environments.gateway.api import Access, GatewayError, chat_request
-from asyncrl.environments.gateway.server import Gateway
+from asyncrl.environments.gateway.gateway import Gateway
+from asyncrl.environments.gateway.openai_api import Access, GatewayError, chat_request
 from asyncrl.environments.gateway.session import Session
 from asyncrl.wire.service_messages import NextTurn
 from tests.helpers.dialogues import Branches, CharacterDialogue, policy_turn, turn

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from asyncrl.environments.episode import Limits
-from asyncrl.environments.gateway.api import Access
+from asyncrl.environments.gateway.openai_api import Access
 from asyncrl.environments.programs import program as program_module
 from asyncrl.environments.programs.program import load_agent
 from asyncrl.errors import ConfigError
@@ -176,7 +176,7 @@ def test_a_process_that_dies_loses_its_episodes(program: str) -> None:
 
 HOST = """
 import asyncio, sys
-from asyncrl.environments.gateway.server import Access
+from asyncrl.environments.gateway.gateway import Access
 from asyncrl.environments.programs.program import load_agent
 
 async def main():

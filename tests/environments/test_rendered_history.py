@@ -16,7 +16,7 @@ from asyncrl.environments import Environment, Message, Step
 from asyncrl.environments.dialogue.conversation import note_refusal
 from asyncrl.environments.dialogue.dialogue import MARK, ChatDialogue, Dialogue
 from asyncrl.environments.episode import Limits, PolicyTurn
-from asyncrl.environments.gateway.api import chat_request
+from asyncrl.environments.gateway.openai_api import chat_request
 from asyncrl.environments.gateway.session import Session
 from asyncrl.environments.table import Named
 from asyncrl.wire.service_messages import EpisodeEnded, NextTurn

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncrl.errors import ConfigError
-from asyncrl.sandbox.run import check_sandbox
+from asyncrl.sandbox.run_program import check_sandbox
 
 
 def why_not_confined() -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from asyncrl.config.sections import Options
 from asyncrl.environments.episode import Limits
-from asyncrl.environments.gateway.server import Gateway
+from asyncrl.environments.gateway.gateway import Gateway
 from asyncrl.environments.programs.program_player import ProgramPlayer
 from asyncrl.environments.table import load_environment
 from asyncrl.types import Prompt

@@ -10,7 +10,7 @@ from test_memory import LLAMA_8B, QWEN2_15B, fitted, shape_of
 
 from asyncrl.config.load import load_config
 from asyncrl.launch import machine as gpus
-from asyncrl.launch.layout import (
+from asyncrl.launch.gpu_layout import (
     CARDS,
     LEAST_SEQUENCES,
     LOWERED_BY,

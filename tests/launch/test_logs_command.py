@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from asyncrl.cli import logs as logs_module
-from asyncrl.cli.logs import show_logs
+from asyncrl.cli import show_logs as logs_module
+from asyncrl.cli.show_logs import show_logs
 from asyncrl.launch.run_dir import RunFolder
 from tests.helpers.cli import asyncrl
 from tests.helpers.replay import small_config

@@ -18,7 +18,7 @@ from asyncrl.config.config import Config
 from asyncrl.config.load import load_config, parse_override
 from asyncrl.errors import ConfigError
 from asyncrl.launch import machine as gpus
-from asyncrl.launch.layout import CARDS, parse_cards
+from asyncrl.launch.gpu_layout import CARDS, parse_cards
 from asyncrl.launch.memory import (
     GIB,
     Models,

@@ -12,7 +12,7 @@ import pytest
 
 from asyncrl.config.config import Config
 from asyncrl.config.load import load_config
-from asyncrl.data.files import write_rows
+from asyncrl.data.row_files import write_rows
 from asyncrl.observe.samples import SampleBook, Samples, append_rows, evaluated_file
 from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay.codec import pack_group

@@ -15,8 +15,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.learner.batch import make_batch
 from asyncrl.learner.critic import CriticModel
 from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.model.checks import check_packing
 from asyncrl.learner.model.loading import load_policy_model
+from asyncrl.learner.model.model_checks import check_packing
 from asyncrl.learner.model.policy import Policy, PolicyNetwork, Reference
 from benchmarks.families import save_family
 

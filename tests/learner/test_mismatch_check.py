@@ -15,7 +15,7 @@ from worlds import make_config, make_groups, make_trainer, pack_groups
 from asyncrl.errors import ConfigError
 from asyncrl.learner.batch import MicroBatch, empty_micro_batch, make_batch
 from asyncrl.learner.distributed import Ranks
-from asyncrl.learner.model.checks import ENOUGH_TOKENS, LIMITS, MismatchCheck
+from asyncrl.learner.model.model_checks import ENOUGH_TOKENS, LIMITS, MismatchCheck
 from asyncrl.learner.step import Trainer
 from asyncrl.types import Group
 

@@ -20,8 +20,8 @@ import structlog
 
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.sandbox import confine
-from asyncrl.sandbox import run as sandbox
-from asyncrl.sandbox.run import ProgramLimits, ProgramOutcome, Sandbox, check_sandbox, run_program
+from asyncrl.sandbox import run_program as sandbox
+from asyncrl.sandbox.run_program import ProgramLimits, ProgramOutcome, Sandbox, check_sandbox, run_program
 from tests.helpers.kernel import why_not_confined
 
 WHY_NOT = why_not_confined()
@@ -347,9 +347,8 @@ def test_output_and_folder_are_bounded_and_the_folder_is_removed(tmp_path: Path,
 def test_a_program_ends_with_its_worker_and_the_next_start_removes_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker = (
-        "from asyncrl.sandbox.run import *\nrun_program('while 1: pass', limits=ProgramLimits(60.0), within_s=60.0)"
-    )
+    program = "run_program('while 1: pass', limits=ProgramLimits(60.0), within_s=60.0)"
+    worker = f"from asyncrl.sandbox.run_program import *\n{program}"
     env = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen([sys.executable, "-c", worker], cwd=Path(__file__).parents[2], env=env) as parent:
         programs = []

@@ -53,7 +53,7 @@ from pathlib import Path
 from asyncrl.errors import ConfigError
 from asyncrl.launch.run_dir import RunFolder, is_running
 from asyncrl.replay.journal import lock
-from asyncrl.sandbox.run import Sandbox
+from asyncrl.sandbox.run_program import Sandbox
 from asyncrl.colocate import DeviceLock
 from asyncrl.wire.sockets import socket_folder
 from tests.helpers.replay import small_config

@@ -26,7 +26,7 @@ from asyncrl.config.config import Config
 from asyncrl.learner.distributed import Ranks, process_group
 from asyncrl.learner.model.policy import Policy
 from asyncrl.weights.background import BackgroundSender
-from asyncrl.weights.files import FileSender, RankFileSender, Written
+from asyncrl.weights.file_transport import FileSender, RankFileSender, Written
 from asyncrl.weights.layout import WeightManifest
 from asyncrl.weights.ranks import RankCoordinator, RankShareSender
 from asyncrl.weights.receiver import WeightReceiver

@@ -16,7 +16,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import DistBackendError
 
 from asyncrl.weights import transports
-from asyncrl.weights.groups import NCCL
+from asyncrl.weights.broadcast import NCCL
 
 VARIABLES = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_NONBLOCKING_TIMEOUT")
 

@@ -27,7 +27,7 @@ from asyncrl.config.load import load_config
 from asyncrl.weights import buffers as buckets
 from asyncrl.weights import membership
 from asyncrl.weights import receiver as session
-from asyncrl.weights.groups import CONNECT_S
+from asyncrl.weights.broadcast import CONNECT_S
 from asyncrl.weights.layout import WeightManifest, slice_of
 from asyncrl.weights.ranks import RankShareSender
 from asyncrl.weights.receiver import WeightReceiver

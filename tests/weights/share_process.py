@@ -22,7 +22,7 @@ from weight_parts import manifest_of, sliced
 
 from asyncrl.errors import AsyncrlError
 from asyncrl.weights.background import BackgroundSender
-from asyncrl.weights.files import FileSender, Published, RankFileSender, ShareWriter, Written
+from asyncrl.weights.file_transport import FileSender, Published, RankFileSender, ShareWriter, Written
 from asyncrl.weights.ranks import RankCoordinator
 from asyncrl.weights.version_store import Folder
 from asyncrl.wire.endpoints import Endpoints

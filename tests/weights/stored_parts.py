@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncrl.weights.files import Publisher
+from asyncrl.weights.file_transport import Publisher
 from asyncrl.weights.layout import WeightManifest
 from asyncrl.weights.version_store import Folder, Reader, manifest_key
 

@@ -15,7 +15,7 @@ import pytest
 from stored_parts import Model, make_publisher, make_reader, no_wait
 
 from asyncrl.weights import version_store as folder_module
-from asyncrl.weights.files import Publisher
+from asyncrl.weights.file_transport import Publisher
 from asyncrl.weights.version_store import Folder
 from asyncrl.wire.messages import Announced
 

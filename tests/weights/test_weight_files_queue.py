@@ -20,7 +20,7 @@ from asyncrl.replay.client import Announcer, GeneratorClient, LauncherClient, Le
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.server import run_replay
 from asyncrl.types import NO_VERSION
-from asyncrl.weights.files import FileSender, store_url
+from asyncrl.weights.file_transport import FileSender, store_url
 from asyncrl.weights.receiver import BackgroundReceiver
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.messages import Announced, Following, GeneratorStats, Leases

@@ -17,7 +17,7 @@ from weight_parts import manifest_of, next_staged
 from asyncrl.errors import ProtocolError, RunError
 from asyncrl.replay.server import StoredVersions
 from asyncrl.types import NO_VERSION
-from asyncrl.weights.files import FileReceiver, FileSender
+from asyncrl.weights.file_transport import FileReceiver, FileSender
 from asyncrl.weights.staging import StagedWeights
 from asyncrl.weights.version_store import BadFileError, Folder
 from asyncrl.wire.messages import Announced, Follower, Following

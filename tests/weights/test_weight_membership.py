@@ -27,12 +27,12 @@ from weight_parts import (
 )
 
 from asyncrl.errors import ProtocolError, RunError
-from asyncrl.weights import groups as process_groups
+from asyncrl.weights import broadcast as process_groups
 from asyncrl.weights import membership as membership_module
 from asyncrl.weights import sender as delivery
 from asyncrl.weights import sender as sender_module
 from asyncrl.weights import transports
-from asyncrl.weights.groups import GlooLink
+from asyncrl.weights.broadcast import GlooLink
 from asyncrl.weights.membership import Membership
 from asyncrl.weights.receiver import PING_S, WeightReceiver
 from asyncrl.weights.sender import WeightSender

@@ -19,7 +19,7 @@ from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError, PeerTimeoutError
 from asyncrl.weights import background, transports
 from asyncrl.weights import sender as delivery
-from asyncrl.weights.groups import GlooLink, NcclLink
+from asyncrl.weights.broadcast import GlooLink, NcclLink
 from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.sender import WeightSender
 from asyncrl.weights.transports import device_name, transport_of, with_index

@@ -14,8 +14,8 @@ from weight_parts import assert_holds, joined, load_next, make_receiver, next_st
 from asyncrl.errors import ConfigError, InvariantError
 from asyncrl.weights import buffers as references
 from asyncrl.weights.background import BackgroundSender
+from asyncrl.weights.broadcast import GLOO
 from asyncrl.weights.buffers import WeightReferences, buffer_of
-from asyncrl.weights.groups import GLOO
 from asyncrl.weights.layout import ROW_BYTES, WeightManifest, share_of
 from asyncrl.weights.sender import WeightSender
 

@@ -24,7 +24,7 @@ from weight_parts import Process, manifest_of, sliced
 from asyncrl.errors import PeerTimeoutError, ProtocolError
 from asyncrl.types import NO_VERSION
 from asyncrl.weights import deltas
-from asyncrl.weights.files import FileSender, RankFileSender, Written
+from asyncrl.weights.file_transport import FileSender, RankFileSender, Written
 from asyncrl.weights.layout import ROW_BYTES, WeightManifest, slices_of
 from asyncrl.weights.ranks import RankCoordinator
 from asyncrl.weights.version_store import BadFileError, Folder, Reader, sum_of

@@ -30,7 +30,7 @@ from weight_parts import (
 from asyncrl.errors import ConfigError, InvariantError, PeerTimeoutError, ProtocolError, RunError
 from asyncrl.weights import sender as sender_module
 from asyncrl.weights import transports
-from asyncrl.weights.groups import GlooLink
+from asyncrl.weights.broadcast import GlooLink
 from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.sender import WeightSender
 
@@ -249,7 +249,7 @@ def test_a_stuck_broadcast_does_not_hold_up_the_exit_of_the_process() -> None:
 import threading, time, torch
 from asyncrl.wire.store import KeyValueStore
 from asyncrl.wire.store import TorchStore
-from asyncrl.weights.groups import GlooLink
+from asyncrl.weights.broadcast import GlooLink
 from asyncrl.weights.transports import Interrupted
 from asyncrl.weights.transports import Member
 store = TorchStore(KeyValueStore(print), "", 60.0)

@@ -21,7 +21,7 @@ from weight_parts import (
 )
 
 from asyncrl.errors import RunError
-from asyncrl.weights.groups import GlooLink
+from asyncrl.weights.broadcast import GlooLink
 from asyncrl.weights.receiver import SenderSession
 from asyncrl.weights.transports import Interrupted, RoundAborted, host_name
 from asyncrl.wire.rpc import ChannelServer

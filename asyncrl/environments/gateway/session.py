@@ -14,7 +14,7 @@ from asyncrl.environments.dialogue.dialogue import Dialogue, is_appendable
 from asyncrl.environments.dialogue.rendering import DialogueError
 from asyncrl.environments.environment import Message, ToolCall
 from asyncrl.environments.episode import Limits, PolicyTurn
-from asyncrl.environments.gateway.api import GatewayError, TurnAnswer, TurnRequest, is_echo, normalized
+from asyncrl.environments.gateway.openai_api import GatewayError, TurnAnswer, TurnRequest, is_echo, normalized
 from asyncrl.wire.service_messages import NextTurn
 
 

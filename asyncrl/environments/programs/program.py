@@ -20,7 +20,7 @@ import msgspec
 import structlog
 
 from asyncrl.config.sections import Options
-from asyncrl.environments.gateway.api import Access
+from asyncrl.environments.gateway.openai_api import Access
 from asyncrl.errors import ConfigError
 
 log = structlog.get_logger()

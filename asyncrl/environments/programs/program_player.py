@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from asyncrl.environments.calling import EpisodeFailedError, to_json, to_reward
 from asyncrl.environments.dialogue.dialogue import Dialogue
 from asyncrl.environments.episode import Limits, PolicyTurn, task_of
-from asyncrl.environments.gateway.server import Gateway
+from asyncrl.environments.gateway.gateway import Gateway
 from asyncrl.environments.gateway.session import Session
+from asyncrl.environments.method_calls import EpisodeFailedError, to_json, to_reward
 from asyncrl.environments.programs.program import Program, ProgramError, ProgramLostError
 from asyncrl.types import EpisodeEnd
 from asyncrl.wire.service_messages import EpisodeEnded, EpisodeStart, EpisodeStatus, NextTurn

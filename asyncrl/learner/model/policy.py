@@ -15,11 +15,11 @@ from asyncrl.errors import ConfigError, InvariantError
 from asyncrl.learner.batch import MicroBatch, Routing
 from asyncrl.learner.distributed import Ranks, deepspeed
 from asyncrl.learner.model.attention import SequenceParallel, checked
-from asyncrl.learner.model.checks import check_packing
 from asyncrl.learner.model.engine import TrainedModel
 from asyncrl.learner.model.loading import deepspeed_config, hidden_states, load_policy_model
 from asyncrl.learner.model.logprob_head import LogprobHead
 from asyncrl.learner.model.lora import Adapters
+from asyncrl.learner.model.model_checks import check_packing
 from asyncrl.types import Group
 from asyncrl.util.model_files import Routers, replayed_routers, router_modules
 

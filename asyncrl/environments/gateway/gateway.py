@@ -16,7 +16,7 @@ import msgspec
 import structlog
 from aiohttp import web
 
-from asyncrl.environments.gateway.api import (
+from asyncrl.environments.gateway.openai_api import (
     MODEL,
     Access,
     GatewayError,
