@@ -115,17 +115,19 @@ def test_a_large_model_is_several_files(
     assert all(torch.equal(tensor, source[name]) for name, tensor in saved.items())
 
 
-@pytest.mark.parametrize("former", [False, True])
+@pytest.mark.parametrize("former", ["", "model", "model.former"])
 def test_a_model_that_cannot_be_written_is_not_there(
-    former: bool, one_rank: Ranks, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    former: str, one_rank: Ranks, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The former one stays, also where a killed process left it while it replaced the folder."""
     policy = Policy(make_config(tiny_model), one_rank)
     if former:
         save_model(policy, tmp_path / "model")
+        (tmp_path / "model").rename(tmp_path / former)
     monkeypatch.setattr(saving, "save_file", Mock(side_effect=OSError("No space left on device")))
     with pytest.raises(RunError, match=r"the model cannot be written to .*model: No space left on device; free disk"):
         save_model(policy, tmp_path / "model")
-    assert {path.name for path in tmp_path.iterdir()} == {"model.partial"} | ({"model"} if former else set())
+    assert {path.name for path in tmp_path.iterdir()} == {"model.partial", former} - {""}
 
 
 QUICK = ("zero3", "bfloat16-zero1", "lora-zero3")

@@ -64,9 +64,9 @@ def save_model(trained: TrainedModel, folder: Path) -> None:
 
 def _replace(folder: Path, write: Callable[[Path], object]) -> None:
     unfinished, former = (folder.with_name(f"{folder.name}.{suffix}") for suffix in ("partial", "former"))
-    for leftover in (unfinished, former):
-        shutil.rmtree(leftover, ignore_errors=True)
+    shutil.rmtree(unfinished, ignore_errors=True)
     write(unfinished)
+    shutil.rmtree(former, ignore_errors=True)
     if folder.exists():
         folder.rename(former)
     unfinished.rename(folder)
