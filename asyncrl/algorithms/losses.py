@@ -12,7 +12,10 @@ is used with this config:
 
     algorithm:
       loss: my_losses:clipped_reinforce
-      loss_options: {cap: 3.0}"""
+      loss_options: {cap: 3.0}
+
+A built-in loss is a function here, its line in `LOSSES`, and its scalar loop in `tests/algorithms/test_oracles_losses.py`.
+Its gradient is -weight * A, with weight 1 on-policy; metrics rely on it."""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ class PolicyTerms:
     logprobs: Tensor
     """Log-probs of the current policy, with gradient."""
     proximal_logprobs: Tensor
-    """Log-probs of the learner's weights before this update."""
+    """Log-probs of the learner's weights before this step."""
     behavior_logprobs: Tensor
     """Log-probs of the policy that sampled the token, as the engine recorded them."""
     advantages: Tensor

@@ -14,7 +14,7 @@ from scripts.site.source import definitions, source_page
 ROOT = Path(__file__).parents[2]
 HOMES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "benchmarks/README.md": "benchmarks.md"}
 """The pages of the site that are elsewhere in the repository than in docs/."""
-MADE = {"config.md": config_page, "api.md": api_page, "extend.md": parts_page}
+MADE = {"config.md": config_page, "api.md": api_page, "custom.md": parts_page}
 """Pages that are made from the code."""
 STYLE = Path(__file__).with_name("site.css")
 BLOCK = re.compile(r"^( *)```.*?^\1```$", re.MULTILINE | re.DOTALL)

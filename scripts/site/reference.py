@@ -66,7 +66,7 @@ def api_page() -> str:
 def parts_page() -> str:
     """Returns the page of the parts that a config may replace by the user's own."""
     text = "A config names a part of your own by `module:function` or `file.py:function`."
-    lines = ["# Parts of your own", "", text, ""]
+    lines = ["# Custom parts", "", text, ""]
     for title, (module, names) in SEAMS.items():
         lines += [f"## {title}", "", *_documented(module, module, members=False, level=3)]
         for name in names:
