@@ -14,7 +14,7 @@ is used with this config:
       loss: my_losses:clipped_reinforce
       loss_options: {cap: 3.0}
 
-A built-in loss is a function here, its line in `LOSSES`, and its scalar loop in `tests/algorithms/test_oracles_losses.py`.
+A built-in loss is a function here, a line in `LOSSES`, and a scalar loop in tests/algorithms/test_oracles_losses.py.
 Its gradient is -weight * A, with weight 1 on-policy; metrics rely on it."""
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import Any
 from msgspec import structs
 
 from asyncrl.errors import ProtocolError
-from asyncrl.replay.codec import pack_group, unpack_group
+from asyncrl.replay.codec import check_group, pack_group, unpack_group
 from asyncrl.types import Group, Shard
 from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.frames import Arrays, Message
@@ -278,6 +278,8 @@ def _shard(message: Message) -> tuple[str, list[Group]]:
     if len(arrays) != ends[-1]:
         raise ProtocolError(f"shard of {len(headers)} groups with {len(arrays)} arrays, expected {ends[-1]}")
     parts = [arrays[begin:end] for begin, end in pairwise(ends)]
+    for header, part in zip(headers, parts, strict=True):
+        check_group(header, part, group_size=header.num_members)
     return body.outcome, [unpack_group(header, part) for header, part in zip(headers, parts, strict=True)]
 
 

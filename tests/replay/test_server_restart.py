@@ -13,6 +13,7 @@ import msgpack
 import pytest
 import structlog
 import zmq
+from msgspec import structs
 
 from asyncrl.config.config import Config
 from asyncrl.errors import ConfigError, PeerTimeoutError, RunError
@@ -255,11 +256,21 @@ class Babbler:
         self._thread.join(timeout=10)
 
 
-def damaged_shard(seq: int) -> list[bytes]:
+def shard_without_its_last_array(seq: int) -> list[bytes]:
+    return damaged_shard(seq, lambda headers, arrays: (headers, arrays[:-1]))
+
+
+def shard_without_a_reward(seq: int) -> list[bytes]:
+    return damaged_shard(
+        seq, lambda headers, arrays: ([structs.replace(h, rewards=h.rewards[:-1]) for h in headers], arrays)
+    )
+
+
+def damaged_shard(seq: int, damage: Callable[[list[Any], list[Any]], tuple[list[Any], list[Any]]]) -> list[bytes]:
     leases = [client_lease(ticket) for ticket in (0, 1)]
     packed = [pack_group(make_group(lease, 0)) for lease in leases]
-    arrays = [array for _, group in packed for array in group][:-1]
-    body = ShardHeader(1, "shard", [header for header, _ in packed])
+    headers, arrays = damage([header for header, _ in packed], [array for _, group in packed for array in group])
+    body = ShardHeader(1, "shard", headers)
     return [bytes(frame) for frame in encode("test", body, seq=seq, arrays=arrays)]
 
 
@@ -273,7 +284,8 @@ def client_lease(ticket: int) -> Lease:
         lambda seq: [b"rubbish"],
         lambda seq: [bytes(f) for f in encode("test", Ok({}), seq=seq)],
         lambda seq: raw_frames("test", "ShardHeader", {"step": 1}, seq=seq),
-        damaged_shard,
+        shard_without_its_last_array,
+        shard_without_a_reward,
     ],
 )
 def test_answers_without_sense_are_counted_and_end_at_the_deadline(
