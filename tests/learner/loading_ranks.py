@@ -18,7 +18,7 @@ from worlds import endpoints, make_config, partitioning
 from asyncrl.config.config import Config
 from asyncrl.learner.distributed import Ranks, deepspeed, process_group
 from asyncrl.learner.model import policy
-from asyncrl.learner.model.loading import load_policy_model, load_value_model
+from asyncrl.learner.model.loading import deepspeed_config, load_policy_model, load_value_model
 from asyncrl.learner.model.policy import Policy
 from asyncrl.learner.model.saving import save_model
 
@@ -75,6 +75,40 @@ def save(folder: Path, out: Path, ranks: Ranks) -> str:
     )
 
 
+class Block(nn.Module):
+    """Two experts; the sign of a token's first number chooses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        chosen, output = (tokens[:, 0] > 0).long(), tokens.clone()
+        for number in chosen.unique().tolist():
+            rows = (chosen == number).nonzero().flatten()
+            output = output.index_add(0, rows, self.experts[number](tokens[rows]))
+        return output
+
+
+def visit_other_experts(folder: Path, ranks: Ranks) -> list[float]:
+    """Trains experts that are modules, of which each rank visits one. Returns the loss of the complete network, and the
+    losses of two steps."""
+    torch.manual_seed(0)
+    network: Any = nn.Sequential(nn.Linear(8, 8), Block(), nn.Linear(8, 1))
+    nn.init.eye_(network[0].weight)
+    tokens = torch.full((4, 8), 10.0 if ranks.rank else -10.0)
+    losses = [float(network(tokens).square().sum())]
+    settings = deepspeed_config(config_of(folder, "float32"), network)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4)
+    engine, *_ = deepspeed.initialize(model=network, optimizer=optimizer, config=settings)
+    for _ in range(2):
+        loss = engine(tokens).square().sum()
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss))
+    return losses
+
+
 def main(rank: int, port: int, models: Path, out: Path) -> None:
     torch.set_num_threads(1)
     result: dict[str, Any] = {}
@@ -85,6 +119,7 @@ def main(rank: int, port: int, models: Path, out: Path) -> None:
             result[f"{folder.name}-saved"] = save(folder, out, ranks)
         of_host = Policy(config_of(models / "qwen2", "float32", "all"), ranks)
         parameters: list[Any] = list(of_host.model.parameters())
+        result["losses"] = visit_other_experts(models / "qwen2", ranks)
         result["devices"] = sorted({parameter.ds_tensor.device.type for parameter in parameters})
     (out / f"{rank}.json").write_text(json.dumps(result))
     os._exit(0)

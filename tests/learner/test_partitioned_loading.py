@@ -48,6 +48,12 @@ def test_weights_in_host_memory_are_loaded_there(compared: list[dict[str, Any]])
     assert [found["devices"] for found in compared] == [["cpu"], ["cpu"]]
 
 
+def test_ranks_whose_tokens_visit_other_experts_do_not_wait_for_each_other(compared: list[dict[str, Any]]) -> None:
+    for found in compared:
+        complete, first, second = found["losses"]
+        assert first == pytest.approx(complete, rel=1e-5) and second < first
+
+
 def change_head(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 0.01

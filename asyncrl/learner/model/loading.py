@@ -289,6 +289,11 @@ def deepspeed_config(config: Config, network: nn.Module) -> dict[str, Any]:
     }
     if stage == 3:
         zero["stage3_max_live_parameters"] = zero["stage3_max_reuse_distance"] = 2 * largest_layer(network)
+        # Experts that are modules, as in models with their own code, are gathered at once: each rank's tokens visit
+        # others, and no rank may wait for another. Those of the library are one module.
+        blocks = {type(m) for m in network.modules() if isinstance(getattr(m, "experts", None), nn.ModuleList)}
+        if blocks:
+            zero["leaf_module"] = {"classes": sorted(f"{block.__module__}.{block.__qualname__}" for block in blocks)}
     host = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     if config.learner.offload != "none":
         zero["offload_optimizer"] = host
