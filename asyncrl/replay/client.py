@@ -199,7 +199,10 @@ class GeneratorClient:
 
 
 def _with_ages(body: RequestBody) -> RequestBody:
-    """A group's header with its times as seconds before now, since the queue's machine may have another clock."""
+    """A group's header with its times as seconds before now, since the queue's machine may have another clock; also
+    that of an evaluated prompt."""
+    if isinstance(body, Evaluated) and body.recorded is not None:
+        return structs.replace(body, recorded=_with_ages(body.recorded))
     if not isinstance(body, GroupHeader):
         return body
     now_s = time.monotonic()

@@ -350,6 +350,7 @@ def test_evaluation_over_the_wire(endpoints: Endpoints, tmp_path: Path) -> None:
     config = small_config(data__eval="eval.parquet", steps=1)
     prompts = [EndlessPrompts().prompt(row) for row in range(3)]
     queue = ReplayQueue(config, EndlessPrompts(), TraceWriter(tmp_path / "trace.parquet"), prompts)
+    queue.clock.origin_s -= 100.0
     stop = threading.Event()
     recording = {"samples_dir": tmp_path}
     thread = threading.Thread(target=run_replay, args=(queue, endpoints, stop.is_set), kwargs=recording)
@@ -365,6 +366,8 @@ def test_evaluation_over_the_wire(endpoints: Endpoints, tmp_path: Path) -> None:
         assert ([lease.attempt for lease in again.leases], again.evaluations_left) == ([0, 1], False)
         for lease in (reply.leases[0], *again.leases):
             recorded = make_group(lease, 0, rewards=(1.0,), completion_tokens=(2,)) if lease.ticket != 1 else None
+            if recorded is not None:
+                recorded.started_s, recorded.finished_s = time.monotonic() - 0.2, time.monotonic() - 0.1
             result = Evaluated(lease.ticket, lease.attempt, 0, "test", [1.0], ["completed"], 3, None)
             generator.evaluated(result, recorded)
         results = learner.evaluations(lambda: False)
@@ -374,6 +377,7 @@ def test_evaluation_over_the_wire(endpoints: Endpoints, tmp_path: Path) -> None:
         assert [tokens.tolist() for tokens in samples["tokens"]] == [[0, 1, 2, 3, 4]] * 2
         rows = samples.table.select(["ticket", "reward", "end_version", "num_action_tokens", "outcome"]).to_pylist()
         assert [tuple(row.values()) for row in rows] == [(n, 1.0, 0, 2, "evaluated") for n in (0, 2)]
+        assert samples["finished_s"] - samples["started_s"] == pytest.approx(0.1, abs=0.02), "seconds of the run"
         queue.stop("end of test")
         assert list(results) == []
     finally:
