@@ -235,6 +235,30 @@ def test_a_worker_that_does_not_answer_is_given_up(model_path: str, policies: Po
     await_end(pids)
 
 
+def test_a_worker_whose_generator_ended_before_it_was_ready_ends(tmp_path: Path) -> None:
+    code = (
+        "import multiprocessing, os, pathlib, time\n"
+        "from types import SimpleNamespace\n"
+        "from asyncrl.generator.vllm_backend.patches import prepare_worker\n"
+        "def work():\n"
+        "    while os.getppid() == multiprocessing.parent_process().pid:\n"
+        "        time.sleep(0.01)\n"
+        "    prepare_worker(SimpleNamespace(parallel_config=SimpleNamespace(world_size=2)))\n"
+        f"    pathlib.Path({str(tmp_path / 'ready')!r}).touch()\n"
+        "if __name__ == '__main__':\n"
+        "    worker = multiprocessing.get_context('spawn').Process(target=work)\n"
+        "    worker.start()\n"
+        "    print(worker.pid, flush=True)\n"
+        "    os._exit(0)\n"
+    )
+    script = tmp_path / "generator.py"
+    script.write_text(code)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    result = subprocess.run([sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, timeout=60)
+    await_end([int(result.stdout)])
+    assert not (tmp_path / "ready").exists()
+
+
 @pytest.mark.slow
 def test_a_killed_generator_leaves_no_worker_and_no_memory(model_path: str) -> None:
     code = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import multiprocessing
 import os
 import threading
 from contextlib import suppress
@@ -28,15 +29,17 @@ def prepare_generator() -> None:
 def prepare_worker(config: VllmConfig) -> None:
     """Prepares a process that computes a part of the model: the generator's or, with tensor parallelism, a child of
     it, which ends with it; idempotent."""
-    from vllm.platforms import current_platform
-
     if config.parallel_config.world_size > 1:
+        parent = multiprocessing.parent_process()
+        assert parent is not None and parent.pid is not None
+        end_with_parent(parent.pid)  # the generator may have ended while this process imported vLLM
         from tqdm import tqdm
 
-        end_with_parent(os.getppid())
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the workers of an engine are on one machine
         tqdm.set_lock(threading.RLock())  # by default it has a semaphore with a name, which a killed process leaves
         _remove_queue_names()
+    from vllm.platforms import current_platform
+
     if current_platform.is_cpu():
         import torch
 
