@@ -31,6 +31,8 @@ from asyncrl.generator import engine as engine_module
 from asyncrl.generator.engine import Completion, Engine, make_engine, make_own_engine
 from asyncrl.generator.vllm_backend import shared_weights
 from asyncrl.generator.vllm_backend.setup import LORA_RANKS, check_adapters, check_cpu
+from asyncrl.generator.vllm_backend.weights import SentWeights, make_loader
+from asyncrl.weights.layout import WeightPart
 from asyncrl.weights.model_tensors import adapter_shapes
 from benchmarks.families import save_family
 
@@ -211,6 +213,23 @@ def test_ranks_that_vllm_has_no_room_for_are_refused(model_path: str) -> None:
         check_adapters(small_config(model_path, learner__lora={"rank": rank, "load": load}))
     with pytest.raises(ConfigError, match=r"rank = 513: vLLM takes adapters of at most 512; use .*load=merged"):
         check_adapters(small_config(model_path, learner__lora={"rank": 513}))
+
+
+@pytest.mark.parametrize("error", [NotImplementedError("no adapters here"), RuntimeError("sizes differ")])
+def test_an_adapter_that_vllm_cannot_load_is_refused_with_the_way_out(
+    model_path: str, sent: list[Sent], error: Exception
+) -> None:
+    config = small_config(model_path, learner__lora=LORA.model_dump())
+    workers = MagicMock(__bool__=lambda _: False)
+    loader = make_loader(config, SentWeights(config), workers, lambda _: None)
+    loader.begin(0, {name: tuple(tensor.shape) for name, tensor in sent[0]})
+    loader.load([WeightPart(name, tensor) for name, tensor in sent[0]])
+    workers.rpc.side_effect = error
+    with pytest.raises(ConfigError, match=f"cannot load the adapter .*{error}.*use learner.lora.load=merged"):
+        loader.commit(0)
+    workers.rpc.side_effect = torch.OutOfMemoryError("too little")
+    with pytest.raises(torch.OutOfMemoryError):
+        loader.commit(0)
 
 
 def test_experts_with_adapters_are_refused_on_a_cpu(tmp_path: Path) -> None:

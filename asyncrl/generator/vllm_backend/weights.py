@@ -80,6 +80,8 @@ class WeightLoader:
 
     refusal = "the engine cannot load new weights"
     hint = "use a family of the table in docs/models.md"
+    others: tuple[type[Exception], ...] = (RuntimeError,)
+    """Errors of this process that say nothing about the model, such as too little memory."""
 
     def __init__(self, config: Config, sent: SentWeights, workers: Workers, committed: Callable[[int], None]) -> None:
         """`committed` is called with each version once it is loaded. Raises ConfigError if the model cannot be loaded
@@ -142,7 +144,7 @@ class WeightLoader:
             yield
         except _FAULTS as error:
             # Worker processes report all errors as RuntimeError.
-            is_other = isinstance(error, RuntimeError) and not self._workers
+            is_other = isinstance(error, self.others) and not self._workers
             if isinstance(error, AsyncrlError) or not self._is_first or is_other:
                 raise
             raise ConfigError(
@@ -178,6 +180,7 @@ class AdapterLoader(WeightLoader):
 
     refusal = "vLLM cannot load the adapter"
     hint = WITHOUT_ADAPTERS
+    others = (torch.OutOfMemoryError,)  # vLLM's layers raise others, such as NotImplementedError, also a RuntimeError
 
     def bucket_memory(self, num_bytes: int) -> Tensor | None:
         return None
