@@ -92,6 +92,8 @@ class Learner:
     """The last version that was sent."""
     saved: int = 0
     """Step of the newest checkpoint that was started or loaded."""
+    snapshot_s: float = 0.0
+    """Seconds of this rank's latest snapshot for a checkpoint, which cannot be abandoned."""
     rewards: deque[float] = field(init=False)
     """Mean rewards of the latest steps."""
     prefetch: ThreadPoolExecutor = field(init=False)
@@ -211,7 +213,9 @@ class Learner:
         started_s = time.monotonic()
 
         def snapshot(folder: Path) -> Files:
+            began_s = time.monotonic()
             files = self.trainer.snapshot(folder)
+            self.snapshot_s = time.monotonic() - began_s
             return files | ({"queue.msgpack": bytes_file(state)} if self.ranks.rank == 0 else {})
 
         assert self.checkpoints is not None
@@ -221,13 +225,17 @@ class Learner:
 
     def _save_last(self, checkpoints: Checkpoints, step: int, *, stopped: bool) -> None:
         """Saves a checkpoint of the last step, so that no step is trained again when the run is resumed. It may take
-        half of the launcher's deadline; a checkpoint that takes longer is abandoned."""
+        half of the launcher's deadline; a checkpoint that takes longer is abandoned, or not started if the snapshot
+        would."""
         key = "progress_timeout_s" if step == self.config.steps else "stop_timeout_s"
         limit_s = getattr(self.config.launch, key) / 2
         deadline_s = time.monotonic() + limit_s
         wanted = self.config.checkpoint.every_steps is not None and not stopped
         in_time = checkpoints.finish(limit_s)
-        if wanted and in_time and step > self.saved and step >= self.committed:
+        due = wanted and step > self.saved and step >= self.committed
+        if due and in_time:
+            in_time = not self.ranks.any(self.snapshot_s > deadline_s - time.monotonic())
+        if due and in_time:
             state = b"" if self.ranks.rank else self.batches.commit(step, {}, saving=True).state
             self._save(step, state)
             in_time = checkpoints.finish(max(deadline_s - time.monotonic(), 0.0))

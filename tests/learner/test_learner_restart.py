@@ -20,10 +20,11 @@ from worlds import CRITIC, Sender, make_config, make_groups, make_trainer
 from asyncrl.config.config import Config
 from asyncrl.errors import RunError
 from asyncrl.learner import update
-from asyncrl.learner.checkpoint import Checkpoints
+from asyncrl.learner.checkpoint import Checkpoints, Files
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.loop import Learner
 from asyncrl.learner.model.saving import collect_state
+from asyncrl.learner.step import Trainer
 from asyncrl.observe.trackers import Trackers, make_trackers
 from asyncrl.types import Shard
 from asyncrl.wire.messages import Committed
@@ -329,6 +330,26 @@ def test_a_last_checkpoint_that_takes_too_long_is_abandoned(world: Make, uninter
     same_end(learner, uninterrupted[0])
     go_on.set()
     assert written.wait(60)
+
+
+def test_a_last_checkpoint_whose_snapshot_would_take_too_long_is_not_started(
+    world: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = world(every_steps=2)
+    launch = one.config.launch.model_copy(update={"stop_timeout_s": 0.8})
+    one.config = one.config.model_copy(update={"launch": launch})
+    snapshot = Trainer.snapshot
+
+    def slow(trainer: Trainer, folder: Path) -> Files:
+        time.sleep(0.5)
+        return snapshot(trainer, folder)
+
+    monkeypatch.setattr(Trainer, "snapshot", slow)
+    one.queue.stopped_at = 4
+    with structlog.testing.capture_logs() as logs:
+        one.start()
+    assert [entry["step"] for entry in logs if entry["log_level"] == "warning"] == [3]
+    assert [saving for _, saving, _ in one.queue.saving] == [False, True, False]
 
 
 def test_a_full_disk_ends_the_run_at_the_next_step(world: Make, uninterrupted: Any) -> None:
