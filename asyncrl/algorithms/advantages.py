@@ -26,9 +26,10 @@ from functools import wraps
 from typing import Any
 
 import torch
+from pydantic import NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
-from asyncrl.algorithms.corrections import at_most, num_segments, safe_exp, segment_sum
+from asyncrl.algorithms.corrections import Fraction, at_most, num_segments, safe_exp, segment_sum
 
 Reduce = Callable[[Tensor], Tensor]
 """Sums a tensor over the ranks that share an optimizer batch. A collective: every rank must call it equally often."""
@@ -38,7 +39,7 @@ LIMIT = 1e150
 
 
 @torch.no_grad()
-def grpo(rewards: Tensor, group: Tensor, *, eps: float = 1e-6) -> Tensor:
+def grpo(rewards: Tensor, group: Tensor, *, eps: NonNegativeFloat = 1e-6) -> Tensor:
     """Rewards [S] standardized within their group [S]: (r - mean) / (std + eps), with the unbiased standard deviation.
 
     A group of one gets 0. Group relative policy optimization, arXiv:2402.03300.
@@ -77,7 +78,7 @@ def opo(rewards: Tensor, group: Tensor, lengths: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def maxrl(rewards: Tensor, group: Tensor, *, eps: float = 1e-6) -> Tensor:
+def maxrl(rewards: Tensor, group: Tensor, *, eps: NonNegativeFloat = 1e-6) -> Tensor:
     """(r - mean) / (mean + eps) of rewards [S] within their group [S]: maximum likelihood RL, arXiv:2602.02710.
 
     Intended for non-negative rewards: a negative mean inverts the sign. A group of one gets 0, and so does a group
@@ -100,8 +101,8 @@ def gae(
     values: Tensor,
     seq: Tensor,
     *,
-    gamma: float = 1.0,
-    lam: float = 1.0,
+    gamma: Fraction = 1.0,
+    lam: Fraction = 1.0,
     bootstrap: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation: (advantages [N], returns [N] = advantages + values), arXiv:1506.02438.
@@ -125,10 +126,10 @@ def vtrace(
     values: Tensor,
     seq: Tensor,
     *,
-    gamma: float = 1.0,
-    rho_clip: float | None = 1.0,
-    pg_rho_clip: float | None = 1.0,
-    trace_clip: float | None = 1.0,
+    gamma: Fraction = 1.0,
+    rho_clip: PositiveFloat | None = 1.0,
+    pg_rho_clip: PositiveFloat | None = 1.0,
+    trace_clip: PositiveFloat | None = 1.0,
     bootstrap: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """V-trace: (values v [N], policy gradient advantages [N]), arXiv:1802.01561 eq. 1.
@@ -156,7 +157,7 @@ def vtrace_advantages(*terms: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def reinforce_plus_plus(rewards: Tensor, seq: Tensor, *, gamma: float = 1.0, reduce: Reduce | None = None) -> Tensor:
+def reinforce_plus_plus(rewards: Tensor, seq: Tensor, *, gamma: Fraction = 1.0, reduce: Reduce | None = None) -> Tensor:
     """Whitened discounted rewards to go: whiten(G) [N], G_t = r_t + gamma G_{t+1}, arXiv:2501.03262.
 
     The inputs are rewards [N] and `seq` [N]. `reduce` as in `whiten`.
@@ -206,9 +207,9 @@ def turn_grpo(
     seq: Tensor,
     group: Tensor,
     *,
-    gamma: float = 1.0,
-    outcome: float = 0.0,
-    eps: float = 1e-6,
+    gamma: Fraction = 1.0,
+    outcome: NonNegativeFloat = 0.0,
+    eps: NonNegativeFloat = 1e-6,
 ) -> Tensor:
     """Returns to go of the turns, standardized within the group at the same turn: advantages [N].
 
@@ -229,7 +230,13 @@ def turn_grpo(
 
 @torch.no_grad()
 def progress(
-    turn_rewards: Tensor, turn: Tensor, seq: Tensor, group: Tensor, *, gamma: float = 0.9, eps: float = 1e-6
+    turn_rewards: Tensor,
+    turn: Tensor,
+    seq: Tensor,
+    group: Tensor,
+    *,
+    gamma: Fraction = 0.9,
+    eps: NonNegativeFloat = 1e-6,
 ) -> Tensor:
     """The members' rewards distributed over the turns that led to them, standardized within the group: advantages [N].
 

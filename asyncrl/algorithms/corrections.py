@@ -3,13 +3,15 @@ use. Weights carry no gradient."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
 """Log ratios are clamped to +- this many nats before `exp`, so that one token cannot make the batch overflow."""
+Fraction = Annotated[float, Field(ge=0, le=1)]
 Level = Literal["token", "sequence", "geometric"]
 Mode = Literal["truncate", "clip", "mask"]
 

@@ -22,13 +22,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from asyncrl.algorithms.corrections import (
     MAX_LOG_RATIO,
+    Fraction,
     at_most,
     importance_weights,
     num_segments,
@@ -38,6 +40,7 @@ from asyncrl.algorithms.corrections import (
 )
 
 Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+DualClip = Annotated[float, Field(gt=1)]
 TRUNCATED: Mapping[str, Any] = MappingProxyType({"level": "token", "mode": "truncate", "high": 2.0})
 """Options of `importance_weights` for truncated importance sampling per token."""
 MAX_LOG_SEQUENCE_RATIO = 10.0
@@ -69,9 +72,9 @@ def ppo_clip(
     old_logprobs: Tensor,
     advantages: Tensor,
     *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.28,
-    dual_clip: float | None = 3.0,
+    clip_low: Fraction = 0.2,
+    clip_high: NonNegativeFloat = 0.28,
+    dual_clip: DualClip | None = 3.0,
 ) -> Tensor:
     """Clipped surrogate max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), r = current / old, arXiv:1707.06347.
 
@@ -89,9 +92,9 @@ def decoupled_ppo(
     advantages: Tensor,
     seq: Tensor,
     *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.28,
-    dual_clip: float | None = 3.0,
+    clip_low: Fraction = 0.2,
+    clip_high: NonNegativeFloat = 0.28,
+    dual_clip: DualClip | None = 3.0,
     correction: Mapping[str, Any] = TRUNCATED,
 ) -> Tensor:
     """PPO clipped around the proximal policy, times the importance weight of the proximal against the behavior policy.
@@ -111,8 +114,8 @@ def gspo(
     advantages: Tensor,
     seq: Tensor,
     *,
-    clip_low: float = 3e-4,
-    clip_high: float = 4e-4,
+    clip_low: Fraction = 3e-4,
+    clip_high: NonNegativeFloat = 4e-4,
 ) -> Tensor:
     """The clipped surrogate of one ratio per sequence, the geometric mean s of its tokens' r, arXiv:2507.18071.
 
@@ -130,8 +133,8 @@ def sapo(
     old_logprobs: Tensor,
     advantages: Tensor,
     *,
-    tau_positive: float = 1.0,
-    tau_negative: float = 1.05,
+    tau_positive: PositiveFloat = 1.0,
+    tau_negative: PositiveFloat = 1.05,
 ) -> Tensor:
     """Soft clipping: -A (4 / tau) sigmoid(tau (r - 1)), arXiv:2511.20347.
 
@@ -148,10 +151,10 @@ def m2po(
     old_logprobs: Tensor,
     advantages: Tensor,
     *,
-    budget: float = 0.04,
-    clip_low: float = 0.3,
-    clip_high: float = 0.5,
-    dual_clip: float | None = None,
+    budget: PositiveFloat = 0.04,
+    clip_low: Fraction = 0.3,
+    clip_high: NonNegativeFloat = 0.5,
+    dual_clip: DualClip | None = None,
     bound: float | Tensor | None = None,
 ) -> Tensor:
     """PPO's surrogate within [min(e^-tau, 1 - clip_low), max(e^tau, 1 + clip_high)], arXiv:2510.01161.
@@ -173,7 +176,7 @@ def m2po_bound(
     log_ratios: Tensor,
     advantages: Tensor,
     *,
-    budget: float = 0.04,
+    budget: PositiveFloat = 0.04,
     reduce: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """The log ratio tau, a scalar, at which clipping keeps the second moment within the budget, arXiv:2510.01161.
@@ -200,7 +203,9 @@ def m2po_bound(
     return square.sqrt().to(log_ratios.dtype)
 
 
-def reinforce_is(logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, *, cap: float | None = 5.0) -> Tensor:
+def reinforce_is(
+    logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, *, cap: PositiveFloat | None = 5.0
+) -> Tensor:
     """-min(u, cap) A log p with the weight u = current / behavior treated as constant, arXiv:2505.24034.
 
     The gradient is -min(u, cap) A d log p; a `cap` of None does not cap the weight.
@@ -210,7 +215,12 @@ def reinforce_is(logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor
 
 
 def cispo(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, clip_low: float = 1.0, clip_high: float = 0.28
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    clip_low: Fraction = 1.0,
+    clip_high: NonNegativeFloat = 0.28,
 ) -> Tensor:
     """-clip(r, 1 - clip_low, 1 + clip_high) A log p, r = current / old treated as constant, arXiv:2506.13585.
 
@@ -226,9 +236,9 @@ def dppo(
     old_logprobs: Tensor,
     advantages: Tensor,
     *,
-    cap: float | None = 20.0,
-    d_low: float = 0.2,
-    d_high: float = 0.2,
+    cap: PositiveFloat | None = 20.0,
+    d_low: Fraction = 0.2,
+    d_high: Fraction = 0.2,
 ) -> Tensor:
     """-M min(r, cap) A log p with r = current / old constant: divergence PPO, total variation form, arXiv:2602.04879.
 
@@ -260,10 +270,10 @@ def vespo(
     advantages: Tensor,
     seq: Tensor,
     *,
-    k_positive: float = 2.0,
-    lambda_positive: float = 3.0,
-    k_negative: float = 3.0,
-    lambda_negative: float = 2.0,
+    k_positive: NonNegativeFloat = 2.0,
+    lambda_positive: NonNegativeFloat = 3.0,
+    k_negative: NonNegativeFloat = 3.0,
+    lambda_negative: NonNegativeFloat = 2.0,
 ) -> Tensor:
     """-phi(W) A log p with phi(W) = W^k exp(lambda (1 - W)), arXiv:2602.10693.
 
@@ -340,7 +350,7 @@ def aggregate(
 
 
 def _surrogate(
-    ratio: Tensor, advantages: Tensor, low: float | Tensor, high: float | Tensor, dual_clip: float | None = None
+    ratio: Tensor, advantages: Tensor, low: float | Tensor, high: float | Tensor, dual_clip: DualClip | None = None
 ) -> Tensor:
     """max(-A r, -A clip(r, low, high)), and at most -dual_clip A where A < 0; None disables the dual clip.
 

@@ -128,7 +128,8 @@ def did_you_mean_or_list(word: str, known: Iterable[str]) -> str:
 def check_options(
     key: str, name: str, function: Callable[..., Any], options: Mapping[str, Any], *, hidden: Collection[str] = ()
 ) -> None:
-    """Raises ConfigError unless all options are keyword-only arguments of the function and have their types.
+    """Raises ConfigError unless all options are keyword-only arguments of the function and have their types, with the
+    bounds of an `Annotated`.
 
     `key` is the config key of the options, `name` what the config calls the function; `hidden` are keyword-only
     arguments that are no options.
@@ -156,7 +157,7 @@ def check_options(
 
 def _type_hints(function: Callable[..., Any]) -> dict[str, Any]:
     try:
-        return get_type_hints(function.__init__ if isinstance(function, type) else function)
+        return get_type_hints(function.__init__ if isinstance(function, type) else function, include_extras=True)
     except (NameError, TypeError, AttributeError):  # annotations of a user's function that mean nothing at run time
         return {}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -53,6 +54,18 @@ def make(generator: dict[str, Any] | None = None, critic: dict[str, Any] | None 
         (
             {"loss_options": {"dual_clip": True}},
             "algorithm.loss_options.dual_clip = True: input should be a valid number",
+        ),
+        (
+            {"loss": "cispo", "loss_options": {"clip_high": -2.0}},
+            "algorithm.loss_options.clip_high = -2.0: input should be greater than or equal to 0",
+        ),
+        (
+            {"loss_options": {"dual_clip": math.nan}},
+            "algorithm.loss_options.dual_clip = nan: input should be greater than 1",
+        ),
+        (
+            {"advantage_options": {"eps": -1e-6}},
+            "algorithm.advantage_options.eps = -1e-06: input should be greater than or equal to 0",
         ),
         (
             {"loss": "decoupled_ppo", "loss_options": {"correction": None}},
