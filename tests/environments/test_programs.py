@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -77,6 +78,27 @@ def hangs(task, base_url, api_key):
     ask(base_url, api_key, "x")
     time.sleep(3.0)
 
+def hangs_at_first(task):
+    """Returns in no process but the second."""
+    try:
+        with open("first", "x") as file:
+            file.write(str(os.getpid()))
+    except FileExistsError:
+        pass
+    if open("first").read() in ("", str(os.getpid())):
+        time.sleep(60.0)
+    return 1.0
+
+async def blocks_at_first(task):
+    return hangs_at_first(task)
+
+def number(task):
+    return task["x"]
+
+async def is_cancelled(task):
+    import asyncio
+    raise asyncio.CancelledError
+
 def dies(task, base_url, api_key):
     os._exit(7)
 
@@ -144,6 +166,7 @@ def test_programs_see_nothing_of_what_runs_them(program: str) -> None:
 @pytest.mark.parametrize(
     ("function", "status", "end", "error"),
     [
+        ("is_cancelled", "failed", "environment", "CancelledError"),
         ("fails", "failed", "environment", "failed: KeyError: 'no such tool'"),
         ("silent", "failed", "environment", "ended without a request for a turn of the policy"),
         ("nothing", "failed", "environment", "ended without a reward: it returned and posted none"),
@@ -162,6 +185,28 @@ def test_a_program_that_hangs_is_out_of_time(program: str) -> None:
     assert (ended.status, ended.ended) == ("failed", "timeout") and "environment.timeout_s = 2 s" in ended.error
     ended = play(f"sleep 60; {sys.executable} {program}", timeout_s=2.0)
     assert (ended.status, ended.ended) == ("failed", "timeout")
+
+
+@pytest.mark.parametrize("function", ["hangs_at_first", "blocks_at_first"])
+def test_a_process_whose_calls_do_not_return_is_replaced(
+    program: str, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    folder = str(program_module.SCRIPT.parent)
+    Path("script.py").write_text(
+        f"import sys\nsys.path.insert(0, {folder!r})\nimport subprocess_agent as script\n"
+        "script.CANCEL_S, script.MAX_STUCK = 0.5, 2\nscript.main()\n"
+    )
+    monkeypatch.setattr(program_module, "SCRIPT", Path("script.py").absolute())
+
+    async def play() -> None:
+        agent, ends, deadline_s = load_agent(f"{program}:{function}", {}, None), list[Any](), time.monotonic() + 30.0
+        while ends[-1:] != [1.0]:
+            assert time.monotonic() < deadline_s
+            runs = [asyncio.wait_for(agent.run({}, Access("", "")), 1.0) for _ in range(2)]
+            ends += await asyncio.gather(*runs, return_exceptions=True)
+        await agent.close()
+
+    asyncio.run(play())
 
 
 def test_a_process_that_dies_loses_its_episodes(program: str) -> None:
@@ -188,8 +233,17 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize(("name", "running"), [("sleep 291 | sleep 292; true", 7), ("agent.py:hangs", 1)])
-def test_programs_end_with_a_host_that_is_killed(tmp_path: Path, name: str, running: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "running", "killed"),
+    [
+        ("sleep 291 | sleep 292; true", 7, "host"),
+        ("sleep 291 | sleep 292; true", 7, "agent"),
+        ("agent.py:hangs", 1, "host"),
+    ],
+)
+def test_programs_end_with_a_host_or_agent_process_that_is_killed(
+    tmp_path: Path, name: str, running: int, killed: str
+) -> None:
     (tmp_path / "agent.py").write_text("import time\n\ndef hangs(task):\n    time.sleep(290)\n")
     host = subprocess.Popen([sys.executable, "-c", HOST, name], cwd=tmp_path)
     try:
@@ -197,6 +251,10 @@ def test_programs_end_with_a_host_that_is_killed(tmp_path: Path, name: str, runn
         while len(started := programs_in(tmp_path) - {host.pid}) < running:
             assert time.monotonic() < deadline_s and host.poll() is None
             time.sleep(0.05)
+        if killed == "agent":
+            (agent,) = psutil.Process(host.pid).children()
+            agent.kill()
+            host.wait(20)
     finally:
         host.kill()
         host.wait()
@@ -269,3 +327,18 @@ def test_a_command_that_does_not_read_its_task_and_writes_much_has_its_reward() 
         return reward
 
     assert asyncio.run(play()) == 0.5
+
+
+def test_a_value_of_the_row_that_is_no_number_stays_one(program: str) -> None:
+    async def play() -> Any:
+        agent = load_agent(f"{program}:number", {}, None)
+        reward = await agent.run({"x": math.nan}, Access("", ""))
+        await agent.close()
+        return reward
+
+    assert math.isnan(asyncio.run(play()))
+
+
+def test_an_interpreter_that_is_gone_loses_its_episodes(program: str) -> None:
+    ended = play(f"{program}:run", python="gone/python")
+    assert (ended.status, ended.ended) == ("failed", "host") and "'gone/python': cannot be started" in ended.error

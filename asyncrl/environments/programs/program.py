@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
 import structlog
 
 from asyncrl.config.sections import Options
@@ -106,10 +105,13 @@ class Program:
             if self._process is not None and self._process.returncode is None:
                 return self._process
             pipe = asyncio.subprocess.PIPE
-            process = await asyncio.create_subprocess_exec(
-                self._python, str(SCRIPT), self._spec, stdin=pipe, stdout=pipe, limit=MAX_LINE_BYTES,
-                start_new_session=True,
-            )  # fmt: skip
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    self._python, str(SCRIPT), self._spec, stdin=pipe, stdout=pipe, limit=MAX_LINE_BYTES,
+                    start_new_session=True,
+                )  # fmt: skip
+            except OSError as error:
+                raise ProgramLostError(_not_started(self._python, error)) from None
             assert process.stdout is not None
             try:
                 line = await asyncio.wait_for(process.stdout.readline(), START_S)
@@ -177,7 +179,7 @@ async def _send(process: asyncio.subprocess.Process, message: Mapping[str, Any])
     """Raises ProgramLostError if the process has ended."""
     assert process.stdin is not None
     try:
-        process.stdin.write(msgspec.json.encode(message) + b"\n")
+        process.stdin.write(json.dumps(message).encode() + b"\n")  # with NaN, as a column may have it
         await process.stdin.drain()
     except (ConnectionError, RuntimeError) as error:
         raise ProgramLostError(f"the process of the programs has ended ({error})") from None

@@ -26,6 +26,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -36,12 +37,22 @@ MAX_OUTPUT_BYTES = 1 << 20
 """Maximum size of the end of a command's standard output, and of its errors, that is kept."""
 END_S = 3.0
 """Deadline for a killed command to end."""
+CANCEL_S = 60.0
+"""Deadline for a cancelled episode to be known in the event loop, and for its call in a thread to return."""
+MAX_STUCK = 8
+"""Late calls in threads after which the process ends, and another one is started."""
+GUARDED = """{ read -r _; kill -s KILL -- -$$; } <"/dev/fd/$1" >/dev/null 2>&1 &
+exec /bin/sh -c "$0"
+"""
+"""Runs the command $0 in the shell's process group, which is killed when the pipe $1 has no writer any more."""
 OLDEST = (3, 9)
 MAX_THREADS = 1024
 CLOSE_S = 10.0
 """Time for programs to release what they hold when the host has ended."""
 VERIFIERS = "0.4.0"
 """The version of verifiers that is tested, and the oldest."""
+STUCK = {}
+"""Calls in threads that go on after their episode was cancelled, and when it was."""
 
 
 class Refused(Exception):
@@ -72,6 +83,7 @@ class Agent(EpisodePlayer):
             sys.path.insert(0, os.getcwd())
             module = importlib.import_module(where)
         self._found, self._options = getattr(module, attribute), options
+        self._threads = ThreadPoolExecutor(MAX_THREADS)
 
     async def play(self, task, base_url, api_key):
         function, arguments = self._found, dict(self._options)
@@ -81,7 +93,14 @@ class Agent(EpisodePlayer):
         known = accepted(function, known)
         if asyncio.iscoroutinefunction(function):
             return await function(task, **known)
-        result = await asyncio.get_running_loop().run_in_executor(None, lambda: function(task, **known))
+        call = self._threads.submit(function, task, **known)
+        try:
+            result = await asyncio.wrap_future(call)
+        except asyncio.CancelledError:
+            if call.running():
+                STUCK[call] = time.monotonic()
+                call.add_done_callback(STUCK.pop)
+            raise
         return await result if inspect.isawaitable(result) else result
 
 
@@ -105,17 +124,18 @@ def module_of(path, name):
 
 class Command(EpisodePlayer):
     """A command, started for each episode, with the task as JSON at its standard input. Its reward is the last line of
-    its output as JSON. It ends, with all processes of its group, when the episode ends."""
+    its output as JSON. It ends, with all processes of its group, when the episode ends or this process is killed."""
 
     def __init__(self, name, options):
         self._command, self._options = name, options
+        self._alive, _ = os.pipe()  # only this process has its writing end
 
     async def play(self, task, base_url, api_key):
         variables = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": "policy"}
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
-            "/bin/sh", "-c", self._command, stdin=pipe, stdout=pipe, stderr=pipe,
-            env={**os.environ, **variables}, start_new_session=True,
+            "/bin/sh", "-c", GUARDED, self._command, str(self._alive), stdin=pipe, stdout=pipe, stderr=pipe,
+            env={**os.environ, **variables}, start_new_session=True, pass_fds=(self._alive,),
         )  # fmt: skip
         content = json.dumps({**task, "options": self._options}).encode()
         try:
@@ -318,15 +338,29 @@ class AgentHost:
     def __init__(self, play, write):
         self._play, self._write = play, write
         self._tasks = {}
+        self.unheard = {}
+        """Episodes to cancel that the event loop has not seen, and when their messages came."""
 
     def handle(self, message):
         """Starts or cancels an episode."""
         if "cancel" in message:
+            del self.unheard[message["cancel"]]
             task = self._tasks.pop(message["cancel"], None)
             if task is not None:
                 task.cancel()
             return
         self._tasks[message["run"]] = asyncio.ensure_future(self._run(message))
+
+    def watch(self):
+        """Ends the process, in which other episodes would hang as well, if its event loop is blocked, or many calls in
+        threads do not return."""
+        while True:
+            time.sleep(CANCEL_S)
+            before_s = time.monotonic() - CANCEL_S
+            late = sum(since_s < before_s for since_s in list(STUCK.values()))
+            if late >= MAX_STUCK or any(since_s < before_s for since_s in list(self.unheard.values())):
+                print("agent programs hang and are ended:", late, "calls in threads do not return", flush=True)
+                end_now()
 
     async def end(self):
         """Cancels all episodes, and waits for them."""
@@ -340,9 +374,7 @@ class AgentHost:
         try:
             result = await self._play(message["task"], message["base_url"], message["api_key"])
             answer = json.dumps({"run": number, "result": result}, default=float)
-        except asyncio.CancelledError:
-            raise
-        except (Exception, SystemExit) as error:  # the user's code: fails its episode, never the process
+        except (Exception, SystemExit, asyncio.CancelledError) as error:  # fails its episode, never the process
             answer = json.dumps({"run": number, "error": describe(error)})
         self._tasks.pop(number, None)
         self._write(answer)
@@ -361,7 +393,10 @@ async def serve(program, lines, write):
 
     def read(host):
         for line in lines:
-            loop.call_soon_threadsafe(host.handle, json.loads(line))
+            message = json.loads(line)
+            if "cancel" in message:
+                host.unheard[message["cancel"]] = time.monotonic()
+            loop.call_soon_threadsafe(host.handle, message)
         loop.call_soon_threadsafe(ended.set)
         threading.Event().wait(CLOSE_S)
         end_now()
@@ -370,6 +405,7 @@ async def serve(program, lines, write):
         host = AgentHost(program.play, write)
         write(json.dumps({"ready": True}))
         threading.Thread(target=read, args=(host,), daemon=True).start()
+        threading.Thread(target=host.watch, daemon=True).start()
         await ended.wait()
         await host.end()
     end_now()  # threads may still run
