@@ -15,6 +15,7 @@ Every token of a `Completion` carries the log-prob and the version of the weight
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,7 +31,7 @@ from asyncrl.config.config import Config
 from asyncrl.config.training import Lora
 from asyncrl.errors import ConfigError, InvariantError, PeerTimeoutError, RunError
 from asyncrl.types import NO_VERSION, Status
-from asyncrl.util.user_code import resolve_function
+from asyncrl.util.user_code import resolve
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -222,10 +223,22 @@ def check_installed(config: Config) -> None:
         )
 
 
+def find_engine(config: Config) -> type[Engine]:
+    """Returns the class of `generator.engine`. Raises ConfigError if it cannot be imported or lacks methods."""
+    found = resolve(KEY, config.generator.engine, ENGINES)
+    if not (isinstance(found, type) and issubclass(found, Engine)) or inspect.isabstract(found):
+        raise ConfigError(
+            f"{KEY} = {config.generator.engine!r}: must be a subclass of asyncrl.generator.engine.Engine, with all of "
+            "its methods"
+        )
+    return found
+
+
 def make_engine(config: Config, *, seed: int) -> Engine:
-    """Returns the engine of `generator.engine`. Raises ConfigError if it cannot be imported."""
+    """Returns the engine of `generator.engine`. Raises ConfigError as `find_engine` does."""
     check_installed(config)
-    return resolve_function(KEY, config.generator.engine, ENGINES)(config, seed=seed)
+    make: Any = find_engine(config)
+    return make(config, seed=seed)
 
 
 def check_fit(version: int, sent: Shapes, known: Shapes, path: str) -> None:

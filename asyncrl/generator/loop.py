@@ -58,7 +58,7 @@ have made room."""
 _DENIED_IDLE_S = 0.004
 """The same pause while nothing runs."""
 _HEARTBEAT_S = 1.0
-"""Longest time between two asks: each one is a heartbeat, lists the leases in progress, and may ask for nothing."""
+"""Longest time between two asks: each one is a heartbeat, and may ask for nothing."""
 _COSTS_S = 2.0
 """Pause between two fits of the cost model."""
 _OTHER = "other"

@@ -50,15 +50,14 @@ def tables() -> dict[str, Mapping[str, Any]]:
 def check_parts(config: Config) -> None:
     """Raises ConfigError for an engine, transport, launcher or tracker that does not exist or cannot be used in the
     run."""
-    from asyncrl.generator.engine import ENGINES
-    from asyncrl.generator.engine import KEY as ENGINE
+    from asyncrl.generator.engine import find_engine
     from asyncrl.launch.launcher import find_launcher
     from asyncrl.observe.trackers import find_tracker
     from asyncrl.weights.transports import goes_by_files
     from asyncrl.weights.version_store import Folder
 
     find_launcher(config)
-    resolve(ENGINE, config.generator.engine, ENGINES)
+    find_engine(config)
     for name in config.observe.trackers:
         find_tracker(name)
     if goes_by_files(config) and config.weights.url:

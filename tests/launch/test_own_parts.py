@@ -23,6 +23,7 @@ from asyncrl.weights.transports import choose_transport, find_transport
 pytestmark = pytest.mark.timeout(120)
 
 PARTS = """
+from asyncrl.generator.engine import Engine
 from asyncrl.launch.launcher import LocalLauncher
 from asyncrl.weights.transports import Transport
 
@@ -38,7 +39,11 @@ def without_arguments(): ...
 
 class Mine(LocalLauncher): ...
 
-class Decoder:
+class Half(Engine):
+    add = step = num_generated = abort = recomputed_tokens = peak_memory_bytes = close = None
+
+class Decoder(Half):
+    sleep = wake = None
     def __init__(self, config, *, seed):
         self.seed = seed
 
@@ -81,6 +86,8 @@ def test_user_defined_parts_are_used(where: str, tmp_path: Path) -> None:
         ("observe__trackers", "RAILS", "is a Transport, not a function"),
         ("launch__cluster", "Rows", "must be a subclass of asyncrl.launch.launcher.Launcher"),
         ("generator__engine", "Decodr", "has no 'Decodr'; did you mean Decoder?"),
+        ("generator__engine", "Rows", "must be a subclass of asyncrl.generator.engine.Engine"),
+        ("generator__engine", "Half", "must be a subclass of asyncrl.generator.engine.Engine, with all of its methods"),
         ("weights__transport", "Rows", "is a type, not a Transport"),
         ("weights__transport", "RALS", "has no 'RALS'; did you mean RAILS?"),
     ],
