@@ -217,8 +217,9 @@ class Publisher:
         self.stored = [*self.stored, stored]
         self._since_full = 0 if is_full else self._since_full + 1
         self.num_bytes += sum(file.bytes for file in [written, *parts, *full])
-        self._base = folder if self._has_deltas else None
-        self._command(Published(version, self._base), weights)
+        kept, self._base = folder if self._has_deltas else None, None
+        self._command(Published(version, kept), weights)  # a rank that is ahead does not keep it
+        self._base = kept
         return Announced(version, folder)
 
     def collect(self) -> None:

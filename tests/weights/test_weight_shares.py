@@ -240,6 +240,32 @@ def test_a_rank_that_is_ahead_does_not_hold_up_the_rest(address: str, cleanup: l
     assert_holds(reader, 1)
 
 
+def test_a_rank_that_goes_on_before_a_repeated_version_is_published_does_not_end_the_run(
+    address: str, cleanup: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All have written version 0 again, and rank 1 takes version 1 before it hears that 0 is published."""
+    learner, write = Learner(str(tmp_path), 2, address, cleanup), Folder.write
+    announced = learner.publish(0)
+
+    def late(self: Folder, name: str, chunks: Any) -> Any:
+        if name.endswith("manifest.json") and learner.others[0]._version == 0:
+            learner.send(1, 1)
+        return write(self, name, chunks)
+
+    monkeypatch.setattr(Folder, "write", late)
+    unread = Following(held=NO_VERSION, fetching=0, unread=announced.folder, problem="damaged")
+    with capture_logs() as logs:
+        learner.followers = [Follower(0, unread)]
+        await_true(lambda: any("cannot be written" in entry["event"] for entry in logs), "it is not published")
+    learner.followers = []
+    learner.send(0, 1)
+    for sender in learner.senders:
+        sender.wait()
+    reader = reader_of(tmp_path)
+    reader.fetch(learner.announced[-1], no_wait)
+    assert_holds(reader, 1)
+
+
 def test_a_rank_that_cannot_write_says_so_and_is_asked_again(
     address: str, cleanup: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
