@@ -68,6 +68,7 @@ MAX_DOCUMENT_CHARACTERS = 1 << 24
 MAX_ITEMS = 1 << 16
 MAX_COUNT = (1 << 31) - 1
 MAX_NUMBER = 1 << 62
+MAX_TIME_S = 1e12
 MAX_REWARD = 1e30
 """Larger rewards do not fit float32, or their squares do not fit float64."""
 
@@ -75,7 +76,7 @@ _T = TypeVar("_T")
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Number = Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
 """A ticket, a row, or a sum over the run."""
-Time = Annotated[float, Meta(ge=-1e12, le=1e12)]
+Time = Annotated[float, Meta(ge=-MAX_TIME_S, le=MAX_TIME_S)]
 """Seconds. NaN is refused, as by every type with bounds."""
 Reward = Annotated[float, Meta(ge=-MAX_REWARD, le=MAX_REWARD)]
 Name = Annotated[str, Meta(max_length=MAX_NAME_CHARACTERS)]

@@ -11,7 +11,7 @@ import numpy as np
 from msgspec import field
 from msgspec.structs import replace
 
-from asyncrl.types import MAX_NUMBER, NO_VERSION
+from asyncrl.types import MAX_NUMBER, MAX_TIME_S, NO_VERSION
 from asyncrl.util.durable import Durable
 from asyncrl.util.processes import GENERATOR_ACTIVITIES, GENERATOR_PHASES, IDLE_ACTIVITIES, fractions
 from asyncrl.wire.frames import Array
@@ -160,6 +160,12 @@ SUMS = (
 """Fields of `GeneratorStats` that are added over the sessions of a generator."""
 
 
+def _bounded(value: float) -> float:
+    """The number within the bounds of a field of `GeneratorStats`: one outside could be stored, but not read again."""
+    limit = MAX_NUMBER if isinstance(value, int) else MAX_TIME_S
+    return max(-limit, min(value, limit))
+
+
 class GeneratorState(Durable):
     """What a generator reports."""
 
@@ -182,7 +188,7 @@ class GeneratorState(Durable):
             self.session, self.before = session, [getattr(self.stats, name) for name in SUMS]
         self.last_heartbeat_s, self.version = now_s, version
         pairs = zip(SUMS, self.before, strict=True)
-        sums = {name: min(before + getattr(stats, name), MAX_NUMBER) for name, before in pairs}
+        sums = {name: _bounded(before + getattr(stats, name)) for name, before in pairs}
         peak_bytes = max(self.stats.peak_memory_bytes, stats.peak_memory_bytes)
         self.stats = replace(stats, **sums, peak_memory_bytes=peak_bytes, stall_ms=[], weights=None)
         for stall_ms in stats.stall_ms:

@@ -155,7 +155,7 @@ class GeneratorStats(Body):
     """Duration of each weight swap since the last ask, during which the engine was stalled."""
     recomputed_tokens: Number
     """As `Engine.recomputed_tokens`."""
-    rewards_failed: Count
+    rewards_failed: Number
     """Completions without a reward, because it could not be computed."""
     costs: Annotated[list[Time], Meta(max_length=4)]
     """Fitted costs in seconds: per engine step, per sequence in a step, per request, and from the last token of a group

@@ -14,12 +14,12 @@ from structlog.testing import capture_logs
 
 from asyncrl.errors import ProtocolError
 from asyncrl.observe.run_metrics import RunSums
-from asyncrl.observe.stats import GeneratorState
+from asyncrl.observe.stats import SUMS, GeneratorState
 from asyncrl.observe.trace import TraceWriter
 from asyncrl.replay.codec import GroupLimits, pack_group
 from asyncrl.replay.queue import MAX_FORMER, ReplayQueue
 from asyncrl.replay.server import ReplayServer
-from asyncrl.types import MAX_NUMBER, MAX_REWARD
+from asyncrl.types import MAX_NUMBER, MAX_REWARD, MAX_TIME_S
 from asyncrl.util.durable import of_bytes, to_bytes
 from asyncrl.wire.frames import Array, decode, encode
 from asyncrl.wire.messages import Error, GeneratorStats, GroupHeader, ReleasedEvaluation, ReleasedLease, Take
@@ -125,11 +125,13 @@ def test_checkpoints_of_the_future_are_refused(queue: ReplayQueue) -> None:
 
 
 def test_sums_over_sessions_stay_in_the_wire(queue: ReplayQueue) -> None:
-    state = GeneratorState()
-    for number in range(8):
-        state.heartbeat(str(number), 0, GeneratorStats.of(tokens=MAX_NUMBER), 0.0)
-    assert state.stats.tokens == MAX_NUMBER
-    msgpack.packb(state.stats.tokens)
+    for sign in (-1, 1):
+        state, seconds = GeneratorState(), {name: sign * MAX_TIME_S for name in SUMS if name.endswith("_s")}
+        counts = {name: MAX_NUMBER for name in SUMS if name not in seconds}
+        for number in range(8):
+            state.heartbeat(str(number), 0, GeneratorStats.of(**seconds, **counts), 0.0)
+        assert (state.stats.tokens, state.stats.engine_s) == (MAX_NUMBER, sign * MAX_TIME_S)
+        assert of_bytes(GeneratorState, to_bytes(GeneratorState, state)) == state
 
 
 def test_former_sessions_are_forgotten_in_the_end(queue: ReplayQueue) -> None:
