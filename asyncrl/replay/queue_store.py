@@ -65,9 +65,10 @@ class RunClock:
         return self._latest_s
 
     def dated(self, header: GroupHeader) -> GroupHeader:
-        """The header of a group that arrives now, with seconds of the run instead of the ages of its start and end."""
+        """The header of a group that arrives now, with seconds of the run instead of the ages of its start and end.
+        They are between 0 and now, in order, whatever the ages are."""
         now_s = self.now()
-        finished_s = max(0.0, now_s - header.finished_s)
+        finished_s = min(max(0.0, now_s - header.finished_s), now_s)
         started_s = min(max(0.0, now_s - header.started_s), finished_s)
         return structs.replace(header, started_s=started_s, finished_s=finished_s)
 

@@ -107,7 +107,8 @@ def test_clock_goes_on_through_restarts_and_never_back(monkeypatch: pytest.Monke
     machine_s = 1011.0
     assert later.now() == 8.0
     header, _ = pack_group(make_group(Lease(0, 0, EndlessPrompts().prompt(0)), 0))
-    for ages, expected in {(7.0, 1.0): (1.0, 7.0), (100.0, 0.0): (0.0, 8.0), (1.0, 2.0): (6.0, 6.0)}.items():
+    table = {(7.0, 1.0): (1.0, 7.0), (100.0, 0.0): (0.0, 8.0), (1.0, 2.0): (6.0, 6.0), (2.0, -1e12): (6.0, 8.0)}
+    for ages, expected in table.items():
         dated = later.dated(structs.replace(header, started_s=ages[0], finished_s=ages[1]))
         assert (dated.started_s, dated.finished_s) == expected
 
