@@ -125,7 +125,7 @@ def show_end(console: Console, summary: dict[str, Any]) -> None:
     console.print(f"[{style}]{summary['status']}[/] after {summary['wall_s']:.0f} s{attempts}", highlight=False)
     if "error" in summary:
         say(console, summary["error"], "red")
-    if "reward_first" in summary:
+    if {"reward_first", "ledger"} <= summary.keys():  # the replay queue may have ended the run
         console.print("\n".join(_lines(summary)), highlight=False, soft_wrap=True)
     for name, counts in summary.get("trackers", {}).items():
         text = f"trackers   {name}: {counts['failures']} failures, {counts['unsent_rows']} rows not received"

@@ -95,6 +95,17 @@ def test_a_full_disk_at_the_end_names_its_files(tmp_path: Path, monkeypatch: pyt
     assert list(tmp_path.iterdir()) == [], "nothing half written"
 
 
+def test_the_end_of_a_run_without_its_replay_queue_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "document_of", lambda _: {"name": "r"})
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    out, before = io.StringIO(), observer_failures["summary"]
+    told = {"status": "failed", "wall_s": 1.0, "attempts": 1, "error": "the rewards have failed"}
+    bottleneck: Any = SimpleNamespace(summary=lambda summary: {})
+    folder: Any = Folder(tmp_path)
+    documents.report_end(told, {}, bottleneck, folder, Console(file=out, width=500))
+    assert "the rewards have failed" in out.getvalue() and observer_failures["summary"] == before
+
+
 def test_a_report_is_utf_8_and_never_half_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "report.html"
     write_report(file, [{"name": "∫"}])
