@@ -54,13 +54,12 @@ def halve(name: str, config: Config, ranks: Ranks, out: Path) -> None:
 
 
 def check_sent(policy: TrainedModel) -> None:
-    """The slices that this rank sends are those of the weights, bit for bit."""
-    if policy.adapters is not None:
-        return
-    slices = {name: part.clone() for name, part in policy.sent_slices()}
-    for name, weight in policy.weights():
-        first, last = slice_of(weight.numel(), policy.ranks.rank, policy.ranks.count)
-        assert torch.equal(slices.pop(name), weight.view(-1)[first:last]), name
+    """The slices that this rank sends are those of the weights, or of the adapters, bit for bit."""
+    named, slices = dict(policy._sent()), {name: part.clone() for name, part in policy.sent_slices()}
+    with policy._gathered(list(named.values())):
+        for name, weight in named.items():
+            first, last = slice_of(weight.numel(), policy.ranks.rank, policy.ranks.count)
+            assert torch.equal(slices.pop(name), weight.detach().view(-1)[first:last]), name
     assert not slices
 
 

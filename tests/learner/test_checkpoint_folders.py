@@ -143,6 +143,8 @@ def test_an_unfinished_checkpoint_is_removed_and_the_previous_one_used(make: Mak
     assert names(tmp_path) == ["step-000010"]
     save(again, 20)
     assert names(tmp_path) == ["step-000010", "step-000020"]
+    (tmp_path / "checkpoints" / "step-000020" / "checkpoint.json").unlink()  # killed while it was removed
+    assert make().newest() == 10 and names(tmp_path) == ["step-000010"]
 
 
 def change(path: Path) -> None:
