@@ -39,6 +39,7 @@ from asyncrl.launch.memory import (
     with_changes,
 )
 from asyncrl.util.text import did_you_mean
+from asyncrl.weights.transports import goes_by_device
 
 DEFAULT_TOKENS = 8192
 LOWERED_BY = {
@@ -222,7 +223,7 @@ def search(base: Config, models: Models, cards: int, gpu: GpuModel) -> tuple[Lay
     reward model. With `weights.staging: auto` buckets are tried when whole versions fit with offload only."""
     best, refused = _search(base, models, cards, gpu)
     buckets = with_changes(base, {"weights.staging": "buckets"})
-    is_free = base.weights.staging == "auto" and _by_nccl(base) and takes_buckets(base, models.policy)
+    is_free = base.weights.staging == "auto" and goes_by_device(base) and takes_buckets(base, models.policy)
     if is_free and (best is None or best.config.learner.offload != "none"):
         other, refused_too = _search(buckets, models, cards, gpu)
         best = max(filter(None, (best, other)), key=lambda layout: layout.preference, default=None)
@@ -247,10 +248,6 @@ def _search(base: Config, models: Models, cards: int, gpu: GpuModel) -> tuple[La
             layouts.append(Layout(config, models.policy, learner, engine, generated, trained))
     refused = [side for side in (*engines, *learners) if side.missing_bytes]
     return max(layouts, key=lambda layout: layout.preference, default=None), refused
-
-
-def _by_nccl(config: Config) -> bool:
-    return config.weights.transport not in ("gloo", "files")
 
 
 def _learners(base: Config, models: Models, max_ranks: int, gpu: GpuModel) -> Iterator[Side]:
@@ -298,7 +295,7 @@ def _learner(
     kind += "" if offload == "none" else f", offload {offload}"
     kind += "" if parallel == 1 else f", sequences shared by {parallel}"
     num_ranks = "1 learner rank" if ranks == 1 else f"{ranks} learner ranks"
-    need = learner_need(with_changes(base, changes), models, 0, by_nccl=_by_nccl(base))
+    need = learner_need(with_changes(base, changes), models, 0, from_gpu=goes_by_device(base))
     limit_bytes = round(TRAINED_FRACTION * gpu.memory_bytes)
     return Side(f"{num_ranks}, {kind}, {tokens} tokens", kind, ranks, changes, need, limit_bytes)
 
@@ -312,7 +309,7 @@ def _engine(base: Config, models: Models, gpu: GpuModel, parallel: int) -> Side:
     for groups in sorted({base.generator.max_running_groups, least_groups}, reverse=True):
         keys = {"generator.max_running_groups": groups, "generator.tensor_parallel": parallel}
         config = with_changes(base, keys)
-        need = generator_need(config, models, 0, 0, by_nccl=_by_nccl(base))
+        need = generator_need(config, models, 0, 0, from_gpu=goes_by_device(base))
         sequence_bytes = cache_bytes(config, models.policy, longest)
         parts = {name: num_bytes for name, num_bytes in need.parts.items() if not name.startswith("key")}
         cache = f"key-value cache of {LEAST_SEQUENCES} sequences of {longest} tokens"

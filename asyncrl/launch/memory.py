@@ -529,14 +529,14 @@ def needs_of_gpus(config: Config, placement: Placement, models: Models) -> list[
 
 
 def _needs(config: Config, placement: Placement, models: Models) -> Iterator[tuple[str, Need]]:
-    by_nccl = sends_by_nccl(config, placement)
+    from_gpu = sends_from_gpus(config, placement)
     for rank, resources in enumerate(placement.learners):
-        yield resources.gpus[0], learner_need(config, models, rank, by_nccl=by_nccl)
+        yield resources.gpus[0], learner_need(config, models, rank, from_gpu=from_gpu)
     for rank, resources in enumerate(placement.critics):
         yield resources.gpus[0], Need(f"critic-{rank}", critic_parts(config, models.critic or models.policy))
     for index, resources in enumerate(placement.generators):
         for number, gpu in enumerate(resources.gpus):
-            yield gpu, generator_need(config, models, index, number, by_nccl=by_nccl)
+            yield gpu, generator_need(config, models, index, number, from_gpu=from_gpu)
     options: dict[str, Any] = REWARD_MODEL | model_options(config)
     if placement.reward_model is not None and models.reward_model is not None and options["device"] != "cpu":
         tokens, dtype = int(options["tokens_per_batch"]), str(options["dtype"])
@@ -544,32 +544,34 @@ def _needs(config: Config, placement: Placement, models: Models) -> Iterator[tup
         yield placement.reward_model.gpus[0], Need("reward_model", parts)
 
 
-def learner_need(config: Config, models: Models, rank: int, *, by_nccl: bool) -> Need:
-    """Returns the need of a learner rank; with `by_nccl` weights are sent from GPU to GPU."""
+def learner_need(config: Config, models: Models, rank: int, *, from_gpu: bool) -> Need:
+    """Returns the need of a learner rank; with `from_gpu` weights are sent from GPU to GPU."""
     inside = models.critic if not config.critic.ranks else None
-    copies = by_nccl and config.weights.staging != "buckets"
+    copies = from_gpu and config.weights.staging != "buckets"
     parts = learner_parts(config, models.policy, reference=models.reference, critic=inside, sends=copies)
     if config.hands_over:
         parts[PIECE] = STAGING_BUCKET_BYTES
     return Need(f"learner-{rank}", parts)
 
 
-def generator_need(config: Config, models: Models, index: int, gpu: int, *, by_nccl: bool) -> Need:
+def generator_need(config: Config, models: Models, index: int, gpu: int, *, from_gpu: bool) -> Need:
     """Returns the need of one of a generator's GPUs, by its number, with the smallest key-value cache that its engine
     can start with. The first GPU has the staged weights."""
     parts = engine_parts(config, models.policy)
     if gpu == 0:
-        parts |= staging_parts(config, models.policy, on_gpu=by_nccl or config.hands_over)
+        parts |= staging_parts(config, models.policy, on_gpu=from_gpu or config.hands_over)
     return Need(f"generator-{index}", parts)
 
 
-def sends_by_nccl(config: Config, placement: Placement) -> bool:
+def sends_from_gpus(config: Config, placement: Placement) -> bool:
     """True if weights are sent from GPU to GPU."""
-    return placement.sends_between_gpus and config.weights.transport not in ("gloo", "files")
+    from asyncrl.weights.transports import goes_by_device  # imports torch
+
+    return placement.sends_between_gpus and goes_by_device(config)
 
 
 def _with_fractions(config: Config, placement: Placement, models: Models, gpus: list[GpuNeeds]) -> Placement:
-    staged = sum(staging_parts(config, models.policy, on_gpu=sends_by_nccl(config, placement)).values())
+    staged = sum(staging_parts(config, models.policy, on_gpu=sends_from_gpus(config, placement)).values())
     least = sum(engine_parts(config, models.policy).values())
     fractions: dict[str, float] = {}
     for gpu in gpus:
@@ -635,7 +637,7 @@ def _candidates(config: Config, placement: Placement) -> Iterator[tuple[str, Any
         yield "learner.gradient_checkpointing", True
     for stage in range(config.learner.zero_stage + 1, 4 if config.launch.learners > 1 else 0):
         yield "learner.zero_stage", stage
-    if sends_by_nccl(config, placement):
+    if sends_from_gpus(config, placement):
         yield "weights.transport", "gloo"
     if config.hands_over:
         yield "weights.transport", "auto"
@@ -681,14 +683,14 @@ def choose_staging(config: Config, placement: Placement, *, reward_model: bool) 
     models = Models.read(config, reward_model=reward_model) if placement.gpus and known else None
     if models is None:
         return whole, ""
-    by_nccl = sends_by_nccl(config, placement)
+    from_gpu = sends_from_gpus(config, placement)
     name = "whole"
-    if not by_nccl:
+    if not from_gpu:
         name = "host"
     elif any(gpu.missing_bytes for gpu in needs_of_gpus(whole, placement, models)):
         name = "buckets" if takes_buckets(config, models.policy) else "host"
     chosen = with_changes(config, {"weights.staging": name})
-    needed = staging_parts(chosen, models.policy, on_gpu=by_nccl)["staged weights"]
+    needed = staging_parts(chosen, models.policy, on_gpu=from_gpu)["staged weights"]
     return chosen, f"weights    staging {name}: {needed / GIB:.1f} GiB on the first GPU of each generator"
 
 

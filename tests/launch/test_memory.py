@@ -312,7 +312,7 @@ def test_an_engine_gets_what_staging_and_the_other_roles_leave(monkeypatch: pyte
     assert (placement.generators[0].gpu_memory_utilization or 0) * total == pytest.approx(left)
 
 
-def test_auto_stages_whole_versions_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_stages_whole_versions_where_they_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def chosen(models: Models, count: int, **changes: object) -> tuple[str, str]:
         settings = (
             SETTINGS | {"launch.learners": 4} | {name.replace("__", "."): value for name, value in changes.items()}
@@ -333,6 +333,11 @@ def test_auto_stages_whole_versions_where_they_fit(monkeypatch: pytest.MonkeyPat
     assert chosen(experts, 5, **tight)[0] == "host", "vLLM cannot load their buckets"
     assert chosen(experts, 5, **tight, generator__engine="transformers")[0] == "buckets"
     assert chosen(seven, 5, **tight, weights__transport="gloo")[0] == "host"
+    (tmp_path / "pipes.py").write_text(
+        "from asyncrl.weights.transports import Link, Transport\nPIPES = Transport(Link, what='Through pipes.')\n"
+    )
+    custom = f"{tmp_path / 'pipes.py'}:PIPES"
+    assert chosen(seven, 5, **tight, weights__transport=custom)[0] == "host", "its buckets are in host memory"
     assert chosen(seven, 0) == ("whole", "")
     assert chosen(seven, 5, **tight, weights__staging="whole") == ("whole", "")
 
