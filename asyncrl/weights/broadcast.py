@@ -23,13 +23,10 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import BroadcastOptions, ProcessGroupGloo, Work
 
-from asyncrl.weights.transports import POLL_S, Link, Member, Transport, Wait
+from asyncrl.weights.transports import CONNECT_S, POLL_S, Link, Member, Transport, Wait, connect_deadline_s
 
 log = structlog.get_logger()
 
-CONNECT_S = 12.0
-"""Deadline for connecting by gloo, which cannot be interrupted. All members are ready, so one that does not connect in
-time is dead. Less than the silence after which the sender drops a receiver, which is silent while it connects."""
 _LOOK_S = 0.02
 """Longest wait between two calls of `check`."""
 
@@ -126,11 +123,6 @@ _destruction = threading.Lock()
 atexit.register(_destruction.acquire, timeout=1.0)
 
 
-def connect_deadline_s(member: Member) -> float:
-    """Returns the seconds in which the member has to connect by gloo."""
-    return min(CONNECT_S, member.timeout_s)
-
-
 class GlooLink(GroupLink):
     """A gloo group."""
 
@@ -210,12 +202,12 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 
 GLOO = Transport(
-    GlooLink, what="By TCP through host memory, with or without GPUs.", needs_group=True, connect_s=CONNECT_S
+    GlooLink, what="By TCP through host memory, with or without GPUs.", needs_store=True, connect_s=CONNECT_S
 )
 NCCL = Transport(
     NcclLink,
     what="From GPU to GPU; the learner and every generator need one each.",
     on_device=True,
     needs_own_gpu=True,
-    needs_group=True,
+    needs_store=True,
 )

@@ -27,8 +27,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import ConfigError
-from asyncrl.weights.broadcast import CONNECT_S, connect_deadline_s
-from asyncrl.weights.transports import Link, Member, Transport, Wait
+from asyncrl.weights.transports import CONNECT_S, Link, Member, Transport, Wait, connect_deadline_s
 
 PIECE_BYTES = 64 << 20
 """Size of the memory that is shared, and the most that is passed on at once."""
@@ -243,7 +242,7 @@ IPC = Transport(
     IpcLink,
     what="From memory to memory of one GPU that learner and generator share (`launch.colocate`).",
     on_device=True,
-    needs_group=True,
+    needs_store=True,
     on_one_device=True,
     connect_s=CONNECT_S,
 )

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from asyncrl.wire.store import TorchStore
 
 KEY = "weights.transport"
+CONNECT_S = 12.0
+"""Deadline for connecting in a wait that cannot be interrupted. All members are ready, so one that does not connect in
+time is dead. Less than the silence after which the sender drops a receiver."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,30 +40,36 @@ class Member:
     """0 is the learner rank that sends; generators have the following ranks."""
     size: int
     device: torch.device
-    """That of the process; the buckets are there if the transport is `on_device`."""
+    """The device of the process; the buckets are there if the transport is `on_device`."""
     timeout_s: float
     """Deadline for connecting, and for each bucket."""
     check: Callable[[], None]
-    """Call it several times a second in every wait. It raises when the round is aborted or the process ends; let that
+    """Call it several times a second in every wait, in the thread that called the link. It is a receiver's heartbeat:
+    the sender drops one that is silent for 15 s. It raises when the round is aborted or the process ends; let that
     pass."""
     num_bytes: int
     """Bytes of a version that are sent over this link."""
     store: TorchStore | None = None
-    """A torch store that all members have, if the transport `needs_group`."""
+    """A torch store that all members have, if the transport `needs_store`. Its waits neither call `check` nor end with
+    it: poll, or wait at most CONNECT_S."""
     sender: int = 0
     """Number of the learner rank that sends over this link. Each has a separate link to the same generators, which
-    receive over all of them in turn, a bucket at a time."""
+    take one bucket from each link in turn."""
     reuses_memory: bool = False
-    """True if buckets share their memory, so that `receive` has to yield each bucket before it
-    takes the next one."""
+    """True if all buckets are the same memory: `receive` yields a bucket before it takes the next one."""
 
 
 class Link(ABC):
     """One process's end of a transport, among a fixed set of members.
 
-    Made in all members at the same time, and used for one version after another. It is closed when the members change,
-    and after an error. A failure is a RuntimeError or OSError (a TimeoutError is one): it aborts the round, and the
-    next one has new links. Any other exception ends the role.
+    Made in all members at the same time, and used for one version after another; a version with a wrong checksum comes
+    again. It is closed when the members change, and after an error. A failure is a RuntimeError or OSError (a
+    TimeoutError is one): it aborts the round, and the next one has new links. Any other exception ends the role. A
+    member that dies must become an error in the others. Checksums, retries, commits, and who takes part are the
+    callers' part.
+
+    Buckets of a transport `on_device` are ready in the order of the current stream, and are read in it.
+    `GlooLink` broadcasts in a process group, `asyncrl.weights.ipc` sends from point to point.
     """
 
     @abstractmethod
@@ -71,10 +80,11 @@ class Link(ABC):
     @abstractmethod
     def receive(self, version: int, buckets: Iterable[Tensor]) -> Iterator[Tensor]:
         """In the other ranks: fills the buckets, which have the sizes of those sent, and yields each of them, in this
-        order, as soon as it is complete and no longer read."""
+        order, as soon as it is complete and the transport no longer accesses it."""
 
     def close(self) -> None:
-        """Releases what it holds, without waiting for other members."""
+        """Releases what it holds, without waiting for other members. Nothing is written into a bucket afterwards. A
+        constructor that fails releases what it holds itself."""
         return
 
 
@@ -91,6 +101,7 @@ class Transport:
 
             def send(self, version, buckets):
                 file = Path(f"/shared/{version}-{self.member.sender}")
+                file.unlink(missing_ok=True)  # of this version, sent before
                 with file.with_suffix(".part").open("wb") as part:
                     for bucket in buckets:
                         part.write(bucket.numpy())
@@ -123,12 +134,12 @@ class Transport:
     """True if buckets are in the memory of the process's accelerator, else they are in host memory."""
     needs_own_gpu: bool = False
     """True if learner rank 0 and every generator need separate GPUs."""
-    needs_group: bool = False
+    needs_store: bool = False
     """True if `Member.store` is needed."""
     on_one_device: bool = False
     """True if generators need to be on the device of learner rank 0."""
     connect_s: float = math.inf
-    """The longest that `connect` blocks, if that is less than the deadline of the member."""
+    """The longest that `connect` blocks without a call of `check`, if that is less than the deadline of the member."""
 
 
 TRANSPORTS: dict[str, Transport | str] = {
@@ -226,6 +237,11 @@ def goes_by_device(config: Config) -> bool:
     return find_transport(AUTO_ON_GPUS if name == "auto" else name).on_device
 
 
+def connect_deadline_s(member: Member) -> float:
+    """Returns the seconds in which the member has to connect without a call of `check`."""
+    return min(CONNECT_S, member.timeout_s)
+
+
 def choose_transport(name: str, devices: Sequence[str]) -> str:
     """Returns the name of the transport to use between `devices` (as `device_name` returns them).
 
@@ -290,5 +306,5 @@ class Wait:
 def link_of(store: KeyValueStore | RemoteStore, way: Transport, group: int, member: Member) -> Link:
     """Connects the member to the others of a link."""
     assert way.connect is not None
-    part = group_store(store, group, member.timeout_s).part(f"{member.sender}") if way.needs_group else None
+    part = group_store(store, group, member.timeout_s).part(f"{member.sender}") if way.needs_store else None
     return way.connect(replace(member, store=part))

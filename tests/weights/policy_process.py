@@ -27,11 +27,11 @@ from asyncrl.config.load import load_config
 from asyncrl.weights import buffers as buckets
 from asyncrl.weights import membership
 from asyncrl.weights import receiver as session
-from asyncrl.weights.broadcast import CONNECT_S
 from asyncrl.weights.layout import WeightManifest, slice_of
 from asyncrl.weights.ranks import RankShareSender
 from asyncrl.weights.receiver import WeightReceiver
 from asyncrl.weights.sender import WeightSender
+from asyncrl.weights.transports import CONNECT_S
 from asyncrl.wire.endpoints import Endpoints
 from tests.helpers.forked_scripts import print_json
 

@@ -151,8 +151,8 @@ def seconds_with_one_that_never_connects(address: str, cleanup: list, *, timeout
 def test_a_new_one_that_never_connects_does_not_hold_the_others_for_a_deadline(
     address: str, cleanup: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert process_groups.CONNECT_S < membership_module.SILENT_S
-    monkeypatch.setattr(process_groups, "CONNECT_S", 2.0)
+    assert transports.CONNECT_S < membership_module.SILENT_S
+    monkeypatch.setattr(transports, "CONNECT_S", 2.0)
     monkeypatch.setattr(membership_module, "SILENT_S", PING_S + 1.0)
     with capture_logs() as logs:
         assert seconds_with_one_that_never_connects(address, cleanup, timeout_s=60.0) < 30
@@ -163,7 +163,7 @@ def test_a_new_one_that_never_connects_does_not_hold_the_others_for_a_deadline(
 def test_an_answer_to_an_abort_is_awaited_no_longer_than_a_receiver_may_connect(
     address: str, cleanup: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_groups, "CONNECT_S", 1.0)
+    monkeypatch.setattr(transports, "CONNECT_S", 1.0)
     monkeypatch.setattr(process_groups, "GLOO", replace(process_groups.GLOO, connect_s=1.0))
     assert seconds_with_one_that_never_connects(address, cleanup, timeout_s=12.0) < 9.0
 
@@ -463,7 +463,7 @@ def test_one_rubbish_message_ends_neither_side(
 def test_a_generator_on_the_device_of_another_is_dropped_where_each_needs_its_own(
     address: str, cleanup: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one_device_each = transports.Transport(GlooLink, what="", needs_own_gpu=True, needs_group=True)
+    one_device_each = transports.Transport(GlooLink, what="", needs_own_gpu=True, needs_store=True)
     monkeypatch.setitem(TRANSPORTS, "gloo", one_device_each)
     monkeypatch.setattr(sender_module, "choose_transport", lambda name, devices: "gloo")
     monkeypatch.setattr(delivery, "device_name", lambda device: "cuda 0")
