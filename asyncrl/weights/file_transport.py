@@ -452,8 +452,10 @@ class FileReceiver(BackgroundReceiver):
         """The last version that was staged."""
         self._given_up: set[str] = set()
         """Folders of versions that could not be read."""
-        self._failing_since_s: float | None = None
-        """When the first of the failures in a row was."""
+        self._failures = 0
+        """Those in a row."""
+        self._reported_s = 0.0
+        """When the second of them was, or the first one."""
         self._following = Following(held=NO_VERSION, fetching=NO_VERSION, unread=None, problem="")
 
     def announce(self, announced: Announced) -> None:
@@ -489,16 +491,16 @@ class FileReceiver(BackgroundReceiver):
         try:
             reader = self._reader_of(newest)
             goal = self._goal(reader, newest)
-            self._following = structs.replace(self._following, fetching=goal.version, unread=None, problem="")
+            self._following = structs.replace(self._following, fetching=goal.version)
             reader.fetch(goal, self._await_staging)
         except BadFileError as error:
             self._fail(goal, newest, str(error)[:_MAX_CHARACTERS])
             return
         self._await_staging()  # the buffer may have had these bits before, with a version that is still in use
         self._staging.put(StagedWeights(goal.version, int(goal.folder[-8:], 16), reader.layout.views(self._buffer)))
-        self._fetched, self._failing_since_s = goal, None
+        self._fetched, self._failures = goal, 0
         self._given_up.clear()
-        self._following = structs.replace(self._following, held=goal.version, fetching=NO_VERSION)
+        self._following = Following(held=goal.version, fetching=NO_VERSION, unread=None, problem="")
 
     def _goal(self, reader: Reader, newest: Announced) -> Announced:
         """The version to fetch next: the first one that is kept, or the newest."""
@@ -511,16 +513,17 @@ class FileReceiver(BackgroundReceiver):
 
     def _fail(self, goal: Announced, newest: Announced, problem: str) -> None:
         """Returns when there is something to try. From the second failure in a row on, it is reported to the sender.
-        Raises RunError if nothing could be read for `timeout_s`."""
+        Raises RunError if nothing could be read for `timeout_s` after that: a single attempt may take longer."""
         log.warning("a version of the weights cannot be read", version=goal.version, reason=problem)
         self._following = structs.replace(self._following, fetching=NO_VERSION)
         now_s = time.monotonic()
-        if self._failing_since_s is None:
-            self._failing_since_s = now_s
-        else:
+        self._failures += 1
+        if self._failures <= 2:
+            self._reported_s = now_s
+        if self._failures >= 2:
             self._given_up.add(goal.folder)
             self._following = structs.replace(self._following, unread=goal.folder, problem=problem)
-        if now_s - self._failing_since_s > self._timeout_s:
+        if now_s - self._reported_s > self._timeout_s:
             raise RunError(
                 f"weights.url: version {goal.version} cannot be read within {self._timeout_s:g} s: {problem}"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from weight_parts import manifest_of, next_staged
 from asyncrl.errors import ProtocolError, RunError
 from asyncrl.replay.server import StoredVersions
 from asyncrl.types import NO_VERSION
+from asyncrl.weights import file_transport
 from asyncrl.weights.file_transport import FileReceiver, FileSender
 from asyncrl.weights.staging import StagedWeights
 from asyncrl.weights.version_store import BadFileError, Folder
@@ -207,6 +209,27 @@ def test_a_version_that_cannot_be_read_is_written_again(start, join, tmp_path: P
     await_true(lambda: receiver.following().unread is None, "it has read another one")
     sender.send(1, weights(1))
     assert_holds(receiver, 1)
+
+
+def test_a_damaged_version_is_reported_even_if_it_takes_longer_to_read_than_the_deadline(
+    start, join, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(file_transport, "_CHECK_INTERVAL_S", 0.1)
+    read_into, slow = Folder.read_into, [1.3, 1.3]
+
+    def slowly(self: Folder, *arguments: Any) -> None:
+        time.sleep(slow.pop() if slow else 0.0)
+        read_into(self, *arguments)
+
+    monkeypatch.setattr(Folder, "read_into", slowly)
+    sender, receiver = start(), join(engine_up=False, timeout_s=1.0)
+    sender.send(0, weights(0))
+    sender.wait()
+    (file,) = (tmp_path / "store").rglob("full-0.bin")
+    file.write_bytes(b"damaged")
+    receiver.engine_is_up()
+    assert_holds(receiver, 0)
+    assert not slow
 
 
 def test_a_receiver_that_can_read_nothing_ends_with_the_reason(start, join, monkeypatch: pytest.MonkeyPatch) -> None:
