@@ -7,7 +7,8 @@ back by name. A component with further attributes extends its struct: `to_bytes(
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Iterator
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -26,12 +27,31 @@ def to_bytes(kind: type[msgspec.Struct], source: object) -> bytes:
 
 
 def of_bytes(kind: type[S], data: bytes) -> S:
-    """The struct that was stored. Raises `msgspec.DecodeError` for other bytes, or with a field that is unknown or of
-    the wrong type."""
-    return msgspec.msgpack.decode(data, type=kind)
+    """The struct that was stored. Raises `msgspec.ValidationError` that names a field which is missing, unknown or of
+    the wrong type, and `msgspec.DecodeError` for other bytes."""
+    value = msgspec.msgpack.decode(data, type=kind)
+    for where, name in _missing(value, msgspec.msgpack.decode(data), "$"):
+        raise msgspec.ValidationError(f"Object missing required field `{name}` - at `{where}`")
+    return value
 
 
 def restore(component: object, stored: msgspec.Struct) -> None:
     """Sets the component's attributes to the fields of the stored struct."""
     for name in stored.__struct_fields__:
         setattr(component, name, getattr(stored, name))
+
+
+def _missing(value: Any, plain: Any, where: str) -> Iterator[tuple[str, str]]:
+    """The place and name of each field that has its default because it was not stored."""
+    if isinstance(value, msgspec.Struct):
+        for name in value.__struct_fields__:
+            if name not in plain:
+                yield where, name
+            else:
+                yield from _missing(getattr(value, name), plain[name], f"{where}.{name}")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _missing(item, plain[key], f"{where}[{key!r}]")
+    elif isinstance(value, list) and value and isinstance(value[0], msgspec.Struct | dict | list):
+        for index, item in enumerate(value):
+            yield from _missing(item, plain[index], f"{where}[{index}]")

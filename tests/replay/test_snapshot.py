@@ -133,12 +133,17 @@ def read(plain: Any) -> Any:
     return event_of(JournalRecord("state", msgspec.msgpack.encode(plain)), HERE, Path("journal"))
 
 
-def test_an_unknown_field_is_refused_by_name() -> None:
+def test_a_field_that_is_missing_or_unknown_is_refused_by_name() -> None:
     stored = make_snapshot(make_state())
     plain = msgspec.msgpack.decode(record_of(stored).body)
     seen = 0
     for struct in structs_of(stored, plain):
-        seen += len(struct)
+        for name in list(struct):
+            kept = struct.pop(name)
+            with pytest.raises(JournalError, match=f"segment 3, .*: the 'state' there cannot be read: .*`{name}`"):
+                read(plain)
+            struct[name] = kept
+            seen += 1
         struct["new"] = 1
         with pytest.raises(JournalError, match=r"segment 3, .*cannot be read: .*unknown field `new`"):
             read(plain)
