@@ -222,7 +222,7 @@ class ToolEnvironment(Environment):
         """The tools of the episode, by name."""
         return self._known or tools_of(type(self))
 
-    async def _run(self, tool: Tool, arguments: dict[str, Any]) -> Any:
+    async def _run_tool(self, tool: Tool, arguments: dict[str, Any]) -> Any:
         """The result of a tool."""
         method = getattr(self, tool.name)
         if tool.is_async:
@@ -278,7 +278,7 @@ class ToolEnvironment(Environment):
         try:
             if tool is None:
                 raise ToolError(f"there is no tool {call.name!r}; there are {', '.join(self._tools())}")
-            result = await self._run(tool, tool.read(call.arguments))
+            result = await self._run_tool(tool, tool.read(call.arguments))
             return self._text(call.name, result), False
         except (Exception, SystemExit) as error:  # the latter would end the event loop
             if isinstance(error, ToolError) or (self._errors_are_answers and isinstance(error, Exception)):

@@ -109,7 +109,7 @@ def test_what_the_policy_did_wrong_is_answered(dialogue: Dialogue) -> None:
         call("evaluate", expression="1*1", digits="x"): "Error: evaluate: argument digits: Input should be a valid int",
         call("look_up", word="three"): "Error: look_up: argument word: Input should be 'one' or 'two'",
         call("reward"): "Error: there is no tool 'reward'",
-        call("_not_a_tool"): "Error: there is no tool '_not_a_tool'",
+        call("_run"): "Error: there is no tool '_run'",
         "<tool_call>evaluate</tool_call>": "Error: the call is not valid: it is no JSON",
     }
     for text, expected in wrong.items():

@@ -80,7 +80,7 @@ class Calculator(ToolEnvironment):
     def reward(self) -> dict[str, float]:
         return {"score": float(self.answer == self.task.ground_truth), "answered": float(bool(self.answer))}
 
-    def _not_a_tool(self) -> None: ...
+    def _run(self) -> None: ...
 
 
 class AtOnce(Calculator):

@@ -70,7 +70,7 @@ class McpEnvironment(ToolEnvironment):
         if self._own and self._server is not None:
             await self._server.close()
 
-    async def _run(self, tool: Tool, arguments: dict[str, Any]) -> str:
+    async def _run_tool(self, tool: Tool, arguments: dict[str, Any]) -> str:
         from mcp import MCPError
 
         assert self._server is not None

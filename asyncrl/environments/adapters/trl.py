@@ -91,7 +91,7 @@ class TrlEnvironment(ToolEnvironment):
         }
         return {**task.extra_info, **task.columns, **columns}
 
-    async def _run(self, tool: Tool, arguments: dict[str, Any]) -> Any:
+    async def _run_tool(self, tool: Tool, arguments: dict[str, Any]) -> Any:
         return await self._called(getattr(self._foreign, tool.name), **arguments)
 
     def _text(self, name: str, result: Any) -> str:

@@ -81,7 +81,7 @@ class VerlEnvironment(ToolEnvironment):
     def _tools(self) -> Mapping[str, Tool]:
         return self._selected
 
-    async def _run(self, tool: Tool, arguments: dict[str, Any]) -> str:
+    async def _run_tool(self, tool: Tool, arguments: dict[str, Any]) -> str:
         from verl.tools.function_tool import normalize_function_tool_return  # pyright: ignore[reportMissingImports]
 
         foreign = self.foreign[tool.name]
