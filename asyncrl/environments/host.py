@@ -169,5 +169,8 @@ class EnvironmentHost:
         self._flush_due = False
         says, ended, self._says, self._ended = self._says, self._ended, [], []
         body = HostReply([say for say, _ in says], ended, len(self._stuck))
-        self._server.send(self._generator, 0, Reply(body, pack_lists([tokens for _, tokens in says])))
+        try:
+            self._server.send(self._generator, 0, Reply(body, pack_lists([tokens for _, tokens in says])))
+        except Exception as error:  # as a callback it would only be printed, and the turns would be lost
+            self._failure = error
         self._receive()  # sending may use up the event of an incoming message

@@ -9,24 +9,26 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from functools import partial
-from typing import Any, cast
+from functools import partial, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from asyncrl.environments.environment import Message, Step
 from asyncrl.environments.episode import Limits
 from asyncrl.errors import AsyncrlError
-from asyncrl.types import MAX_REWARD, EpisodeEnd
+from asyncrl.types import MAX_NAME_CHARACTERS, MAX_REWARD, EpisodeEnd
 from asyncrl.util.text import describe, redact
 from asyncrl.wire.messages import MAX_PARTS
 
 MAX_SHOWN_CHARACTERS = 80
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class EpisodeFailedError(AsyncrlError):
     """An episode has no reward."""
 
     def __init__(self, ended: EpisodeEnd, text: str) -> None:
-        super().__init__(redact(text))
+        super().__init__(redact(text).encode(errors="backslashreplace").decode())
         self.ended: EpisodeEnd = ended
 
 
@@ -46,7 +48,8 @@ class Caller:
         """Returns the result of a method. A function that is not async runs in a thread unless it returns `at_once`.
         Raises EpisodeFailedError if it raises or takes too long."""
         began_s = time.monotonic()
-        left_s, limits = self._began_s + self._limits.timeout_s - began_s, self._limits
+        limits = self._limits
+        left_s = math.inf if method == "close" else self._began_s + limits.timeout_s - began_s
         timeout_s, key = min((left_s, "timeout_s"), (limits.step_timeout_s, "step_timeout_s"))
         late = f"{self.name}.{method} took longer than environment.{key} = {getattr(limits, key):g} s"
         if timeout_s <= 0:
@@ -71,7 +74,7 @@ class Caller:
             is_async = inspect.iscoroutinefunction(function)
             result = function() if at_once or is_async else await self.in_thread(function)
             return await result if inspect.isawaitable(result) else result, None
-        except (Exception, SystemExit) as error:  # the user's code: fails its episode, never the host
+        except (Exception, SystemExit, asyncio.CancelledError) as error:  # the user's code: fails its episode alone
             return None, error
 
     async def in_thread(self, function: Callable[[], Any]) -> Any:
@@ -93,6 +96,22 @@ def _caught(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
         return None, error
 
 
+def _readable(read: Callable[Concatenate[str, P], T]) -> Callable[Concatenate[str, P], T]:
+    """The function, which also raises EpisodeFailedError if a value of the user raises while it is read."""
+
+    @wraps(read)
+    def reading(name: str, *arguments: P.args, **options: P.kwargs) -> T:
+        try:
+            return read(name, *arguments, **options)
+        except EpisodeFailedError:
+            raise
+        except Exception as error:  # of methods of the value
+            raise EpisodeFailedError("environment", f"{name}: an answer cannot be read: {describe(error)}") from error
+
+    return reading
+
+
+@_readable
 def to_step(name: str, value: Any) -> Step:
     """The Step that a `step` returned. Raises EpisodeFailedError if it is none."""
     if value is None or isinstance(value, str | dict | list):
@@ -106,6 +125,7 @@ def to_step(name: str, value: Any) -> Step:
     return value
 
 
+@_readable
 def to_messages(name: str, method: str, said: Any, *, is_chat: bool) -> list[Message]:
     """The messages of an environment; a text is one of the user. Raises EpisodeFailedError if it is neither, and
     for messages without a chat template."""
@@ -147,6 +167,7 @@ def to_json(messages: Sequence[Message]) -> bytes:
     return json.dumps(messages).encode()
 
 
+@_readable
 def to_reward(name: str, value: Any) -> tuple[float, dict[str, float]]:
     """Reward and parts that `reward` returned. Raises EpisodeFailedError if they are no finite numbers."""
     parts: dict[str, float] = {}
@@ -164,6 +185,8 @@ def check_parts(what: str, parts: Any) -> None:
     if not isinstance(parts, Mapping) or len(parts) > MAX_PARTS:
         raise EpisodeFailedError("environment", f"{what}: parts are {shown(parts)}, not at most {MAX_PARTS} numbers")
     for key, part in parts.items():
+        if len(str(key).encode()) > MAX_NAME_CHARACTERS:
+            raise EpisodeFailedError("environment", f"{what}: part {shown(key)} has a name that is too long")
         check_number(f"{what}: part {key!r}", part)
 
 

@@ -26,6 +26,7 @@ from asyncrl.environments.episode import KeptHistory, Limits, PolicyTurn, TurnPl
 from asyncrl.environments.method_calls import (
     Caller,
     EpisodeFailedError,
+    check_parts,
     to_json,
     to_messages,
     to_reward,
@@ -116,6 +117,7 @@ class Player:
             answer = await self._call(made, "reward")
             score, parts = to_reward(self.caller.name, answer)
             self.parts.update(parts)
+            check_parts(caller.name, self.parts)
             return self._end(status, ended, reward=sum(self.turn_rewards) + score)
         except EpisodeFailedError as error:
             return self._end("failed", error.ended, error=str(error))
@@ -143,7 +145,7 @@ class Player:
             self.messages += [*map(to_spoken, said), action.message]
             step = to_step(name, await self._call(environment, "step", action))
             self.turn_rewards.append(float(step.reward))
-            self.parts.update({key: float(part) for key, part in step.parts.items()})
+            self.parts.update({str(key): float(part) for key, part in step.parts.items()})
             if step.done:
                 return "done", turn.status
             said = to_messages(name, "step", step.observation, is_chat=words.is_chat)

@@ -56,8 +56,10 @@ def redact_named(name: str, value: Any) -> Any:
 
 
 def describe(error: BaseException) -> str:
-    """Type and text of an error on one line of at most 300 characters; secrets are replaced before it is cut."""
-    return f"{type(error).__name__}: {' '.join(redact(str(error)).split())}"[:300]
+    """Type and text of an error on one line of at most 300 characters in UTF-8; secrets are replaced before it is
+    cut."""
+    text = f"{type(error).__name__}: {' '.join(redact(str(error)).split())}"[:300]
+    return text.encode(errors="backslashreplace").decode()
 
 
 def redact_file(path: Path) -> None:

@@ -8,6 +8,8 @@ import os
 import time
 from typing import Any
 
+import numpy as np
+
 from asyncrl.environments import Action, Environment, Step
 
 
@@ -42,6 +44,16 @@ class Odd(Environment):
                 raise KeyError("no such key")
             case "exit":
                 raise SystemExit("enough")
+            case "cancel":
+                raise asyncio.CancelledError
+            case "no utf-8":
+                raise ValueError("\ud800")
+            case "array":
+                return np.zeros(2)
+            case "huge":
+                return Step(".", reward=10**400)
+            case "name":
+                return Step(".", parts={"x" * 201: 1.0})
             case "kill":
                 os._exit(3)
             case "sleep":

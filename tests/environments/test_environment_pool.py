@@ -132,6 +132,18 @@ def test_a_host_with_many_stuck_threads_is_replaced(make: Make, monkeypatch: pyt
         time.sleep(0.01)
 
 
+def test_a_host_that_cannot_send_is_replaced(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from asyncrl.environments.builtin import GuessNumber\nfrom asyncrl.wire.rpc import Server\n"
+        "def send(server, peer, seq, reply):\n    assert not reply.body.ended\n    plain(server, peer, seq, reply)\n"
+        "plain, Server.send = Server.send, send\n"
+    )
+    pool = make("mine.py:GuessNumber")
+    pool.start("lost", prompt("07"), seed=0, evaluation=False)
+    ended = run(pool, lambda wish, _: tokens("07"), 1)
+    assert ended["lost"].ended == "host" and "its process ended with exit code 1" in ended["lost"].error
+
+
 def test_a_dropped_episode_has_no_end(make: Make) -> None:
     pool = make()
     pool.start("dropped", prompt("07"), seed=0, evaluation=False)

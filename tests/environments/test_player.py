@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from bad_environments import Odd, Quick
 
-from asyncrl.environments import Environment
+from asyncrl.environments import Action, Environment, Step
 from asyncrl.environments.builtin import Calculator, GuessNumber
 from asyncrl.environments.dialogue.dialogue import MARK, Dialogue
 from asyncrl.environments.episode import Limits, PolicyTurn
@@ -134,6 +134,12 @@ def test_an_episode_whose_last_turn_was_cut_is_truncated(folder: Path) -> None:
         ("reset raise", "Odd.reset raised KeyError: 'no such key'"),
         ("step raise", "Odd.step raised KeyError: 'no such key'"),
         ("step exit", "Odd.step raised SystemExit: enough"),
+        ("step cancel", "Odd.step raised CancelledError"),
+        ("step no utf-8", "Odd.step raised ValueError: \\ud800"),
+        ("reset array", "Odd: an answer cannot be read: ValueError: The truth value of an array"),
+        ("reward array", "Odd: an answer cannot be read: TypeError: only "),
+        ("step huge", "Odd: an answer cannot be read: OverflowError: int too large"),
+        ("step name", "Odd.step: part 'xxx"),
         ("reward raise", "Odd.reward raised KeyError: 'no such key'"),
         ("reset number", "Odd.reset said 3 (int), which is no text"),
         ("reset surrogate", "Odd.reset said what is no valid text: 'utf-8' codec can't encode character '\\ud800'"),
@@ -168,6 +174,29 @@ def test_a_call_that_takes_too_long_fails_its_episode(folder: Path, truth: str) 
     ended, _ = play(folder, Odd, truth, "1", "1", timeout_s=0.2, wait_s=2.0)
     assert ended.error == f"Odd.{method} took longer than environment.timeout_s = 0.2 s"
     assert time.monotonic() - began_s < 10.0
+
+
+def test_names_of_parts_are_bounded_and_texts(folder: Path) -> None:
+    class Named(Odd):
+        def step(self, action: Action) -> Step:
+            names = range(200 * action.turn, 200 * action.turn + int(self.task.ground_truth))
+            return Step(".", parts=dict.fromkeys(names, 1.0), done=action.turn == 1)
+
+    ended, _ = play(folder, Named, "2", "1", "1")
+    assert ended.parts == {**dict.fromkeys(("0", "1", "200", "201"), 1.0), "own": 2.0}
+    ended, _ = play(folder, Named, "200", "1", "1")
+    assert ended.ended == "environment" and "not at most 256 numbers" in ended.error
+
+
+def test_an_environment_is_closed_after_the_time_of_its_episode(folder: Path) -> None:
+    closed: list[float] = []
+
+    class Closing(Odd):
+        def close(self) -> None:
+            closed.append(time.monotonic())
+
+    ended, _ = play(folder, Closing, "step await", "1", timeout_s=0.2, wait_s=2.0)
+    assert ended.ended == "timeout" and len(closed) == 1
 
 
 def test_an_environment_that_is_not_closed_keeps_its_reward(folder: Path) -> None:
