@@ -140,7 +140,7 @@ class Lease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 EpisodeEnd = Literal["done", "max_turns", "window", "environment", "timeout", "overlong", "host"]
 """Why an episode with an environment ended. "window": the next turn does not fit the engine's window. The last four are
 failures: the environment raised, or returned an invalid answer; it took too long; its messages before the first turn
-does not fit the window; its host died."""
+do not fit the window; its host died."""
 EPISODE_ENDS: tuple[EpisodeEnd, ...] = ("done", "max_turns", "window")
 """The ends of an episode that has a reward."""
 

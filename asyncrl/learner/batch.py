@@ -97,7 +97,7 @@ class Batch:
     """One rank's part of a step. The N action tokens and S sequences are in the order of the micro-batches.
 
     The groups have M members with a reward. A sequence is a row of one of them; without episodes of several rows
-    it is the only one. Members are numbered by their first sequence; the last of them have none and are not trained.
+    it is the only one. Members are numbered by their first sequence; those without a trained sequence come last.
     """
 
     minibatches: list[list[MicroBatch]]

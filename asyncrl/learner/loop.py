@@ -77,7 +77,7 @@ class Learner:
     book: SampleBook | None = None
     """The record of samples; None on the other ranks, or when none are recorded."""
     card: NoLock = field(default_factory=NoLock)
-    """True if this rank has its card; without `launch.colocate` it always has."""
+    """The rank's turns on a card that it shares with a generator; without `launch.colocate` it is always its turn."""
     timer: Stopwatch = field(default_factory=Stopwatch)
     """A step's times run from commit to commit: its checkpoint and weight times belong to the step before."""
     committed: int = 0

@@ -341,7 +341,8 @@ class ReplayQueue:
         """Keeps a finished group, or refunds it. Only the first group of a ticket that arrives is used, and a group
         that arrives twice is counted once."""
         check_group(header, arrays, group_size=self.config.generator.group_size, limits=self._limits)
-        state, ledger, newest = self.state, self.ledger, int(arrays[3].max())
+        tokens, action_mask, _, versions = arrays[:4]
+        state, ledger, newest = self.state, self.ledger, int(versions.max())
         if newest > ledger.steps:
             raise ProtocolError(f"ticket {header.ticket} has version {newest}, the learner is at {ledger.steps}")
         number, attempt, start_version = header.ticket, header.attempt, header.start_version
@@ -352,10 +353,10 @@ class ReplayQueue:
             return
         current = ledger.is_current(number, attempt)
         if not current and not ledger.accepts(number, start_version):
-            self.store.record(LoseEvent(number, attempt, int(arrays[1].sum())))
+            self.store.record(LoseEvent(number, attempt, int(action_mask.sum())))
             log.warning("an attempt is not used: its tokens are too old", ticket=number, attempt=attempt)
             return
-        self.held[number].check_prompt(header, arrays[0], arrays[1])
+        self.held[number].check_prompt(header, tokens, action_mask)
         leased_at = ledger.live[number].start_version
         if current and start_version < leased_at:
             raise ProtocolError(f"ticket {number} was leased at version {leased_at}, not started at {start_version}")

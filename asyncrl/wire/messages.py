@@ -256,7 +256,7 @@ class GroupHeader(RequestBody):
     status: Items[Status]
     errors: Items[Text]
     episodes: Items[EpisodeOutcome]
-    """None without an environment."""
+    """Empty without an environment."""
     routing: Annotated[list[Annotated[int, Meta(ge=1, le=MAX_ROUTED)]], Meta(max_length=2)]
     """Layers with experts, and experts of a token in each; empty if the group has no routing."""
 
