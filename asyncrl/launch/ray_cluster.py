@@ -11,7 +11,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +218,8 @@ class RayHost:
     """Why it is lost, for good; empty while it is not."""
     ping: Any = None
     """The pending call that shows that it is alive."""
+    unkilled: set[int] = field(default_factory=set[int])
+    """Keys of roles to kill when it answers again."""
 
     def answers(self) -> bool:
         """True unless it is lost or silent."""
@@ -242,6 +244,9 @@ class RayHost:
             try:
                 ray.get(ping)
                 self.heard_s = now_s
+                if keys := list(self.unkilled):
+                    self.actor.kill.remote(keys, show_stacks=False)
+                    self.unkilled.difference_update(keys)  # the launcher's thread adds to it
             except ActorUnavailableError as error:
                 log.warning("host cannot be reached", host=self.host.name, error=_first_line(error))
             except RayActorError as error:

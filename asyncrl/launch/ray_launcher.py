@@ -154,9 +154,10 @@ class RayLauncher(Launcher):
         calls: list[tuple[Any, list[RayRole]]] = []
         for killed in by_host.values():
             host, keys = killed[0].host, [role.key for role in killed]
-            if not host.lost:
-                call = host.actor.kill.remote(keys, show_stacks=show_stacks)
-                calls += [(call, killed)] if host.answers() else []
+            if not host.answers():
+                host.unkilled.update(keys)
+            else:
+                calls.append((host.actor.kill.remote(keys, show_stacks=show_stacks), killed))
         immortal = self._local.kill(roles, show_stacks=show_stacks)
         deadline_s = time.monotonic() + KILL_S + ANSWER_S
         for ref, killed in calls:
@@ -166,6 +167,7 @@ class RayLauncher(Launcher):
                     left = ray.get(ref)
             except RayActorError as error:
                 log.warning("roles were not killed", roles=left, error=str(error).strip().splitlines()[0])
+                killed[0].host.unkilled.update(left)
                 continue
             immortal += [role for role in killed if role.key in left]
         self._roles = [role for role in self._roles if role not in roles]

@@ -138,8 +138,27 @@ def test_a_silent_host(actor: Actor, host: Any, tmp_path: Path, monkeypatch: pyt
         host.check(True, clock.now_s)
         assert (host.answers(), learner.code) == (answers, code)
         if clock.now_s == 16.0:
-            assert launcher.kill([learner]) == [] and actor.count("kill") == 1
+            assert launcher.kill([learner]) == [] and actor.count("kill") == 0
     assert host.lost == "it was silent for 60 s"
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_roles_that_could_not_be_killed_are_killed_when_their_host_answers_again(
+    actor: Actor, host: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_silent: bool
+) -> None:
+    generator, launcher = role("generator", 7, host, tmp_path), RayLauncher()
+    launcher._roles.append(generator)
+    monkeypatch.setattr("time.monotonic", lambda: 16.0 if is_silent else 1.0)
+    monkeypatch.setattr(actor, "kill", SimpleNamespace(remote=lambda *_, **__: fails), raising=False)
+    fails = Ref()
+    fails.give(unavailable())
+    assert launcher.kill([generator]) == []
+    monkeypatch.delattr(actor, "kill")
+    for _ in range(2):
+        host.check(True, 17.0)
+        actor.last("ping").give({})
+    host.check(True, 18.0)
+    assert [arguments for name, arguments, _ in actor.calls if name == "kill"] == [([7],)]
 
 
 def test_the_death_of_an_actor_is_that_of_its_host(actor: Actor, host: Any, tmp_path: Path) -> None:
