@@ -593,8 +593,8 @@ def make_trackers(config: Config, run_dir: Path) -> Trackers:
     """Returns the trackers that `observe.trackers` names, and metrics.jsonl, whose rows count as logged. Raises
     ConfigError for a tracker that fails in its first start in the run; later it is tried again while the run continues.
     """
-    last_step, evaluated, num_bytes = _logged(run_dir / METRICS_FILE)
-    rows, states, lock = JsonLines(config, run_dir, last_step), read_states(run_dir), threading.Lock()
+    rows, states, lock = JsonLines(config, run_dir, 0), read_states(run_dir), threading.Lock()
+    last_step, evaluated, num_bytes = _logged(run_dir / METRICS_FILE)  # to which no earlier learner adds a row now
 
     def save() -> None:  # on a full disk they are lost, and a restart sends some rows twice
         with lock, observing(STATE_FILE):

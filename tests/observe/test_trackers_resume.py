@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from asyncrl.observe import trackers as trackers_module
 from asyncrl.observe.trackers import make_trackers
 from tests.helpers.replay import small_config
 
@@ -50,6 +51,25 @@ def test_a_learner_that_was_replaced_while_it_stood_still_adds_no_row(tmp_path: 
     trackers.close()
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4, 5, 6]
     assert not list(tmp_path.glob(".*"))
+
+
+def test_no_row_is_added_by_a_replaced_learner_after_the_last_row_was_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silent, read = make_trackers(small_config(), tmp_path), trackers_module._logged
+    silent.log(1, {"reward/mean": 0.5})
+
+    def logged(path: Path) -> tuple[int, set[float], int]:
+        last = read(path)
+        silent.log(2, {"reward/mean": 0.5})
+        return last
+
+    monkeypatch.setattr(trackers_module, "_logged", logged)
+    trackers = make_trackers(small_config(), tmp_path)
+    trackers.log(2, {"reward/mean": 0.75})
+    silent.close()
+    trackers.close()
+    assert [(row["step"], row["reward/mean"]) for row in rows(tmp_path)] == [(1, 0.5), (2, 0.75)]
 
 
 def test_an_evaluation_after_the_last_step_is_logged_once(tmp_path: Path) -> None:
