@@ -64,14 +64,20 @@ class Curves:
 
     def read(self) -> bool:
         """Reads appended rows; returns True if there were any. A file that was replaced or cut is read from its
-        start."""
+        start; nothing is left of one that was moved away."""
         changed = False
+        if not self._file.is_file() and self._start:
+            self._reader, changed = LineReader(self._file, CHUNK_BYTES), True
+            self._start_over()
         for chunk in self._reader.chunks():
             changed = True
             if self._start != self._reader.num_starts:
                 self._start_over()
             if not self.fault:
                 self._add_lines(chunk)
+        if self._start != self._reader.num_starts:  # by an empty file
+            self._start_over()
+            return True
         return changed
 
     def _add_lines(self, chunk: bytes) -> None:

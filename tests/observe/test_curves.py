@@ -63,6 +63,15 @@ def test_a_file_that_was_replaced_or_cut_is_read_from_its_start(tmp_path: Path) 
     append(tmp_path / "new", make_rows(9))
     (tmp_path / "new").rename(file)
     assert curves.read() and curves.num_steps == 9
+    file.rename(tmp_path / "aside")
+    assert curves.read() and not curves.read() and (curves.last_step, curves.line("reward/mean")) == (0, ([], []))
+    append(file, make_rows(3))
+    assert curves.read() and curves.num_steps == 3
+    (tmp_path / "new").touch()
+    (tmp_path / "new").rename(file)
+    assert curves.read() and not curves.read() and curves.num_steps == 0
+    append(file, make_rows(4))
+    assert curves.read() and curves.num_steps == 4
 
 
 def test_an_incomplete_line_waits_and_a_damaged_one_is_told(tmp_path: Path) -> None:
