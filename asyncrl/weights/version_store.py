@@ -120,7 +120,7 @@ class Folder:
                     filled = 0
                     while filled < len(part):
                         self.check()
-                        if not (count := stored.readinto(part[filled:])):
+                        if not (count := stored.readinto(part[filled : filled + CHUNK_BYTES])):
                             raise BadFileError(f"{self.at(name)}: ends too early")
                         digest.update(part[filled : filled + count])
                         filled += count

@@ -15,6 +15,7 @@ from stored_parts import FLOAT32, LAYOUT, Model, assert_holds, files, make_publi
 from structlog.testing import capture_logs
 
 from asyncrl.errors import ConfigError
+from asyncrl.weights import version_store
 from asyncrl.weights.version_store import Folder, StoredVersion, steps_to
 from tests.helpers.examples import examples
 
@@ -126,6 +127,16 @@ def test_what_other_attempts_left_goes_and_other_files_stay(tmp_path: Path) -> N
     announced = publisher.publish(1, Model().weights, needed=1)
     publisher.collect()
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["notes", announced.folder])
+
+
+def test_a_reader_that_closes_does_not_read_a_file_to_its_end(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(version_store, "CHUNK_BYTES", 1000)
+    checks: list[int] = []
+    folder = Folder(url, check=lambda: checks.append(1))
+    file = folder.write("v000000-00000000/delta-0.bin", [bytes(10_000)])
+    checks.clear()
+    folder.read_into("v000000-00000000/delta-0.bin", file, [memoryview(bytearray(10_000))])
+    assert len(checks) == 10
 
 
 # --- steps of a reader
