@@ -113,6 +113,36 @@ def test_weights_are_swapped_while_groups_run(engine: Engine, model_path: str, p
     assert min(stalls) > 0
 
 
+class SlowRound:
+    """A round whose sender begins late, and fails."""
+
+    version, committed, waits = 1, None, 0
+
+    def accept(self) -> None:
+        """The engine stands still."""
+
+    def take(self, seconds: float) -> None:
+        self.waits += 1
+
+    @property
+    def has_failed(self) -> bool:
+        return self.waits > 5
+
+
+def test_an_engine_that_stands_still_for_the_next_version_gets_no_groups_of_its_own(
+    engine: Engine, model_path: str, policies: Policies
+) -> None:
+    loop, client, receiver = make_loop(engine, model_path, PromptLeases(4), policies[:1])
+    loop._swap_staged()
+    slow = SlowRound()
+    receiver.round = lambda: None if slow.has_failed else slow  # type: ignore[method-assign]
+    loop._swap_staged()
+    assert slow.has_failed and client.asks and not any(groups for _, groups, _ in client.asks)
+    loop.tick()
+    loop.tick()
+    assert client.asks[-1][1] and len(loop.groups.running) == 4
+
+
 def test_a_group_without_rewards_travels_whole_as_failed(engine: Engine, model_path: str, policies: Policies) -> None:
     leases = PromptLeases(3)
     loop, client, _ = make_loop(engine, model_path, leases, policies[:1], rewards=FakeRewards(failing={1}))

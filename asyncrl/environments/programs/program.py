@@ -27,6 +27,8 @@ log = structlog.get_logger()
 SCRIPT = Path(__file__).with_name("subprocess_agent.py")
 CLOSE_S = 2.0
 """Time for a process to release what its episodes hold, and to end."""
+CANCEL_S = 60.0
+"""Deadline for a process to note that an episode is cancelled; one that hangs is ended."""
 START_S = 120.0
 """Deadline for the interpreter to import the program."""
 MAX_LINE_BYTES = 64 << 20
@@ -55,6 +57,8 @@ class Program:
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
         self._runs: dict[int, asyncio.Future[Any]] = {}
+        self._cancelled: set[int] = set()
+        """Episodes of which the process has not noted that they are cancelled."""
         self._number = 0
         self._closed = False
 
@@ -83,8 +87,16 @@ class Program:
         finally:
             self._runs.pop(number, None)
             if not future.done() or future.cancelled():
-                with contextlib.suppress(ProgramLostError):
-                    await _send(process, {"cancel": number})
+                assert process.stdin is not None
+                process.stdin.write(json.dumps({"cancel": number}).encode() + b"\n")  # it may not read, or have ended
+                self._cancelled.add(number)
+                asyncio.get_running_loop().call_later(CANCEL_S, self._check_alive, process, number)
+
+    def _check_alive(self, process: asyncio.subprocess.Process, cancelled: int) -> None:
+        """Ends the process if it has not noted that an episode was cancelled."""
+        if cancelled in self._cancelled and process.returncode is None:
+            _kill(process)
+        self._cancelled.discard(cancelled)
 
     async def close(self) -> None:
         """Ends the process."""
@@ -95,8 +107,7 @@ class Program:
         self._process.stdin.close()
         await asyncio.wait({self._reader}, timeout=CLOSE_S)
         if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)  # with what its episodes have started
+            _kill(self._process)
             await asyncio.wait({self._reader}, timeout=CLOSE_S)  # to the end of its pipe, which is then closed
 
     async def _started(self) -> asyncio.subprocess.Process:
@@ -132,6 +143,7 @@ class Program:
         assert process.stdout is not None
         while line := await process.stdout.readline():
             answer = json.loads(line)
+            self._cancelled.discard(answer["run"])
             run = self._runs.get(answer["run"])
             if run is None or run.done():
                 continue
@@ -169,6 +181,12 @@ def read_rows(name: str, options: Options, *, python: str, limit: int | None) ->
             raise ConfigError(f"verifiers:{name}: {python} ended before the last row")
         finally:
             process.kill()
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    """Ends the process, with what its episodes have started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _not_started(python: str, error: OSError) -> str:

@@ -5,7 +5,7 @@ Started as `PYTHON subprocess_agent.py SPEC`, with SPEC as JSON: {"kind", "name"
     this process -> host    {"ready": true} or {"error": TEXT}, once
     host -> this process    {"run": ID, "task": {...}, "base_url": URL, "api_key": KEY}
                             {"cancel": ID}
-    this process -> host    {"run": ID, "result": REWARD} or {"run": ID, "error": TEXT}
+    this process -> host    {"run": ID, "result": REWARD} or {"run": ID, "error": TEXT}; {"run": ID} for "cancel"
 
 With {"rows": LIMIT} in SPEC, which may be null, it prints {"row": {...}} for each row of the environment, then
 {"done": true}, and ends. Otherwise it ends when its standard input does. What programs print goes to standard error.
@@ -38,7 +38,7 @@ MAX_OUTPUT_BYTES = 1 << 20
 END_S = 3.0
 """Deadline for a killed command to end."""
 CANCEL_S = 60.0
-"""Deadline for a cancelled episode to be known in the event loop, and for its call in a thread to return."""
+"""Deadline for the call in a thread of a cancelled episode to return."""
 MAX_STUCK = 8
 """Late calls in threads after which the process ends, and another one is started."""
 GUARDED = """{ read -r _; kill -s KILL -- -$$; } <"/dev/fd/$1" >/dev/null 2>&1 &
@@ -338,29 +338,16 @@ class AgentHost:
     def __init__(self, play, write):
         self._play, self._write = play, write
         self._tasks = {}
-        self.unheard = {}
-        """Episodes to cancel that the event loop has not seen, and when their messages came."""
 
     def handle(self, message):
         """Starts or cancels an episode."""
         if "cancel" in message:
-            del self.unheard[message["cancel"]]
+            self._write(json.dumps({"run": message["cancel"]}))
             task = self._tasks.pop(message["cancel"], None)
             if task is not None:
                 task.cancel()
             return
         self._tasks[message["run"]] = asyncio.ensure_future(self._run(message))
-
-    def watch(self):
-        """Ends the process, in which other episodes would hang as well, if its event loop is blocked, or many calls in
-        threads do not return."""
-        while True:
-            time.sleep(CANCEL_S)
-            before_s = time.monotonic() - CANCEL_S
-            late = sum(since_s < before_s for since_s in list(STUCK.values()))
-            if late >= MAX_STUCK or any(since_s < before_s for since_s in list(self.unheard.values())):
-                print("agent programs hang and are ended:", late, "calls in threads do not return", flush=True)
-                end_now()
 
     async def end(self):
         """Cancels all episodes, and waits for them."""
@@ -393,10 +380,7 @@ async def serve(program, lines, write):
 
     def read(host):
         for line in lines:
-            message = json.loads(line)
-            if "cancel" in message:
-                host.unheard[message["cancel"]] = time.monotonic()
-            loop.call_soon_threadsafe(host.handle, message)
+            loop.call_soon_threadsafe(host.handle, json.loads(line))
         loop.call_soon_threadsafe(ended.set)
         threading.Event().wait(CLOSE_S)
         end_now()
@@ -405,10 +389,19 @@ async def serve(program, lines, write):
         host = AgentHost(program.play, write)
         write(json.dumps({"ready": True}))
         threading.Thread(target=read, args=(host,), daemon=True).start()
-        threading.Thread(target=host.watch, daemon=True).start()
+        threading.Thread(target=watch, daemon=True).start()
         await ended.wait()
         await host.end()
     end_now()  # threads may still run
+
+
+def watch():
+    """Ends the process when many calls in threads do not return."""
+    while True:
+        time.sleep(CANCEL_S)
+        before_s = time.monotonic() - CANCEL_S
+        if sum(since_s < before_s for since_s in list(STUCK.values())) >= MAX_STUCK:
+            end_now()
 
 
 def end_now():
