@@ -92,6 +92,13 @@ def hangs_at_first(task):
 async def blocks_at_first(task):
     return hangs_at_first(task)
 
+async def keeps_the_lock_at_first(task):
+    import re
+    if not os.path.exists("locked"):
+        open("locked", "w").close()
+        re.match("(a+)+$", "a" * 40 + "b")
+    return 1.0
+
 def number(task):
     return task["x"]
 
@@ -187,7 +194,7 @@ def test_a_program_that_hangs_is_out_of_time(program: str) -> None:
     assert (ended.status, ended.ended) == ("failed", "timeout")
 
 
-@pytest.mark.parametrize("function", ["hangs_at_first", "blocks_at_first"])
+@pytest.mark.parametrize("function", ["hangs_at_first", "blocks_at_first", "keeps_the_lock_at_first"])
 def test_a_process_whose_calls_do_not_return_is_replaced(
     program: str, monkeypatch: pytest.MonkeyPatch, function: str
 ) -> None:
@@ -197,12 +204,13 @@ def test_a_process_whose_calls_do_not_return_is_replaced(
         "script.CANCEL_S, script.MAX_STUCK = 0.5, 2\nscript.main()\n"
     )
     monkeypatch.setattr(program_module, "SCRIPT", Path("script.py").absolute())
+    monkeypatch.setattr(program_module, "CANCEL_S", 0.5)
 
     async def play() -> None:
         agent, ends, deadline_s = load_agent(f"{program}:{function}", {}, None), list[Any](), time.monotonic() + 30.0
         while ends[-1:] != [1.0]:
             assert time.monotonic() < deadline_s
-            runs = [asyncio.wait_for(agent.run({}, Access("", "")), 1.0) for _ in range(2)]
+            runs = [asyncio.wait_for(agent.run({"text": "x" * 100_000}, Access("", "")), 1.0) for _ in range(2)]
             ends += await asyncio.gather(*runs, return_exceptions=True)
         await agent.close()
 
