@@ -116,6 +116,7 @@ def _make_file_sender(
             rank=ranks.rank,
             ranks=ranks.count,
             timeout_s=timeout_s,
+            start_timeout_s=config.launch.start_timeout_s,
             device=device,
         )
     others = None

@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import uuid
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,8 +24,13 @@ from asyncrl.errors import InvariantError, PeerTimeoutError
 from asyncrl.learner.batch import Batch
 from asyncrl.learner.distributed import Ranks
 from asyncrl.learner.loop import Learner
+from asyncrl.learner.role import _make_file_sender
 from asyncrl.types import Shard
+from asyncrl.weights.layout import WeightManifest
+from asyncrl.wire.endpoints import Endpoints
 from asyncrl.wire.messages import Committed
+from asyncrl.wire.store import StoreServer
+from tests.helpers.sockets import socket_address
 
 
 class Batches:
@@ -258,3 +267,17 @@ def checkpoints_of(folder: Path) -> list[str]:
 
 def read_rows(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_rank_that_writes_versions_waits_for_the_start_of_rank_0(cleanup: list, tmp_path: Path) -> None:
+    """Rank 0 begins its trackers first, which may take longer than a phase of a version."""
+    address = socket_address(f"weights-{uuid.uuid4().hex[:8]}")
+    config = make_config(tmp_path, weights={"transport": "files", "timeout_s": 0.3})
+    stores: list[StoreServer] = []
+    late = threading.Timer(1.0, lambda: stores.append(StoreServer(address, "shares", run_id="run-0f")))
+    late.start()
+    cleanup += [lambda: stores[0].close(), late.join]
+    manifest, ranks = WeightManifest.of([("a", torch.bfloat16, (8,))]), SimpleNamespace(rank=1, count=2, device="cpu")
+    given: Any = config, ranks, manifest, Endpoints("run-0f", "", address, ""), tmp_path
+    with ExitStack() as parts:
+        cleanup.append(_make_file_sender(*given, parts).close)
