@@ -288,6 +288,8 @@ class WeightSwaps:
         """`timeout_s` is the longest time that the engine may be updating."""
         self._engine, self._receiver, self._turn = engine, receiver, turn or NoLock()
         self._timeout_s, self._meanwhile = timeout_s, meanwhile
+        self.stands_still = False
+        """True while the engine waits for a version: its own is about to be replaced."""
         self._loaded: BucketRound | None = None
         """The last round whose version was loaded; the receiver ends it a little later."""
 
@@ -296,7 +298,9 @@ class WeightSwaps:
         version, or the waits were ended: then it may be updating. Raises PeerTimeoutError if it is updating for too
         long."""
         started_s = time.perf_counter()
+        self.stands_still = True
         staged = self._load_buckets()
+        self.stands_still = False
         stall_ms = 1e3 * (time.perf_counter() - started_s)
         if staged is None:
             staged = self._receiver.staged()

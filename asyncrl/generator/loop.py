@@ -314,7 +314,7 @@ class GeneratorLoop:
 
     def _free_capacity(self) -> tuple[int, int]:
         """Returns how many groups and evaluation prompts to request."""
-        no_version = self.engine.version == NO_VERSION or self.engine.loader.updating
+        no_version = self.engine.version == NO_VERSION or self._swaps.stands_still
         if no_version or self._leave_s is not None or self.turn.asleep:
             return 0, 0
         groups, evaluations = self.groups.free_capacity(evaluates=self._pinned, denied=self._denied)
