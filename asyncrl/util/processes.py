@@ -12,9 +12,10 @@ import time
 from collections.abc import Sequence
 from multiprocessing.context import SpawnContext, SpawnProcess
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
+
+from asyncrl.util.files import open_file
 
 PYTHON = (sys.executable, "-P")
 """The interpreter of processes of asyncrl. -P keeps files in the working folder from shadowing modules of the standard
@@ -159,5 +160,6 @@ def peak_memory_bytes() -> int:
     if torch is not None and torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
     # getrusage includes the peak before the process executed another program.
-    status = Path("/proc/self/status").read_text()
+    with open("/proc/self/status", opener=open_file) as file:  # peers without keys may hold all descriptors
+        status = file.read()
     return int(status.partition("VmHWM:")[2].split(maxsplit=1)[0]) << 10

@@ -40,17 +40,19 @@ def test_a_write_that_fails_leaves_the_former_file(tmp_path: Path, monkeypatch: 
 
 OPENS = """
 import os, resource, sys, threading
-from asyncrl.util import files
+from asyncrl.util import files, processes
 files.DESCRIPTORS_S, freed_s = 0.5, float(sys.argv[1])
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 threading.Timer(freed_s, resource.setrlimit, (resource.RLIMIT_NOFILE, (soft, hard))).start()
 resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
-files.open_file("/", os.O_RDONLY)
+{call}
 """
 
 
+@pytest.mark.parametrize("call", ['files.open_file("/", os.O_RDONLY)', "processes.peak_memory_bytes()"])
 @pytest.mark.parametrize(("freed_s", "error"), [(0.2, ""), (1.0, "Too many open files")])
-def test_a_free_descriptor_is_waited_for(freed_s: float, error: str) -> None:
+def test_a_free_descriptor_is_waited_for(freed_s: float, error: str, call: str) -> None:
     """In a separate process: threads of ZeroMQ do not survive without descriptors."""
-    done = subprocess.run([sys.executable, "-c", OPENS, str(freed_s)], capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-c", OPENS.format(call=call), str(freed_s)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode == 0) == (not error) and error in done.stderr
