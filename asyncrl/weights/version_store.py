@@ -299,6 +299,8 @@ class Reader:
         self._weights = weights
         self._slices: list[RankSlices] = []
         """The slices of the ranks that have written the version in the buffer."""
+        self._sums: list[str] = []
+        """Their sums."""
 
     def available(self, announced: Announced) -> list[StoredVersion]:
         """The versions that are still in the store, the oldest first, up to an announced one. Raises BadFileError, also
@@ -315,11 +317,14 @@ class Reader:
         return [*manifest.earlier, manifest.stored]
 
     def fetch(self, announced: Announced, await_free: Callable[[], None]) -> None:
-        """Makes the buffer hold the version; `await_free` returns when it may be written. Raises BadFileError, naming
-        the file; the buffer may hold another version then, or none."""
-        if self.held == announced.folder:
+        """Makes the buffer hold the version; `await_free` returns when it may be written. A version with the bits that
+        are there is not read. Raises BadFileError, naming the file; the buffer may hold another version then, or none.
+        """
+        versions = self.available(announced)
+        if self.held is not None and self._manifest(announced.folder).sums == self._sums:
+            self.held = announced.folder
             return
-        steps = steps_to(self.available(announced), self.held)
+        steps = steps_to(versions, self.held)
         if not steps:
             raise BadFileError(f"{self._folder.url}: no full version from which to make {announced.folder}")
         for step in steps:
@@ -359,4 +364,4 @@ class Reader:
                     f"{actual}, that of the manifest {expected}"
                 )
         self.num_bytes += sum(file.bytes for file in files)
-        self.held = step.folder
+        self.held, self._sums = step.folder, manifest.sums

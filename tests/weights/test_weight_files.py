@@ -139,6 +139,19 @@ def test_a_reader_that_closes_does_not_read_a_file_to_its_end(url: str, monkeypa
     assert len(checks) == 10
 
 
+def test_a_version_that_is_written_again_for_another_reader_is_not_read_again(url: str) -> None:
+    model, publisher, reader = Model(), make_publisher(url), make_reader(url)
+    reader.fetch(publisher.publish(0, model.weights, needed=0), no_wait)
+    publisher.restart()
+    again, num_bytes = publisher.publish(0, model.weights, needed=0), reader.num_bytes
+    reader.fetch(again, no_wait)
+    assert (reader.held, reader.num_bytes) == (again.folder, num_bytes)
+    model.step()
+    reader.fetch(publisher.publish(1, model.weights, needed=0), no_wait)
+    assert_holds(reader, model)
+    assert reader.num_bytes < 1.3 * num_bytes, "a delta"
+
+
 # --- steps of a reader
 
 
