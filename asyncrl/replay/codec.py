@@ -233,7 +233,7 @@ def unpack_group(header: GroupHeader, arrays: Sequence[Array]) -> Group:
 
 # --- records of the journal
 
-FORMAT = 14
+FORMAT = 15
 """The number of the format of journals, and of the queue's part of checkpoints."""
 FRAMES = {
     "tokens": DTYPES["i4"],

@@ -80,7 +80,7 @@ from asyncrl.wire.sockets import MAX_FRAME_BYTES
 log = structlog.get_logger()
 
 TICK_S = 0.2
-"""Maximum wait of the loop: delay until an expired lease or a signal is noticed."""
+"""Maximum wait of the loop: delay until a silent generator or a signal is noticed."""
 WEIGHTS = "weights"
 """The name under which the sender of weights announces its address."""
 LEARNERS = "learners"
