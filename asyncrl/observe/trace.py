@@ -212,13 +212,17 @@ def trace_bytes(run_dir: Path) -> int:
 
 
 def whole_bytes(path: Path) -> int:
-    """Returns where the last complete message of a stream ends."""
+    """Returns where the last message of a stream ends that is complete, as are all before it. Arrow would read beyond
+    its memory for the offsets in a page that was lost with the power."""
     end = 0
     with pa.OSFile(str(path)) as source:
         try:
-            while pa.ipc.read_message(source) is not None:
+            schema = pa.ipc.read_schema(source)
+            end = source.tell()
+            while (message := pa.ipc.read_message(source)) is not None:
+                pa.ipc.read_record_batch(message, schema).validate(full=True)
                 end = source.tell()
-        except (EOFError, pa.ArrowInvalid, OSError):
+        except (EOFError, pa.ArrowException, OSError, ValueError):
             return end
     return end
 

@@ -67,6 +67,25 @@ def test_a_kill_between_a_part_and_its_log_leaves_no_row_twice(tmp_path: Path, m
     assert table.column("outcome").to_pylist() == ["trained"] * 3 + ["in_flight"] * 4
 
 
+@pytest.mark.parametrize("lost_bytes", [256, 1024])
+def test_a_page_that_was_lost_with_the_power_costs_rows_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost_bytes: int
+) -> None:
+    monkeypatch.setattr(trace_module, "ROWS_PER_PART", 100)
+    path = tmp_path / "trace.parquet"
+    trace = TraceWriter(path)
+    add(trace, range(6))
+    os.close(trace._file)
+    content = trace._log_path.read_bytes()
+    for begin in range(0, len(content), lost_bytes):
+        trace._log_path.write_bytes(content[:begin] + bytes(lost_bytes) + content[begin + lost_bytes :])
+        assert {*tickets_of(read_trace(tmp_path))} <= {*range(6)}
+        again = TraceWriter(path)
+        add(again, range(6, 8))
+        os.close(again._file)
+        assert tickets_of(read_trace(tmp_path))[-2:] == [6, 7]
+
+
 def test_rows_wait_for_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "trace.parquet"
     trace = TraceWriter(path)
