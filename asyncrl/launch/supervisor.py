@@ -231,7 +231,8 @@ class Placer:
         """`spec` holds the fields that all roles have in common, as on the launcher's own host."""
         self._config = config
         self._own_address = spec.endpoints.host
-        self._gpu_memory_utilization = placement.generators[0].gpu_memory_utilization
+        self._first = placement.generators
+        """The resources of the generators at the start of the run."""
         self._launcher = launcher
         self._say = say
 
@@ -267,13 +268,20 @@ class Placer:
         group.homeless_since_s = None
         return True
 
-    def joiners(self, count: int, groups: Sequence[RoleGroup], hosts: Sequence[Host]) -> list[RoleResources]:
-        """Returns the resources on these hosts of the generators that can join, at most `count`: each needs a free
-        GPU where there are GPUs."""
+    def joiners(
+        self, indices: Sequence[int], groups: Sequence[RoleGroup], hosts: Sequence[Host]
+    ) -> list[RoleResources]:
+        """Returns the resources on these hosts of the generators that can join, in the order of their indices: each
+        needs a free GPU where there are GPUs, or returns to the one that it shared at the start of the run."""
         taken = [resources for group in groups for _, resources in group.members]
         rooms: list[RoleResources] = []
-        while len(rooms) < count and (room := find_room(self._config, "generator", hosts, [*taken, *rooms])):
-            rooms.append(replace(room, gpu_memory_utilization=self._gpu_memory_utilization))
+        for index in indices:
+            if room := find_room(self._config, "generator", hosts, [*taken, *rooms]):
+                rooms.append(replace(room, gpu_memory_utilization=self._first[0].gpu_memory_utilization))
+            elif index < len(self._first) and any(host.name == self._first[index].host for host in hosts):
+                rooms.append(self._first[index])
+            else:
+                break
         return rooms
 
     def _wait_for_room(self, group: RoleGroup, what: str, now_s: float) -> None:
@@ -533,7 +541,7 @@ class Supervisor:
 
     def _join(self, joiners: list[int], wanted: int) -> None:
         waits_for, hosts = self._launcher.resize(wanted), self._launcher.hosts()
-        placed = self._placer.joiners(len(joiners), list(self._groups.values()), hosts)
+        placed = self._placer.joiners(joiners, list(self._groups.values()), hosts)
         for index, resources in zip(joiners, placed, strict=False):
             self._add("generator", index, resources, hosts)
         if len(placed) < len(joiners) and not waits_for:

@@ -511,6 +511,24 @@ def test_a_generator_without_a_separate_gpu_is_refused_and_the_others_continue(
     assert [group.name for group in run.supervisor.generators if group.running] == ["generator-0", "generator-1"]
 
 
+def test_a_generator_that_left_returns_to_the_gpu_that_it_shares(
+    stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(gpus, "torch_is_cpu_build", lambda: False)
+    monkeypatch.setattr(gpus, "_listed_gpus", lambda: None)
+    run = stage(launch__colocate="on", generator__engine="transformers")
+    first = [run.group(f"generator-{index}").members[0][1] for index in range(2)]
+    run.hear()
+    run.hear(generators_wanted=1)
+    run.supervisor._forget(run.group("generator-1"))
+    run.hear(generators_wanted=3)
+    assert run.queue.wanted == [2], "a third one has no GPU"
+    run.hear(generators_wanted=2)
+    run.tick()
+    assert [group.members[0][1] for group in run.supervisor.generators if group.running] == first
+
+
 CONFIG = small_config(launch__generators=2, launch__learners=1, launch__start_timeout_s=60.0)
 
 
