@@ -53,7 +53,7 @@ GRAPH_BYTES = 2 * GIB
 STAGING_MARGIN_BYTES = GIB
 """NCCL's channels between learner and generators, and the allocator's rounding."""
 STAGING_BUCKET_BYTES = 64 << 20
-"""Size of the buckets in which weights are sent (`weights.buckets.BUCKET_BYTES`); a larger matrix has a separate one,
+"""Size of the buckets in which weights are sent (`weights.layout.BUCKET_BYTES`); a larger matrix has a separate one,
 except the vocabulary's."""
 TRAINED_FRACTION = 0.95
 """Usable fraction of a GPU without an engine; with an engine it is `generator.gpu_memory_utilization`."""
