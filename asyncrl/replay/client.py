@@ -199,8 +199,8 @@ class GeneratorClient:
 
 
 def _with_ages(body: RequestBody) -> RequestBody:
-    """A group's header with its times as seconds before now, since the queue's machine may have another clock; also
-    that of an evaluated prompt."""
+    """A group's header with its times as seconds before now, since the queue's machine may have another clock; for
+    an evaluated prompt, its recorded group."""
     if isinstance(body, Evaluated) and body.recorded is not None:
         return structs.replace(body, recorded=_with_ages(body.recorded))
     if not isinstance(body, GroupHeader):

@@ -453,7 +453,7 @@ class FileReceiver(BackgroundReceiver):
         self._given_up: set[str] = set()
         """Folders of versions that could not be read."""
         self._failures = 0
-        """Those in a row."""
+        """Failed reads in a row."""
         self._reported_s = 0.0
         """When the second of them was, or the first one."""
         self._following = Following(held=NO_VERSION, fetching=NO_VERSION, unread=None, problem="")

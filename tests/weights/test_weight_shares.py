@@ -243,7 +243,7 @@ def test_a_rank_that_is_ahead_does_not_hold_up_the_rest(address: str, cleanup: l
 def test_a_rank_that_goes_on_before_a_repeated_version_is_published_does_not_end_the_run(
     address: str, cleanup: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All have written version 0 again, and rank 1 takes version 1 before it hears that 0 is published."""
+    """All have written version 0 again, and rank 1 takes version 1 before it knows that 0 is published."""
     learner, write = Learner(str(tmp_path), 2, address, cleanup), Folder.write
     announced = learner.publish(0)
 

@@ -52,7 +52,7 @@ CLOSE_S = 10.0
 VERIFIERS = "0.4.0"
 """The version of verifiers that is tested, and the oldest."""
 STUCK = {}
-"""Calls in threads that go on after their episode was cancelled, and when it was."""
+"""Calls in threads that continue after their episode was cancelled, and when it was."""
 
 
 class Refused(Exception):
