@@ -303,8 +303,14 @@ class Reader:
         """Their sums."""
 
     def available(self, announced: Announced) -> list[StoredVersion]:
-        """The versions that are still in the store, the oldest first, up to an announced one. Raises BadFileError, also
-        for a version of learner ranks that have been replaced, whose process is still alive."""
+        """The versions that are still in the store, the oldest first, up to an announced one. Raises BadFileError as
+        `fetch` does."""
+        manifest = self._announced(announced)
+        return [*manifest.earlier, manifest.stored]
+
+    def _announced(self, announced: Announced) -> Manifest:
+        """The manifest of an announced version. Raises BadFileError, also for a version of learner ranks that have been
+        replaced, whose process is still alive."""
         manifest, place = self._manifest(announced.folder), self._folder.at(announced.folder)
         if manifest.stored.version != announced.version:
             raise BadFileError(f"{place}: has version {manifest.stored.version}, announced was {announced.version}")
@@ -314,17 +320,17 @@ class Reader:
                 "superseded"
             )
         self._epoch = manifest.epoch
-        return [*manifest.earlier, manifest.stored]
+        return manifest
 
     def fetch(self, announced: Announced, await_free: Callable[[], None]) -> None:
         """Makes the buffer hold the version; `await_free` returns when it may be written. A version with the bits that
         are there is not read. Raises BadFileError, naming the file; the buffer may hold another version then, or none.
         """
-        versions = self.available(announced)
-        if self.held is not None and self._manifest(announced.folder).sums == self._sums:
+        manifest = self._announced(announced)
+        if self.held is not None and manifest.sums == self._sums:
             self.held = announced.folder
             return
-        steps = steps_to(versions, self.held)
+        steps = steps_to([*manifest.earlier, manifest.stored], self.held)
         if not steps:
             raise BadFileError(f"{self._folder.url}: no full version from which to make {announced.folder}")
         for step in steps:
