@@ -39,7 +39,7 @@ from asyncrl.launch.memory import (
     with_changes,
 )
 from asyncrl.util.text import did_you_mean
-from asyncrl.weights.transports import goes_by_device
+from asyncrl.weights.transports import transport_on_gpus
 
 DEFAULT_TOKENS = 8192
 LOWERED_BY = {
@@ -223,7 +223,9 @@ def search(base: Config, models: Models, cards: int, gpu: GpuModel) -> tuple[Lay
     reward model. With `weights.staging: auto` buckets are tried when whole versions fit with offload only."""
     best, refused = _search(base, models, cards, gpu)
     buckets = with_changes(base, {"weights.staging": "buckets"})
-    is_free = base.weights.staging == "auto" and goes_by_device(base) and takes_buckets(base, models.policy)
+    is_free = (
+        base.weights.staging == "auto" and transport_on_gpus(base).on_device and takes_buckets(base, models.policy)
+    )
     if is_free and (best is None or best.config.learner.offload != "none"):
         other, refused_too = _search(buckets, models, cards, gpu)
         best = max(filter(None, (best, other)), key=lambda layout: layout.preference, default=None)
@@ -295,7 +297,7 @@ def _learner(
     kind += "" if offload == "none" else f", offload {offload}"
     kind += "" if parallel == 1 else f", sequences shared by {parallel}"
     num_ranks = "1 learner rank" if ranks == 1 else f"{ranks} learner ranks"
-    need = learner_need(with_changes(base, changes), models, 0, from_gpu=goes_by_device(base))
+    need = learner_need(with_changes(base, changes), models, 0, from_gpu=transport_on_gpus(base).on_device)
     limit_bytes = round(TRAINED_FRACTION * gpu.memory_bytes)
     return Side(f"{num_ranks}, {kind}, {tokens} tokens", kind, ranks, changes, need, limit_bytes)
 
@@ -309,7 +311,7 @@ def _engine(base: Config, models: Models, gpu: GpuModel, parallel: int) -> Side:
     for groups in sorted({base.generator.max_running_groups, least_groups}, reverse=True):
         keys = {"generator.max_running_groups": groups, "generator.tensor_parallel": parallel}
         config = with_changes(base, keys)
-        need = generator_need(config, models, 0, 0, from_gpu=goes_by_device(base))
+        need = generator_need(config, models, 0, 0, from_gpu=transport_on_gpus(base).on_device)
         sequence_bytes = cache_bytes(config, models.policy, longest)
         parts = {name: num_bytes for name, num_bytes in need.parts.items() if not name.startswith("key")}
         cache = f"key-value cache of {LEAST_SEQUENCES} sequences of {longest} tokens"

@@ -565,9 +565,9 @@ def generator_need(config: Config, models: Models, index: int, gpu: int, *, from
 
 def sends_from_gpus(config: Config, placement: Placement) -> bool:
     """True if weights are sent from GPU to GPU."""
-    from asyncrl.weights.transports import goes_by_device  # imports torch
+    from asyncrl.weights.transports import transport_on_gpus  # imports torch
 
-    return placement.sends_between_gpus and goes_by_device(config)
+    return placement.sends_between_gpus and transport_on_gpus(config).on_device
 
 
 def _with_fractions(config: Config, placement: Placement, models: Models, gpus: list[GpuNeeds]) -> Placement:

@@ -345,10 +345,9 @@ def check_transport(config: Config, placement: Placement) -> None:
 
 def _needs_own_gpus(config: Config) -> bool:
     """True if the transport sends weights between GPUs when every process has a separate GPU."""
-    from asyncrl.weights.transports import AUTO_ON_GPUS, find_transport, transport_of  # imports torch
+    from asyncrl.weights.transports import transport_on_gpus  # imports torch
 
-    name = transport_of(config)
-    return find_transport(AUTO_ON_GPUS if name == "auto" else name).needs_own_gpu
+    return transport_on_gpus(config).needs_own_gpu
 
 
 def _names(gpus: Sequence[Gpu]) -> str:

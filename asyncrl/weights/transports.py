@@ -230,11 +230,11 @@ def goes_by_files(config: Config) -> bool:
     return name != "auto" and find_transport(name).connect is None
 
 
-def goes_by_device(config: Config) -> bool:
-    """True if versions go from device memory to device memory where every process has a separate GPU. Raises
-    ConfigError as `transport_of` and `find_transport` do."""
+def transport_on_gpus(config: Config) -> Transport:
+    """Returns the transport of a run in which every process has a separate GPU. Raises ConfigError as `transport_of`
+    and `find_transport` do."""
     name = transport_of(config)
-    return find_transport(AUTO_ON_GPUS if name == "auto" else name).on_device
+    return find_transport(AUTO_ON_GPUS if name == "auto" else name)
 
 
 def connect_deadline_s(member: Member) -> float:
