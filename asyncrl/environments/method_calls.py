@@ -16,7 +16,7 @@ from asyncrl.environments.environment import Message, Step
 from asyncrl.environments.episode import Limits
 from asyncrl.errors import AsyncrlError
 from asyncrl.types import MAX_NAME_CHARACTERS, MAX_REWARD, EpisodeEnd
-from asyncrl.util.text import describe, redact
+from asyncrl.util.text import describe, encodable, redact
 from asyncrl.wire.messages import MAX_PARTS
 
 MAX_SHOWN_CHARACTERS = 80
@@ -28,7 +28,7 @@ class EpisodeFailedError(AsyncrlError):
     """An episode has no reward."""
 
     def __init__(self, ended: EpisodeEnd, text: str) -> None:
-        super().__init__(redact(text).encode(errors="backslashreplace").decode())
+        super().__init__(encodable(redact(text)))
         self.ended: EpisodeEnd = ended
 
 

@@ -58,7 +58,11 @@ def redact_named(name: str, value: Any) -> Any:
 def describe(error: BaseException) -> str:
     """Type and text of an error on one line of at most 300 characters in UTF-8; secrets are replaced before it is
     cut."""
-    text = f"{type(error).__name__}: {' '.join(redact(str(error)).split())}"[:300]
+    return encodable(f"{type(error).__name__}: {' '.join(redact(str(error)).split())}"[:300])
+
+
+def encodable(text: str) -> str:
+    """The text with lone surrogates, which UTF-8 does not have, as escapes."""
     return text.encode(errors="backslashreplace").decode()
 
 
